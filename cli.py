@@ -74,7 +74,7 @@ class LazyGroup(StageGroup):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None where there is no such."""
+        """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)

@@ -70,7 +70,7 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    kind: str | None  # of the group that has the setting; None where it is no choice between kinds
+    kind: str | None  # of the group that has the setting; None where it is not a choice between kinds
     is_common: bool  # whether the short page of help shows it
 
 
@@ -112,7 +112,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_values(cls, values: Any) -> Any:
-        """Read what flags and files may write in another way than Python; true and false are no numbers there."""
+        """Read what flags and files may write in another way than Python; true and false are not numbers there."""
         if not isinstance(values, dict):
             return values
         return {
@@ -310,7 +310,7 @@ def _with_underscores(values: Any) -> Any:
 
 
 def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``group.key=value`` texts; ``none`` is no value."""
+    """Read ``group.key=value`` texts; ``none`` means no value."""
     keys: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -106,7 +106,7 @@ class StoreDamaged(StoreError):
 
 
 class CodecUnknown(StoreError):
-    """There is no codec of that name, or not for fields like these."""
+    """No codec has that name, or it does not take fields like these."""
 
 
 class SelectionInvalid(StoreError, IndexError):

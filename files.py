@@ -277,7 +277,7 @@ def no_locks(path: Path, error: OSError) -> StorageUnavailable:
 
 
 def open_regular(path: Path) -> int:
-    """Open a local file for reading and return its descriptor; StoreDamaged for what is no regular file.
+    """Open a local file for reading and return its descriptor; StoreDamaged for what is not a regular file.
 
     A FIFO would be waited for and a device has no end, so both are refused before anything is read.
     """
@@ -347,9 +347,9 @@ def whole_numbers(value: object, name: str) -> tuple[int, ...]:
 def relative_name(name: object) -> str:
     """Return the name of a file below a folder; ValueError if absolute, or with empty, ``.`` or ``..`` steps."""
     if not isinstance(name, str) or "\0" in name or len(name) > 1024:
-        raise ValueError(f"{_shown(name)} is no relative path")
+        raise ValueError(f"{_shown(name)} is not a relative path")
     if any(step in ("", ".", "..") or len(step.encode()) > 255 for step in name.split("/")):
-        raise ValueError(f"{_shown(name)} is no relative path")
+        raise ValueError(f"{_shown(name)} is not a relative path")
     return name
 
 

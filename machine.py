@@ -105,7 +105,7 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
     """Return what is left of one limit, the files that the kernel keeps being given up first; nothing without limit."""
     try:
-        # Version 2 says "max" where there is no limit, version 1 a number larger than any memory.
+        # Version 2 says "max" where memory is not limited, version 1 a number larger than any memory.
         most, used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, most - used + int(counts.get(cache, 0)))]

@@ -113,9 +113,9 @@ def _read_prompt(text: str) -> str:
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
-        text.encode()  # bytes that are no text may come as halves of surrogate pairs
+        text.encode()  # bytes that are not text may come as halves of surrogate pairs
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise StageFailure(f"the prompt is no UTF-8 text ({error.reason} at {error.start:,}); convert it.") from error
+        raise StageFailure(f"the prompt is not UTF-8 text ({error.reason} at {error.start:,}); convert it.") from error
     if not text.strip():
         raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
     return text

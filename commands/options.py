@@ -122,7 +122,7 @@ def _sources(presets: Presets | None) -> list[click.Parameter]:
         ),
         click.Option(
             ["--set", "assignments"], multiple=True, metavar="NAME=VALUE",
-            help="Any setting by its name; `none` is no value.",
+            help="Any setting by its name; `none` means no value.",
         ),
     ]  # fmt: skip
 

@@ -61,7 +61,7 @@ def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
     Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could not be checked, which
-    is no damage. Exit code 3 if nothing is damaged, but parts are still to be written.
+    is not damage. Exit code 3 if nothing is damaged, but parts are still to be written.
 
     \b
     Examples:

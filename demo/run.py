@@ -1,6 +1,6 @@
 """The demo: corpus -> target -> extract -> train -> eval -> serve, each phase kept once it is finished.
 
-With a real model there is no phase ``target``, and the model writes the corpus. ``demo.json`` in the demo's folder
+With a real model the phase ``target`` is left out, and the model writes the corpus. ``demo.json`` in the demo's folder
 holds the settings, and for each finished phase its seconds and figures.
 """
 

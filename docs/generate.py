@@ -26,8 +26,8 @@ OPTIONS_HEAD = """# Options
 `moa-data COMMAND --help` shows the settings that most people change, `moa-data COMMAND --help-all` shows
 all of them, as this page does. Each has a name: `learning_rate` is the flag
 `--learning-rate`, a line `learning_rate: 1e-4` of a YAML file (`--config FILE`), `--set learning_rate=1e-4`
-(repeatable; `none` is no value), and a keyword in Python. Lists are separated by commas. From weak to strong: defaults,
-`--preset`, file, `--set`, flags.
+(repeatable; `none` means no value), and a keyword in Python. Lists are separated by commas. From weak to strong:
+defaults, `--preset`, file, `--set`, flags.
 
 ```yaml
 drafter: eagle

@@ -54,7 +54,7 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     ]
     known = {name: _compared(facts) for name, facts in drafters.items() if facts["settings"]}
     for key in dict.fromkeys(key for own in known.values() for key in own):
-        # What a run did not record is no difference.
+        # What a run did not record does not count as a difference.
         by_run = {name: own[key] for name, own in known.items() if key in own}
         if len(set(map(str, by_run.values()))) > 1:
             found.append(f"{key}: " + ", ".join(f"{name} {_short(value)}" for name, value in by_run.items()))

@@ -387,7 +387,7 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
     try:
         score = scorer(prompt, answer)
         if not math.isfinite(score):
-            raise ValueError(f"{score} is no finite number")
+            raise ValueError(f"{score} is not a finite number")
     except Exception as error:  # the user's function may raise anything
         reason = f"with an answer to prompt {cut.row.prompt_id}, failed ({type(error).__name__}: {first_line(error)})"
         raise OptionInvalid(f"the scorer, called {reason}; correct the function.") from error

@@ -44,7 +44,7 @@ class PromptFile:
 
 
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
-    """Read a file of prompts, one JSON object per line; a row that is no prompt is named.
+    """Read a file of prompts, one JSON object per line; a row that is not a prompt is named.
 
     ``n_prompts``: use this many: of chats the first ones, of Spec-Bench questions in turn from each category.
     """
@@ -55,7 +55,9 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
             where = f"{path} row {number}"
             found.append(_parse(row, where, number))
             if found[-1][0] != found[0][0]:
-                raise DatasetError(f"{where} is no prompt of {found[0][0]} as those before; put them into two files.")
+                raise DatasetError(
+                    f"{where} is not a prompt of {found[0][0]} as those before; put them into two files."
+                )
     except OSError as error:
         raise DatasetError(
             f"{path}: {error.strerror or error}; give a jsonl file of chats or of Spec-Bench questions."

@@ -31,7 +31,7 @@ class RowSettings(Config):
     """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
     split. A folder with several others is refused."""
     columns: tuple[str, ...] = ()
-    """Columns of rows that are no chats: user, assistant, system, messages or tools, as in user=instruction+input; or
+    """Columns of rows that are not chats: user, assistant, system, messages or tools, as in user=instruction+input; or
     alpaca, or prompt-completion. Default: messages or conversations."""
     dataset_config: str | None = None
     """Configuration of a Hub dataset that has several."""
@@ -268,7 +268,7 @@ class RegenerateConfig(Config):
             if self.model is None:
                 return ["neither a model nor a server is given: give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
-                return [f"tree is {self.tree!r}, but there is no drafter; give --drafter RUN"]
+                return [f"tree is {self.tree!r}, but no drafter is given; give --drafter RUN"]
             return self.refusal_of(self.shape)
         local = {
             "drafter": self.drafter, "tree": self.tree, "revision": self.revision, "self_prompted": self.self_prompted,

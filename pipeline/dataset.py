@@ -4,7 +4,7 @@ Of a folder one split is read, as on the Hub: a file belongs to the split that i
 as ``train-00000-of-00002.parquet``, ``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``,
 ``test.jsonl``, ``chats_validation.jsonl``.
 
-Files are read here and not by `datasets`, which refuses a whole file for one line that is no JSON, adds nulls to rows
+Files are read here and not by `datasets`, which refuses a whole file for one line that is not JSON, adds nulls to rows
 that lack a key of another row, and copies everything into its cache.
 """
 
@@ -275,7 +275,7 @@ def _read_file(path: Path) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno is not None:
             raise DatasetError(f"{path} cannot be read ({error.strerror}). Check the disk and the rights.") from error
         raise DatasetError(
-            f"{path} is no readable {suffix[1:]} file ({first_line(error)}). Restore or convert it."
+            f"{path} is not a readable {suffix[1:]} file ({first_line(error)}). Restore or convert it."
         ) from error
 
 
@@ -383,7 +383,7 @@ def _open_json(path: Path) -> Iterator[IO[Any]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Any]:
-    """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is no JSON."""
+    """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is not JSON."""
     with _open_json(path) as stream:
         while line := stream.readline(MAX_ROW_BYTES):
             if len(line) == MAX_ROW_BYTES and line[-1:] not in ("\n", b"\n"):

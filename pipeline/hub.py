@@ -72,7 +72,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         revision: branch, tag or commit; None for main.
 
     Raises:
-        DatasetError: there is no such repository, the Hub cannot be reached, or what came is damaged (exit code 1).
+        DatasetError: the repository does not exist, the Hub cannot be reached, or what came is damaged (exit code 1).
         OutputOccupied: the folder holds something else.
     """
     folder = folder.expanduser()
@@ -185,7 +185,7 @@ def _one_line(repo: str) -> Iterator[None]:
             f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN in the environment."
         ) from error
     except HFValidationError as error:
-        raise DatasetError(f"{repo!r} is no name of a repository, expected OWNER/NAME.") from error
+        raise DatasetError(f"{repo!r} is not the name of a repository, expected OWNER/NAME.") from error
     except MoaDataError:
         raise
     except Exception as error:  # of many unrelated types

@@ -345,7 +345,7 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
-    """Return what a store records of its extraction; None where there is no store yet, or none that can be read."""
+    """Return what a store records of its extraction; None if the store does not exist yet, or cannot be read."""
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:

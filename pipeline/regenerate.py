@@ -66,7 +66,7 @@ class LossReason(StrEnum):
     TOO_LONG = "the prompt leaves no room for an answer"
     NO_END = "an answer has not ended within the tokens it may have"
     EMPTY = "an answer is empty"
-    NO_TEXT = "an answer has bytes that are no text"
+    NO_TEXT = "an answer has bytes that are not text"
     UNFINISHED_QUESTION = "the target's question has not ended within the tokens it may have"
     EMPTY_QUESTION = "the target's question is empty"
     NO_TEXT_QUESTION = "the target's question has special tokens, or bytes that are not text"

@@ -304,7 +304,7 @@ class Connections:
             return True
         waiting = sorted((each for each in crowd if not each.is_working), key=lambda each: (each.has_asked, each.since))
         # The requests of many that come at once have not been read yet, so those of the last second stay, while they
-        # are no more than some times the bound.
+        # are at most some times the bound.
         late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
         for each in waiting[:n_surplus]:
             if each.since <= late:

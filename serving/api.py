@@ -280,7 +280,7 @@ def _invalid(error: ValidationError) -> ApiError:
     param = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "json_invalid":
         reason = first["msg"].removeprefix("Invalid JSON: ")
-        return ApiError(400, f"the body is no JSON: {reason}.", code="invalid_json")
+        return ApiError(400, f"the body is not JSON: {reason}.", code="invalid_json")
     if first["type"] == "missing":
         return ApiError(400, f"the request lacks {param}.", param, "missing_required_parameter")
     return ApiError(400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value")

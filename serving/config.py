@@ -39,7 +39,7 @@ class EngineOptions(Config):
 
     @property
     def shape(self) -> "TreeShape | None":
-        """The shape of the server's own drafts; None for auto. Raises DrafterError where ``tree`` is no shape."""
+        """The shape of the server's own drafts; None for auto. Raises DrafterError if ``tree`` is not a shape."""
         from ..moa.decoding.tree import TreeShape  # imports torch
 
         return None if self.tree == "auto" else TreeShape.parse(self.tree)

@@ -225,7 +225,9 @@ class DraftingServer:
             try:
                 message = pb.ClientMessage.FromString(data)
             except DecodeError as error:
-                raise RequestInvalid(f"these {len(data)} bytes are no message of moa.v1; check the client.") from error
+                raise RequestInvalid(
+                    f"these {len(data)} bytes are not a message of moa.v1; check the client."
+                ) from error
             await self._take(stream, message)
         # The client says nothing more; it may still read the answers.
         if stream.session is None:

@@ -168,7 +168,7 @@ class Service:
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
-            message = f"there is no model {name[:120]!r} here; this server has {self.model_name}."
+            message = f"{name[:120]!r} is not a model of this server, which has {self.model_name}."
             raise ApiError(404, message, "model", "model_not_found")
 
     async def _body(self, request: HttpRequest) -> bytes:
@@ -262,7 +262,7 @@ class Service:
             drafter = None if asked.drafter == "none" else asked.drafter
         if drafter is not None and drafter not in engine.drafters:
             known = ", ".join((*engine.drafters, "none"))
-            message = f"there is no drafter {drafter[:120]!r} here; expected one of {known}."
+            message = f"{drafter[:120]!r} is not a drafter of this server; expected one of {known}."
             raise ApiError(400, message, "drafter", "invalid_value")
         sampling = SamplingConfig(
             temperature=1.0 if asked.temperature is None else asked.temperature,
@@ -352,7 +352,7 @@ def _chat_tokens(template: ChatTemplate, messages: list[Message], tools: Any, is
 
 
 def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[int]:
-    text.encode()  # halves of surrogate pairs are no text
+    text.encode()  # halves of surrogate pairs are not text
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
 

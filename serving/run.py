@@ -40,7 +40,7 @@ class ServerRun:
     """One run of a server.
 
     ``on_ready`` is called with the addresses of HTTP and gRPC once requests are taken. Without identities, which
-    drafting clients compare, there is no gRPC, and its address is None.
+    drafting clients compare, gRPC is off, and its address is None.
     """
 
     def __init__(self, service: Service, on_ready: OnReady, identities: Identities | None = None) -> None:

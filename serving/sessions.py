@@ -137,7 +137,7 @@ class DraftingSession:
                 f"{self.request.n_prompt} of them the prompt; open it again with the tokens that you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
-            raise RequestInvalid(f"there is no mode {body.mode} of a run; ask for a plain or a speculative one.")
+            raise RequestInvalid(f"{body.mode} is not a mode of a run; ask for a plain or a speculative one.")
         if len(self._pending) >= _MAX_PENDING:
             raise Overloaded(f"{_MAX_PENDING} messages wait to be done; wait for their answers.")
         self._pending.append((sequence, body))

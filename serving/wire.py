@@ -52,7 +52,7 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 def check_codec(codec: str) -> None:
     """Refuse a name that is not of :data:`CODECS` with RequestInvalid."""
     if codec not in CODECS:
-        raise RequestInvalid(f"there is no codec {codec[:20]!r} of contexts; expected one of {', '.join(CODECS)}.")
+        raise RequestInvalid(f"{codec[:20]!r} is not a codec of contexts; expected one of {', '.join(CODECS)}.")
 
 
 def bytes_per_position(codec: str, width: int) -> int:

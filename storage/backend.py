@@ -26,7 +26,7 @@ from ..errors import MoaDataError, StorageUnavailable
 from .paths import REQUEST_BYTES, RemotePath, StorePath, requests
 
 MISSING = (FileNotFoundError, NotADirectoryError)
-"""What the system raises where there is no such file. Any other refusal says nothing about the file."""
+"""What the system raises if a file does not exist. Any other refusal says nothing about the file."""
 MAX_OPEN_FILES = 128
 """Files that readers hold open at once; half of the least that a process may open by default (macOS)."""
 _BLOCKS_AHEAD = 4
@@ -139,7 +139,7 @@ def sync_names(folder: StorePath) -> None:
 
 
 def names_in(folder: StorePath) -> list[str]:
-    """Return the names of the files and folders in a folder, sorted; none where there is no such folder."""
+    """Return the names of the files and folders in a folder, sorted; none if the folder does not exist."""
     if isinstance(folder, RemotePath):
         return sorted({name.partition("/")[0] for name in folder.names()})
     try:
@@ -210,7 +210,7 @@ def file_crc32(path: StorePath) -> int:
     return crc
 
 
-# Errors of the machine are no damage: nothing may be deleted because of them.
+# Errors of the machine are not damage: nothing may be deleted because of them.
 
 
 def reason(error: OSError | MemoryError) -> str:

@@ -145,7 +145,7 @@ def find_size_damage(
             damage.append((path, StoreDamaged(f"{path} is missing although it was committed. {_REDO}")))
             continue
         if not stat.S_ISREG(found.st_mode):
-            damage.append((path, StoreDamaged(f"{path} is no regular file. {_REDO}")))
+            damage.append((path, StoreDamaged(f"{path} is not a regular file. {_REDO}")))
         elif found.st_size != record.bytes:
             message = f"{path} has {found.st_size} bytes, its commit says {record.bytes}. {_REDO}"
             damage.append((path, StoreDamaged(message)))
@@ -268,7 +268,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
 
 
 def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
-    """Return a file's bytes, or None where there is no such file; no bytes of one that is longer or not regular."""
+    """Return a file's bytes, or None if the file does not exist; no bytes of one that is longer or not regular."""
     try:
         return read_file(path, max_bytes)
     except MISSING:

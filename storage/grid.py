@@ -172,7 +172,7 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
     except MISSING as error:
         raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
     except ValueError as error:
-        raise StoreDamaged(f"{path} is no metadata of an array: {error}. {_RESTORE}") from error
+        raise StoreDamaged(f"{path} is not the metadata of an array: {error}. {_RESTORE}") from error
     grid = grid_from_metadata(text, array, str(path))
     n_rows = max(1, array.n_rows(longest_part))
     if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:

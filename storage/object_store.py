@@ -210,7 +210,7 @@ class ObjectStore:
                 return request()
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
-                    raise StorageUnavailable(f"{self.url}: there is no such bucket. Make it first.") from error
+                    raise StorageUnavailable(f"{self.url}: the bucket does not exist. Make it first.") from error
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
                 raise

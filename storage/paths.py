@@ -96,7 +96,7 @@ class RemotePath:
         return RemotePath(self.backend, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:
-        """Return the size; FileNotFoundError where there is no such file."""
+        """Return the size; FileNotFoundError if the file does not exist."""
         return Stat(self.backend.size(self.key))
 
     def exists(self) -> bool:

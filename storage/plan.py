@@ -112,7 +112,7 @@ def _check_sequences(table: pa.Table) -> None:
     if missing:
         raise StoreDamaged(f"The table of sequences lacks the columns {missing}; it has {table.column_names}.")
     if table.num_rows == 0:
-        raise StoreDamaged("There are no sequences to plan. Check the dataset and the counts of rejected rows.")
+        raise StoreDamaged("The dataset gave no sequences to plan. Check the dataset and the counts of rejected rows.")
     if any(table[name].null_count for name in table.column_names) or pc.min(table["n_tokens"]).as_py() < 1:
         raise StoreDamaged("Every sequence needs an id, a row and counts, and at least one token.")
     if len(pc.unique(table["sequence_id"])) != table.num_rows:

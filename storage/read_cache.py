@@ -120,7 +120,7 @@ class ReadCache:
         return data
 
     def _keep(self, file: RemoteFile, block: int, data: bytes) -> None:
-        """Keep a block if there is room for it on the disk; that there is none is no reader's loss."""
+        """Keep a block if there is room for it on the disk; a full disk is ignored."""
         start, stop = _span(file, block)
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
@@ -170,7 +170,7 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
     """Return a cache, or None where nothing names a folder.
 
     What is not given, ``MOA_DATA_CACHE_DIR`` and ``MOA_DATA_CACHE_GB`` (default 100) tell; OptionInvalid for a size
-    that is no positive number.
+    that is not a positive number.
     """
     folder = folder or os.environ.get(FOLDER_VARIABLE)
     if not folder:

@@ -324,9 +324,9 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{TRAINING} --learning-rat 1": ("No such option",),
         f"{BARE} --temperature -0.5": ("temperature is '-0.5', expected at least 0",),
         f"{BARE} --top-p 0": ("--top-p is '0', expected above 0",),
-        f"{BARE} --tree big": ("'big' is no shape of drafts; expected a chain's length such as 5",),
+        f"{BARE} --tree big": ("'big' is not a shape of drafts; expected a chain's length such as 5",),
         f"{BARE} --tree 6x8x4": ("4 nodes cannot make a draft tree 6 levels deep",),
-        f"{BARE} --tree -1": ("'-1' is no shape of drafts",),
+        f"{BARE} --tree -1": ("'-1' is not a shape of drafts",),
         f"{BARE} --seed 99999999999999999999": ("--seed is '99999999999999999999', expected",),
         f"{BARE} --prompt ' '": ("the prompt is empty",),
     }),
@@ -421,7 +421,7 @@ def test_outputs_that_hold_something_else(work: Path) -> None:
 )
 def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
     result = run("generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input)
-    refused(result, "the prompt is no UTF-8 text", "convert it")
+    refused(result, "the prompt is not UTF-8 text", "convert it")
 
 
 def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

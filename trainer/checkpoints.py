@@ -32,7 +32,7 @@ _STATE = "state"
 
 
 def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
-    """Make the error for a file that is no checkpoint, or one of another run."""
+    """Make the error for a file that is not a checkpoint, or is one of another run."""
     return DrafterError(
         f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing of it was used; copy best.ckpt over "
         "it, if it is there, or train again with another --out."

@@ -103,7 +103,7 @@ def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple
             prefix = ""
         else:
             folder = resolve_model_folder(place)
-            load_target_config(folder)  # refuses what is no target before it is hashed
+            load_target_config(folder)  # refuses what is not a target before it is hashed
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)
@@ -144,7 +144,7 @@ def _store_of(drafter: Path) -> str:
             if store and _is_store(store):
                 return store
             raise TargetError(f"the format needs the target, and the store {store!r} of {folder} is not there. {_GIVE}")
-    raise TargetError(f"the format needs the target, and {drafter} is no run. {_GIVE}")
+    raise TargetError(f"the format needs the target, and {drafter} is not a run. {_GIVE}")
 
 
 def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any:

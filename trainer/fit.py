@@ -583,7 +583,7 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
             for name, cell in row.items():
                 if name in ("step", "epoch") or not cell:
                     continue
-                # A plot must not end a training: what is no number is left out.
+                # A plot must not end a training: what is not a number is left out.
                 with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     step = int(float(row["step"]))
                     value = float(cell)

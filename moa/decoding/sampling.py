@@ -209,7 +209,7 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """
     is_possible = (probability != 0).numpy()
     n_possible = np.count_nonzero(is_possible)
-    if n_possible <= _N_PLAIN:  # none where logits are no numbers: the first token then
+    if n_possible <= _N_PLAIN:  # none where logits are not numbers: the first token then
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
     # With noise -log(-log u) the largest log p + noise has the smallest -log(u) / p. As 1 - u is at most -log(u), no
     # token whose (1 - u) / p is above some token's -log(u) / p can be it; so a logarithm for each is not needed.
@@ -219,7 +219,7 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     bounds = above / probability
     best = bounds.argmin()
     reached = -torch.log1p(-above[best]) / probability[best]
-    return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())  # all of them where something is no number
+    return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())  # all of them where something is not a number
 
 
 def choose(

@@ -59,7 +59,7 @@ class TreeShape:
         match = _SHAPE.fullmatch(text.lower())
         if match is None:
             raise DrafterError(
-                f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as "
+                f"{text!r} is not a shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as "
                 "10@0.2, LENGTHcCONFIDENCE such as 7c0.3, or DEPTHxBREADTHxNODES such as 6x8x62."
             )
         depth, breadth, n_nodes, stop_below, cut_below = match.groups()

@@ -6,7 +6,7 @@ head dim, b nodes of one level, n tokens of one call, S slots.
     token embeddings -> + causal self-attention -> + cross-attention to the target's own keys and values of its last
     layer, of verified positions -> + MLP -> LM head
 
-Only the tokens of drafts are fed back. There is no norm before the cross-attention and none before the LM head, as in
+Only the tokens of drafts are fed back. No norm comes before the cross-attention or the LM head, as in
 the official code (``train/glide.py``).
 
 Training cuts the text into blocks, each a draft round: its positions see the target's KV of the blocks before it. For

@@ -30,5 +30,5 @@ REMOTE_KINDS = tuple(kind for kind, one in DRAFTERS.items() if one.drafts_remote
 def drafter_class(kind: str) -> type[Drafter]:
     """Find the drafter of a kind; raises DrafterError for an unknown one."""
     if kind not in DRAFTERS:
-        raise DrafterError(f"there is no drafter {kind!r}; expected one of {', '.join(DRAFTERS)}.")
+        raise DrafterError(f"{kind!r} is not a drafter; expected one of {', '.join(DRAFTERS)}.")
     return DRAFTERS[kind]

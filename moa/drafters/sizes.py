@@ -42,7 +42,7 @@ class DrafterSizes:
             value = getattr(self, item.name)
             if not self._is_valid(value, item):
                 raise DrafterError(
-                    f"{item.name} of the drafter is {str(value)[:60]!r}, which is no valid value. Restore its "
+                    f"{item.name} of the drafter is {str(value)[:60]!r}, which is not a valid value. Restore its "
                     "drafter.json or config.json."
                 )
             if isinstance(value, list):  # JSON has no tuples

@@ -187,7 +187,7 @@ def rows(weights: Weights, name: str) -> int:
 
 
 def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
-    """List what a config.json holds below a key; nothing where that is no mapping."""
+    """List what a config.json holds below a key; nothing where that is not a mapping."""
     found = config.get(key)
     return dict(found) if isinstance(found, Mapping) else {}
 

@@ -71,7 +71,7 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     folder made of a GGUF file only ``weights_sha256``, the hash of that file.
     """
     folder = Path(folder)
-    families.load_target_config(folder)  # refuses what is no target
+    families.load_target_config(folder)  # refuses what is not a target
     if folder.parent == cache_folder("gguf"):
         return {"weights_sha256": folder.name}  # what transformers writes may differ between its releases
     weights = weight_files(folder)
@@ -208,8 +208,8 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
     config = families.text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
-            f"the LM head of {config.model_type} is no plain matrix, or has a bias, which drafters don't know. Choose "
-            "another target."
+            f"the LM head of {config.model_type} is not a plain matrix, or has a bias, which drafters don't know. "
+            "Choose another target."
         )
     weight = cast(Tensor, head.weight)
     scale = families.logit_scale(config)
@@ -231,7 +231,9 @@ class FrozenTarget(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
-        self._laid_head: tuple[nn.Linear, ...] = ()  # that weight as a layer, in a tuple, since it is no part of this
+        self._laid_head: tuple[
+            nn.Linear, ...
+        ] = ()  # that weight as a layer, in a tuple, since it is not a part of this
         self.logit_cap = families.logit_cap(config)
         sizes = families.target_sizes(config)
         self.rotary = Rotary(sizes["head_dim"], families.rope_parameters(config), sizes["max_position_embeddings"])

@@ -276,7 +276,7 @@ class _Layer(CacheLayerMixin):
         return self._cache.n_slots, 0  # the offset of the first one
 
     def get_max_length(self) -> int:
-        return -1  # there is no bound
+        return -1  # unbounded
 
 
 class ContextCache(KVBuffer):

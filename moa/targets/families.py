@@ -200,7 +200,7 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
     if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (sees and loads_text):
         way = "Choose another target, or a transformers that has it"
         raise TargetError(
-            f"model type {str(model_type)[:60]!r} is no causal language model of transformers "
+            f"model type {str(model_type)[:60]!r} is not a causal language model of transformers "
             f"{transformers.__version__} ({source}). {'Save its text model alone as one' if sees else way}."
         )
 
@@ -242,7 +242,7 @@ def _check_config(config: Any, source: object) -> None:
     elif family.keeps_kv and kinds - known_kinds:
         trouble = f"layer_types are not all {' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
     elif "sliding_attention" in layer_kinds(config) and not getattr(config, "sliding_window", None):
-        trouble = "layers have sliding_attention and there is no sliding_window"
+        trouble = "layers have sliding_attention and sliding_window is missing"
     else:
         return
     raise TargetError(f"{source}: {trouble}. Restore the file.")

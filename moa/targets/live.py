@@ -62,7 +62,7 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
         raise TargetError(
-            f"there is no folder {path_or_id} here, and the Hub gave no model of that name: "
+            f"the folder {path_or_id} does not exist here, and the Hub gave no model of that name: "
             f"{first_line(error).rstrip('.')}. Check the path or the name."
         ) from error
 
@@ -93,7 +93,7 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Name the packages, not installed here, that a tokenizer.model takes if there is no tokenizer.json."""
+    """Name the packages, not installed here, that a tokenizer.model takes if tokenizer.json is missing."""
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []

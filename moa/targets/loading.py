@@ -109,7 +109,7 @@ def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
 def _check_memory(
     folder: Path, headers: Mapping[str, TensorHeader], config: Any, dtype: torch.dtype, device: str
 ) -> None:
-    """Refuse weights for which there is no memory: the kernel would end the process without a word."""
+    """Refuse weights that do not fit into memory: the kernel would end the process without a word."""
     n_held = _count_values(headers)
     # Transformers allocates what config.json calls for before it reports the weights that are missing.
     n_values = max(n_held, families.count_weights(config))

@@ -48,7 +48,7 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 
     Raises:
         StoreDamaged: it is not a regular file: a FIFO would be waited for.
-        PermissionError: this user may not read it; safetensors would say that there is no such file.
+        PermissionError: this user may not read it; safetensors would say that the file is missing.
         ValueError: it is larger than its limit.
     """
     fd = open_regular(file)

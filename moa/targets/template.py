@@ -249,7 +249,9 @@ class ChatTemplate:
             tree = _compile_jinja_template("").environment.parse(self.text)
             _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
-            raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
+            raise TemplateError(
+                f"the chat template is not a Jinja template ({first_line(error)}). Restore it."
+            ) from error
         by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
         by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
         if by_chance:
@@ -381,7 +383,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
         try:
             found = json.loads(whole)
         except ValueError as error:
-            raise OptionInvalid(f"template_kwargs is {whole!r}, which is no JSON object ({error})") from error
+            raise OptionInvalid(f"template_kwargs is {whole!r}, which is not a JSON object ({error})") from error
     else:
         found = {}
         for text in texts:

@@ -204,7 +204,7 @@ class SpeculatorsFormat(FileFormat):
         row = int(number) if number.isdecimal() else len(rows)
         if row >= len(rows):
             raise DatasetError(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}.")
-        with parsing(f"{path}: row {row} of the Arrow dataset is no text", DatasetError, "Prepare the dataset again."):
+        with parsing(f"{path}: row {row} of the Arrow dataset is not text", DatasetError, "Prepare the dataset again."):
             ids, mask = (
                 rows[name][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
                 for name in ("input_ids", "loss_mask")

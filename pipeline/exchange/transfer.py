@@ -171,7 +171,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             old = parse_object(path.read_bytes())
             is_longer = whole_number(old.get("n_sequences"), "n_sequences") <= n_sequences
         except ValueError as error:
-            raise OutputOccupied(f"{path} is no record of an export ({error}). Choose another --out.") from error
+            raise OutputOccupied(f"{path} is not the record of an export ({error}). Choose another --out.") from error
         changed = [key for key in record if old.get(key) != record[key] and not (key == "n_sequences" and is_longer)]
         if changed:
             raise OutputOccupied(

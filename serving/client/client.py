@@ -106,7 +106,7 @@ class SavedAnswer:
         except OSError as error:
             raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
         except ValueError as error:  # pydantic's, and those of sampling
-            raise RequestInvalid(f"{path} is no saved session of this version; start a new one.") from error
+            raise RequestInvalid(f"{path} is not a saved session of this version; start a new one.") from error
         return saved
 
 
@@ -148,7 +148,7 @@ class DraftingClient:
         session_file: str | Path | None = None,
     ) -> None:
         if mode not in MODES:
-            raise RequestInvalid(f"there is no mode {mode!r}; expected one of {', '.join(MODES)}.")
+            raise RequestInvalid(f"{mode!r} is not a mode; expected one of {', '.join(MODES)}.")
         if max_offline < 0 or not 0 <= offline_below < 1:
             raise RequestInvalid(
                 f"max_offline is {max_offline}, offline_below {offline_below}; give 0 or more, below 1."

@@ -101,7 +101,7 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
             if (found / FROZEN_FILE).is_file():
                 return found
             raise RequestInvalid(f"{place} was trained from {found.parent}, which is not there; give --bundle.")
-    raise RequestInvalid(f"{run} is no run, so its store is not known; give --bundle STORE/target.")
+    raise RequestInvalid(f"{run} is not a run, so its store is not known; give --bundle STORE/target.")
 
 
 class TextDrafter:

@@ -63,7 +63,9 @@ class Link:
         host, _, port = address.rpartition(":")
         is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
         if (separator and scheme not in ("http", "https", "grpc")) or not (host and is_port):
-            raise RequestInvalid(f"{server!r} is no address of a server; give HOST:PORT, or https://HOST:PORT for TLS.")
+            raise RequestInvalid(
+                f"{server!r} is not the address of a server; give HOST:PORT, or https://HOST:PORT for TLS."
+            )
         self.address = address
         self._credentials = _credentials(ca) if ca is not None or scheme == "https" else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -200,7 +202,7 @@ class Link:
             if "certificate" in reason.lower():
                 return ProtocolMismatch(f"{self.address} has no certificate of the given authority; give its --ca.")
             if "HTTP/2" in reason or "ALPN" in reason:
-                return ProtocolMismatch(f"{self.address} is no gRPC port; {_GRPC_PORT}.")
+                return ProtocolMismatch(f"{self.address} is not a gRPC port; {_GRPC_PORT}.")
             return Disconnected(f"{self.address} cannot be reached ({reason[:200]}).")
         except (StopIteration, ValueError):
             pass

@@ -186,7 +186,7 @@ class Engine:
 
         Args:
             drafts: for VERIFY, a chain of tokens after the root, of which the first ``max_drafts`` are verified; none
-                for a plain step. RequestInvalid where they are no tokens.
+                for a plain step. RequestInvalid if they are not tokens.
             answers: a tag that the commits of this work carry.
         """
         chain = tuple(drafts[: self.max_drafts])
@@ -235,7 +235,7 @@ class Engine:
             (request.n_context > n_tokens, f"contexts of {request.n_context} positions cannot be known of this text."),
             (
                 name is not None and drafter is None,
-                f"there is no drafter {name!r} here; loaded: {', '.join(self.drafters) or 'none'}.",
+                f"{name!r} is not a drafter of this server; loaded: {', '.join(self.drafters) or 'none'}.",
             ),
             (request.wants_context and name is None, "contexts are a drafter's; name one."),
             (
@@ -250,7 +250,7 @@ class Engine:
         self.check_tokens(request.tokens)
 
     def check_tokens(self, tokens: Rows[int]) -> None:
-        """Refuse numbers that are no tokens with RequestInvalid."""
+        """Refuse numbers that are not tokens with RequestInvalid."""
         largest = self.target.sizes["vocab_size"] - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
             raise RequestInvalid(f"tokens must be from 0 to {largest}; use the model's tokenizer.")

@@ -38,7 +38,7 @@ class StoreCodec:
         sources: field -> the fields that it is predicted from; None to predict what the name calls for.
 
     Raises:
-        CodecUnknown: there is no codec of that name, or none for a field, or it needs a field that the store lacks.
+        CodecUnknown: no codec has that name, it does not take a field, or it needs a field that the store lacks.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class Rope:
             raise ValueError("inv_freq must be finite, and scaling finite and positive. Read both from the target.")
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
-        """Raise ValueError if this is no rotation of keys of ``head_dim`` in so many layers."""
+        """Raise ValueError if this is not a rotation of keys of ``head_dim`` in so many layers."""
         half = self.inv_freq.shape[-1:]
         if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
             raise ValueError(f"inv_freq has shape {self.inv_freq.shape}, keys of {head_dim} in {n_layers} layers")

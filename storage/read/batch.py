@@ -207,7 +207,7 @@ class _Column:
 
     number: int
     span: tuple[int, int] | None  # first and last + 1 layer of ``out`` that the whole chunk fills in order, or None
-    pairs: list[tuple[int, int]]  # (layer within the chunk, layer of ``out``) where there is no such span
+    pairs: list[tuple[int, int]]  # (layer within the chunk, layer of ``out``) if span is None
 
 
 @dataclass

@@ -316,10 +316,12 @@ class ActivationStore:
     def _sequence(self, i: int) -> int:
         if not isinstance(i, SupportsIndex):
             raise SelectionInvalid(
-                f"{i!r} is no number of a sequence. Read one by store[0], a field of it by read(0, 'kv')."
+                f"{i!r} is not the number of a sequence. Read one by store[0], a field of it by read(0, 'kv')."
             )
         if not -len(self) <= i < len(self):
-            raise SelectionInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
+            raise SelectionInvalid(
+                f"{self.path} has {len(self)} committed sequences, and {i} is not the number of one."
+            )
         return i % len(self)
 
     def _plan_codes(
@@ -353,12 +355,12 @@ def read_manifest(store: StorePath) -> StoreManifest:
     try:
         text = read_file(path)
     except MISSING as error:
-        reason = f"it has no {MANIFEST_NAME}" if store.exists() else "there is no such folder"
+        reason = f"it has no {MANIFEST_NAME}" if store.exists() else "the folder does not exist"
         if isinstance(error, NotADirectoryError) and isinstance(store, Path):
             reason = f"it is {kind_of(store)}"
         raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
     except ValueError as error:
-        raise StoreDamaged(f"{path} is no manifest of an activation store: {error}. Restore it.") from error
+        raise StoreDamaged(f"{path} is not the manifest of an activation store: {error}. Restore it.") from error
     return StoreManifest.from_json(text, str(path))
 
 
@@ -387,7 +389,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(f"layers are {layers!r:.60}, expected a slice or a list of numbers.") from error
     for layer in chosen:
         if not -n_layers <= layer < n_layers:
-            raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
+            raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, and {layer} is not one of them.")
     chosen = [layer % n_layers for layer in chosen]
     return None if chosen == list(range(n_layers)) else chosen
 

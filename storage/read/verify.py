@@ -57,7 +57,7 @@ class VerifyReport:
     unchecked: list[Finding] = field(default_factory=list)  # what could not be checked
     commits: dict[int, PartCommit] = field(default_factory=dict)  # the commits that can be read
     n_parts: int = 0  # committed parts
-    n_pending_parts: int = 0  # planned parts without a commit; the store is incomplete, which is no damage
+    n_pending_parts: int = 0  # planned parts without a commit; the store is incomplete, which is not damage
     lacks_target: bool = False  # whether the target bundle, which an extraction writes, has no commit
     n_sequences: int = 0
     n_tokens: int = 0

@@ -302,7 +302,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         """
         self._check_open()
         if (codec := self.codec.fields.get(field)) is None:
-            raise StoreError(f"There is no field {field!r}; this store has {', '.join(self.codec.fields)}.")
+            raise StoreError(f"{field!r} is not a field of this store, which has {', '.join(self.codec.fields)}.")
         if codec.is_identity and isinstance(values, np.ndarray):
             self._arrays[codec.arrays[0].name].write(first_token, values)
             return

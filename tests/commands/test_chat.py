@@ -112,7 +112,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
         "--mode fast": "--mode is 'fast'",
         "--set offline_below=1": "offline_below",
         "--prompt <|eot_id|>": "<|eot_id|>",
-        "--server nowhere --prompt a": "is no address of a server",
+        "--server nowhere --prompt a": "is not the address of a server",
         f"--drafter {tmp_path} --prompt a": "drafter",
         "--server 127.0.0.1:1 --set connect_s=0.3 --prompt a": "127.0.0.1:1 cannot be reached",
     }.items():

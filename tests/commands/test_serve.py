@@ -158,7 +158,7 @@ def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
             "--tls-cert cert.pem": "tls_cert and tls_key belong together",
             "--tls-cert cert.pem --tls-key key.pem": "make no TLS server",
             f"--token-file {tmp_path / 'none'}": "cannot be read",
-            "--tree nonsense": "is no shape of drafts",
+            "--tree nonsense": "is not a shape of drafts",
             f"--drafter {tmp_path}": "drafter",
             f"--model {tmp_path / 'none'}": "neither a folder nor a Hub id",
             f"--port {port}": "cannot listen on 127.0.0.1",

@@ -156,7 +156,7 @@ def test_missing_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"has the suffix '\.txt', expected one of"):
         ChatSource(str(tmp_path / "chats.txt"), "train")
     (tmp_path / "chats.parquet").write_text("hi")
-    with pytest.raises(DatasetError, match="is no readable parquet file"):
+    with pytest.raises(DatasetError, match="is not a readable parquet file"):
         list(ChatSource(str(tmp_path / "chats.parquet"), "train").rows())
 
 
@@ -415,7 +415,7 @@ def test_a_file_that_is_damaged_in_its_midst_is_named(tmp_path: Path, kind: str)
         offset = pq.ParquetFile(path).metadata.row_group(5).column(0).file_offset or len(content) // 2
         content[offset : offset + 400] = b"\x5a" * 400
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=rf"chats\{path.suffix} is no readable"):
+    with pytest.raises(DatasetError, match=rf"chats\{path.suffix} is not a readable"):
         list(ChatSource(str(path), None).rows())
 
 

@@ -54,7 +54,7 @@ def test_the_plan_counts_everything_before_any_forward(config: ExtractConfig) ->
     plan = build_plan(config)
     assert plan.manifest.n_sequences == 30
     assert plan.sequences.n_duplicates == 1
-    assert plan.sequences.rejections == {"the chat has no assistant message": 1, "the row is no JSON object": 1}
+    assert plan.sequences.rejections == {"the chat has no assistant message": 1, "the row is not a JSON object": 1}
     n_tokens = sum(len(plan.sequences.text(key)[0]) for key in plan.table["sequence_id"].to_pylist())
     assert plan.n_tokens == n_tokens
     assert plan.raw_bytes == n_tokens * (3 * 2 * 2 * 8 * 2 + 2 * 32 * 2 + 4 + 1)
@@ -90,7 +90,7 @@ GOOD: list[Any] = random_chats(8)
     [
         (None, [], {}, DatasetError, "is empty: no rows"),
         (None, [{"text": "hi"}] * 3, {}, DatasetError, r"no usable chat among 3 rows: .*Expected a column `messages`"),
-        (None, ["{broken", "nonsense"], {}, DatasetError, r"2 x the row is no JSON object \(row 0"),
+        (None, ["{broken", "nonsense"], {}, DatasetError, r"2 x the row is not a JSON object \(row 0"),
         (None, [*GOOD, "{broken", {"messages": []}], {}, DatasetError, r"2 of 10 rows \(20\.0%\).*0\.05.*1 x the row"),
         (None, [*GOOD, LONG], {"max_length": 2048}, DatasetError, "Row 8 of .*Use --max-length 256"),
         (shrink, GOOD, {}, DatasetError, r"vocabulary has 100 entries.*does not belong to this model"),

@@ -164,7 +164,7 @@ def test_arguments_are_read(texts: str, expected: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("text", ["thinking", "{broken", "tools=3", "a b=3"])
 def test_what_is_no_argument_is_refused(text: str) -> None:
-    with pytest.raises(OptionInvalid, match=r"has|no JSON"):
+    with pytest.raises(OptionInvalid, match=r"has|not a JSON"):
         parse_template_arguments([text])
 
 
@@ -218,7 +218,7 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
         ("{% for i in range(10 ** 9) %}x{% endfor %}", "model: the chat template does not end: .*Correct the template"),
         ("{{ lipsum() }}", "the chat template uses lipsum, so that equal chats"),
         ("{{ [1, 2] | random }}", "the chat template uses random, so that equal chats"),
-        ("{% for m in messages %}", "is no Jinja template"),
+        ("{% for m in messages %}", "is not a Jinja template"),
     ],
 )
 def test_a_plan_over_a_template_that_cannot_be_used_is_refused(templated: Any, program: str, line: str) -> None:

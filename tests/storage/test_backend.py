@@ -183,7 +183,7 @@ class TestMoto(ObjectStoreContract):
             yield RemotePath(ObjectStore(f"{empty_place(moto_server)}/some/prefix"))
 
     def test_a_bucket_that_does_not_exist_is_no_empty_one(self, place: RemotePath) -> None:
-        with pytest.raises(StorageUnavailable, match="no such bucket"):
+        with pytest.raises(StorageUnavailable, match="bucket does not exist"):
             ObjectStore("s3://nowhere/store").read("store.json")
 
     def test_a_fork_of_a_process_that_has_connected_refuses(self, place: RemotePath) -> None:

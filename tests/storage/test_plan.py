@@ -41,7 +41,7 @@ def test_the_order_of_the_table_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (table([]), "There are no sequences to plan"),
+        (table([]), "The dataset gave no sequences to plan"),
         (table([3, 0]), "at least one token"),
         (table([3]).drop_columns(["n_tokens"]), r"lacks the columns \['n_tokens'\]"),
         (pa.concat_tables([table([3]), table([3])]), "1 sequence ids appear twice, the first is id-0"),

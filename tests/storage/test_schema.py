@@ -72,7 +72,7 @@ def test_fields_check_themselves() -> None:
     assert hidden_field("layer_6", 16).name == "hidden/layer_6"
     for name, dtype, shape, message in (
         ("x", "int32", (3,), "must be 'token' and one name for each axis"),
-        ("../x", "int32", (), "no relative path"),
+        ("../x", "int32", (), "not a relative path"),
         ("x", "complex64", (), r"Cannot store dtype 'complex64'. Use one of: bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -127,7 +127,7 @@ def test_what_cannot_be_exported_is_named(
     with pytest.raises(TargetError, match=r"no-store' of .*gone is not there\. Give the target with --model"):
         export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
     (gone / "run.yaml").unlink()
-    with pytest.raises(TargetError, match="drafter is no run"):
+    with pytest.raises(TargetError, match="drafter is not a run"):
         export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
     assert not Path(out).exists()
 

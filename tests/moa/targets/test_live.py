@@ -86,7 +86,9 @@ def refuse(error: Exception) -> Callable[..., NoReturn]:
 
 def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse(ConnectionError("no route to host.")))
-    with pytest.raises(TargetError, match=r"no folder models/nope here, .*host\. Check the path or the name"):
+    with pytest.raises(
+        TargetError, match=r"folder models/nope does not exist here, .*host\. Check the path or the name"
+    ):
         resolve_model_folder("models/nope")
 
 

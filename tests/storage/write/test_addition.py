@@ -135,7 +135,10 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
             addition.finish()
         with pytest.raises(StoreError, match="Part 1 lacks no field"):
             addition.part(1)
-        with addition.part(0) as out, pytest.raises(StoreError, match="no field 'kv'; this store has hidden/layer_1"):
+        with (
+            addition.part(0) as out,
+            pytest.raises(StoreError, match="'kv' is not a field of this store, which has hidden/layer_1"),
+        ):
             out.write("kv", 0, np.zeros(1, np.uint16))
         assert unfinished_fields(read_commits(store, (0, 1)).values(), writer.codec) == dict.fromkeys(
             ("hidden/layer_1", "hidden/layer_2"), 1

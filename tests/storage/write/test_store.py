@@ -75,7 +75,7 @@ def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
         out.write("tokens", 0, np.zeros(10, np.int32))
         end = out.allocated_tokens
         for field, first, values, what in (
-            ("kvs", 10, np.zeros(1, np.int32), "no field 'kvs'; this store has tokens"),
+            ("kvs", 10, np.zeros(1, np.int32), "'kvs' is not a field of this store, which has tokens"),
             ("kv", 0, np.zeros((1, 4, 2, 2, 8), np.float32), r"'kv' takes uint16 .* \[n, 4, 2, 2, 8\] \(bfloat16\)"),
             ("tokens", 10, np.zeros((3, 1), np.int32), r"got int32 \[3, 1\]"),
             ("tokens", 9, np.zeros(1, np.int32), "token 9 comes before 10"),
