@@ -17,7 +17,9 @@ if TYPE_CHECKING:  # names that stand for themselves are exported
     from .moa.targets.live import Target as Target
     from .pipeline.config import ExtractConfig as ExtractConfig
     from .pipeline.exchange.torch_dataset import ActivationDataset as ActivationDataset
-    from .pipeline.exchange.torch_dataset import IterableActivationDataset as IterableActivationDataset
+    from .pipeline.exchange.torch_dataset import (
+        IterableActivationDataset as IterableActivationDataset,
+    )
     from .pipeline.exchange.torch_dataset import pad_collate as pad_collate
     from .pipeline.extract import extract as extract
     from .serving.client.client import DraftingClient as DraftingClient

@@ -21,7 +21,8 @@ def main() -> None:
         code = 0
     except SystemExit as end:  # as every command ends, with its exit code
         code = end.code if isinstance(end.code, int) else 0
-    except KeyboardInterrupt as interrupt:  # came before or after what the command line handles itself
+    # came before or after what the command line handles itself
+    except KeyboardInterrupt as interrupt:
         end_command()
         sys.stderr.write("Error: interrupted. Run the same command again.\n")
         code = interruption_code(interrupt) or 0

@@ -58,7 +58,13 @@ class LazyGroup(StageGroup):
         for heading, names in GROUPS.items():
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
-                formatter.write_dl([(name, one.get_short_help_str(_WHOLE_SENTENCE)) for name, one in commands if one])
+                formatter.write_dl(
+                    [
+                        (name, one.get_short_help_str(_WHOLE_SENTENCE))
+                        for name, one in commands
+                        if one
+                    ]
+                )
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of the help page."""
@@ -82,7 +88,9 @@ class LazyGroup(StageGroup):
         return next(member for member in members if member.name == cmd_name)
 
 
-@click.group(cls=LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, package_name="moa-data")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error instead of one line.")
 def main(debug: bool) -> None:

@@ -51,7 +51,11 @@ def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
     found: list[Any] = []
     for item in items:
         is_mapping = isinstance(item, Mapping)
-        found += [f"{name}={json.dumps(value)}" for name, value in item.items()] if is_mapping else [item]
+        found += (
+            [f"{name}={json.dumps(value)}" for name, value in item.items()]
+            if is_mapping
+            else [item]
+        )
     return tuple(found)
 
 
@@ -70,7 +74,8 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    kind: str | None  # of the group that has the setting; None where it is not a choice between kinds
+    # of the group that has the setting; None where it is not a choice between kinds
+    kind: str | None
     is_common: bool  # whether the short page of help shows it
 
 
@@ -88,7 +93,8 @@ class Config(BaseModel):
         except ValidationError as error:
             raise OptionInvalid(_message(type(self), error, [("", values)], str)) from error
 
-    # Pydantic calls an __init__ that is not its own for groups too, whose errors would then have lost their places.
+    # Pydantic calls an __init__ that is not its own for groups too, whose errors would then have
+    # lost their places.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:
@@ -149,12 +155,16 @@ class Config(BaseModel):
         found = {name: value for name, value in values.items() if name in cls.model_fields}
         if len(found) < len(values):
             keys = {setting.name: setting.key for setting in cls.settings()}
-            by_name = {keys.get(name, name): value for name, value in values.items() if name not in found}
+            by_name = {
+                keys.get(name, name): value for name, value in values.items() if name not in found
+            }
             for key, value in by_name.items():
                 group, _, own = key.partition(".")
                 given = found.get(group)
                 if isinstance(given, Mapping) and given.get(own, value) != value:
-                    raise OptionInvalid(f"{own} is given twice, as {value!r} and as {given[own]!r}. Leave out one.")
+                    raise OptionInvalid(
+                        f"{own} is given twice, as {value!r} and as {given[own]!r}. Leave out one."
+                    )
             found = _merge(found, nested(by_name))
         return found
 
@@ -246,7 +256,13 @@ def _read_value(value: Any, field: FieldInfo) -> Any:
             return {"kind": value}
         return {"kind": _default_kind(groups[0])} | value if isinstance(value, dict) else value
     if tuple in kinds and value is not None:
-        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        items = (
+            value.split(",")
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
         items = [item.strip() if isinstance(item, str) else item for item in items]
         return tuple(item for item in items if item != "")
     if value == "none" and type(None) in kinds and str not in kinds:
@@ -264,7 +280,11 @@ def plain_types(annotation: Any) -> list[Any]:
         return [tuple]
     if origin is Annotated:
         return plain_types(typing.get_args(annotation)[0])
-    return [kind for one in typing.get_args(annotation) for kind in plain_types(one)] if origin else [annotation]
+    return (
+        [kind for one in typing.get_args(annotation) for kind in plain_types(one)]
+        if origin
+        else [annotation]
+    )
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,7 +306,11 @@ def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
             before = {"kind": before}
         elif isinstance(value, str) and isinstance(before, Mapping):
             value = {"kind": value}
-        merged[key] = _merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            _merge(before, value)
+            if isinstance(before, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
@@ -297,9 +321,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise OptionInvalid(f"--config {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise OptionInvalid(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise OptionInvalid(
+            f"--config {path} is not YAML: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(loaded, dict | None):
-        raise OptionInvalid(f"--config {path} holds a {type(loaded).__name__}, expected 'key: value' lines")
+        raise OptionInvalid(
+            f"--config {path} holds a {type(loaded).__name__}, expected 'key: value' lines"
+        )
     return dict(_with_underscores(loaded or {}))
 
 
@@ -315,8 +343,12 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise OptionInvalid(f"--set {text!r}: expected KEY=VALUE, such as optimizer.learning_rate=1e-4")
-        keys[key.strip().replace("-", "_")] = None if value.strip().lower() in ("none", "null") else value.strip()
+            raise OptionInvalid(
+                f"--set {text!r}: expected KEY=VALUE, such as optimizer.learning_rate=1e-4"
+            )
+        keys[key.strip().replace("-", "_")] = (
+            None if value.strip().lower() in ("none", "null") else value.strip()
+        )
     return nested(keys)
 
 
@@ -325,7 +357,8 @@ def resolve(
     flags: Mapping[str, Any],  # name or key to value, those that were given
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
-    presets: Presets | None = None,  # nested values by name; the key ``preset`` of any source picks one
+    # nested values by name; the key ``preset`` of any source picks one
+    presets: Presets | None = None,
     earlier: Earlier | None = None,
     spell: Spell | None = None,
 ) -> Any:
@@ -344,7 +377,9 @@ def resolve(
         chosen = [layer.pop("preset") for _, layer in layers if "preset" in layer]
         if chosen and chosen[-1] is not None:
             if chosen[-1] not in presets:
-                raise OptionInvalid(f"unknown preset {chosen[-1]!r} ({_hint(str(chosen[-1]), presets, 'presets')}).")
+                raise OptionInvalid(
+                    f"unknown preset {chosen[-1]!r} ({_hint(str(chosen[-1]), presets, 'presets')})."
+                )
             layers.insert(0, (f"preset {chosen[-1]}", dict(presets[chosen[-1]])))
     if earlier:
         layers.insert(0, earlier(functools.reduce(_merge, (layer for _, layer in layers), {})))
@@ -357,7 +392,10 @@ def option_name(name: str) -> str:
 
 
 def _message(
-    config_class: type[Config], error: ValidationError, layers: list[tuple[str, Mapping[str, Any]]], spell: Spell
+    config_class: type[Config],
+    error: ValidationError,
+    layers: list[tuple[str, Mapping[str, Any]]],
+    spell: Spell,
 ) -> str:
     names = {setting.key: setting.name for setting in config_class.settings()}
     problems: dict[str, list[str]] = {}
@@ -427,7 +465,9 @@ def _problem(name: str, item: ErrorDetails) -> str:
     given = context["tag"] if item["type"] == "union_tag_invalid" else item["input"]
     wanted = _WANTED.get(item["type"]) or _WANTED.get(item["type"].partition("_")[0]) or item["msg"]
     words = {
-        name: f"{value:g}" if isinstance(value, float) else str(value).replace("'", "").replace(" or ", ", ")
+        name: f"{value:g}"
+        if isinstance(value, float)
+        else str(value).replace("'", "").replace(" or ", ", ")
         for name, value in context.items()
     }
     return f"{name} is {given!r:.80}, expected {wanted.format(**words)}"

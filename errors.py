@@ -29,7 +29,8 @@ class Interrupted(MoaDataError):
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        self.signum = None if signum is None else int(signum)  # None: the KeyboardInterrupt that led here tells it
+        # None: the KeyboardInterrupt that led here tells it
+        self.signum = None if signum is None else int(signum)
 
 
 class OptionInvalid(MoaDataError, ValueError):
@@ -74,9 +75,12 @@ class StoreMismatch(StoreError):
         changes: Mapping[str, tuple[Any, Any]],
         advice: str = "Restore those inputs to go on with this store, or choose another output folder.",
     ) -> None:
-        self.changes = dict(changes)  # dotted key -> (value in the store, value given now), for every key that differs
+        # dotted key -> (value in the store, value given now), for every key that differs
+        self.changes = dict(changes)
         groups: dict[str, str] = {}
-        for key in sorted(changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]):
+        for key in sorted(
+            changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]
+        ):
             groups.setdefault(".".join(key.split(".")[: 1 if key.startswith("codec.") else 2]), key)
         shown = list(groups.values())[: self._MAX_SHOWN]
         listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
@@ -118,7 +122,9 @@ class ReportUnwritten(StorageUnavailable):
 
     def __init__(self, path: Path, error: Exception, markdown: str) -> None:
         reason = getattr(error, "strerror", None) or error
-        super().__init__(f"{path} cannot be written ({reason}); the report is printed instead. Free some space first.")
+        super().__init__(
+            f"{path} cannot be written ({reason}); the report is printed instead. Free some space first."
+        )
         self.markdown = markdown  # the report as text
 
 

@@ -17,17 +17,22 @@ from typing import Any
 from .errors import DrafterError, MoaDataError, NotEnoughMemory, StorageUnavailable, StoreDamaged
 from .text import first_line, format_bytes
 
-PARTIAL_SUFFIX = ".partial"  # suffix of files and folders that are being written; after a crash they are rubbish
+# suffix of files and folders that are being written; after a crash they are rubbish
+PARTIAL_SUFFIX = ".partial"
 FILE_MODE = 0o666  # rights of a new file, from which the umask takes some, as for any other program
-MAX_JSON_BYTES = 16 << 20  # longest JSON document that is parsed; a commit of a part has about 100 bytes per file
+# longest JSON document that is parsed; a commit of a part has about 100 bytes per file
+MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that a document may hold; sums and products of a few of them still fit 64 bits or are Python's."""
 FULL_DISK_ADVICE = (
-    "What was finished is safe. Free some space and run the same command again: it continues with what is missing."
+    "What was finished is safe. Free some space and run the same command again: it continues with "
+    "what is missing."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # errors that a wrong path or damaged file explains
-# How libraries that raise errors of their own write the number of a system error: Rust's, then Python's and Arrow's.
+# errors that a wrong path or damaged file explains
+_ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# How libraries that raise errors of their own write the number of a system error: Rust's, then
+# Python's and Arrow's.
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
 # Words of libraries that leave the number out.
 _ERROR_WORDS = {
@@ -35,7 +40,9 @@ _ERROR_WORDS = {
     "read-only file system": errno.EROFS, "disk is full": errno.ENOSPC, "pytorchstreamwriter failed": errno.EIO,
 }  # fmt: skip
 _ASK_FOR_RIGHTS = "Give yourself the rights to it, or choose another path."
-_LOOK_AT_DISK = "What was finished is safe. Check the disk or the mount, and run the same command again."
+_LOOK_AT_DISK = (
+    "What was finished is safe. Check the disk or the mount, and run the same command again."
+)
 # What to do about a system error that says something about the machine, whatever was being done.
 _ADVICE = {
     errno.ENOSPC: FULL_DISK_ADVICE,
@@ -49,8 +56,14 @@ _ADVICE = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the limit of open files of the system, or end other programs.",
 }
-_HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # EACCES on some network file systems
-_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+# EACCES on some network file systems
+_HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 # Writing
@@ -76,7 +89,9 @@ def fsync_directory(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create and sync a file, not atomically; a link in its place is refused."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    fd = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
+    )
     try:
         with naming(path):
             write_all(fd, data)
@@ -198,14 +213,17 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
     there = nearest_folder(folder)
     if not os.access(there, os.W_OK):  # root, too, is refused where the file system is read-only
         status = os.statvfs(there)
-        raise read_only(folder, OSError(errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES, ""))
+        raise read_only(
+            folder, OSError(errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES, "")
+        )
     if (n_free := shutil.disk_usage(there).free) < n_bytes:
         raise StorageUnavailable(
             f"{folder} needs about {format_bytes(n_bytes)}, its disk has {format_bytes(n_free)} free. {advice}"
         )
 
 
-# Locking: filelock has exclusive locks only and no name of the holder, and a store needs both; flock gives them.
+# Locking: filelock has exclusive locks only and no name of the holder, and a store needs both;
+# flock gives them.
 
 
 class LockHeld(Exception):
@@ -220,12 +238,15 @@ class LockHeld(Exception):
 def open_lock(path: Path) -> int:
     """Open a lock's file, made if missing; a link is refused, as the file behind it is somebody else's."""
     try:
-        # Readable and writable: flock on NFS is a byte-range lock, which needs a writable descriptor.
+        # Readable and writable: flock on NFS is a byte-range lock, which needs a writable
+        # descriptor.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
             raise
-        raise StoreDamaged(f"{path} is a symbolic link, expected a file. Delete the link and try again.") from error
+        raise StoreDamaged(
+            f"{path} is a symbolic link, expected a file. Delete the link and try again."
+        ) from error
 
 
 def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool = False) -> None:
@@ -241,7 +262,9 @@ def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool 
         StorageUnavailable: the file system has no locks, or no room for the process's name.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+        fcntl.flock(
+            fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB)
+        )
     except OSError as error:
         if error.errno not in _HELD_ERRNOS:
             raise no_locks(path, error) from error
@@ -372,22 +395,29 @@ def _shown(value: object) -> str:
 
 
 @contextmanager
-def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore the file.") -> Iterator[None]:
+def parsing(
+    trouble: str, error_class: type[Exception], advice: str = "Restore the file."
+) -> Iterator[None]:
     """Turn whatever a library raises while it parses a file into ``error_class``, in one line.
 
     Errors of the system pass, as they say nothing about the file; of missing memory the file is named. ``trouble`` is
     what went wrong if it raises, such as "cannot read FILE".
     """
-    # Wrap the library's own call and nothing else: for a malformed file transformers raises nearly every builtin type,
+    # Wrap the library's own call and nothing else: for a malformed file transformers raises nearly
+    # every builtin type,
     # tokenizers a plain Exception.
     try:
         yield
     except (DrafterError, NotEnoughMemory, StorageUnavailable, error_class):
         raise
     except MemoryError as error:
-        raise NotEnoughMemory(f"{trouble}, or there is too little memory ({first_line(error)}). {advice}") from error
+        raise NotEnoughMemory(
+            f"{trouble}, or there is too little memory ({first_line(error)}). {advice}"
+        ) from error
     except Exception as error:
         if (cause := system_error(error)) is not None:
             raise cause from error
-        reason = f"it lacks {first_line(error)}" if isinstance(error, KeyError) else first_line(error)
+        reason = (
+            f"it lacks {first_line(error)}" if isinstance(error, KeyError) else first_line(error)
+        )
         raise error_class(f"{trouble} ({reason.rstrip('.')}). {advice}") from error

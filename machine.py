@@ -27,8 +27,10 @@ def usable_cores() -> int:
 
 def is_first_process() -> bool:
     """Whether this is the first of the processes that torchrun, SLURM or Lightning has started; it speaks for all."""
-    # torchrun's RANK counts over all machines. Under SLURM a machine may run one torchrun, whose processes then have
-    # SLURM's rank of the machine too; without either, Lightning counts machines and their devices apart.
+    # torchrun's RANK counts over all machines. Under SLURM a machine may run one torchrun, whose
+    # processes then have
+    # SLURM's rank of the machine too; without either, Lightning counts machines and their devices
+    # apart.
     names = ("RANK",) if "RANK" in os.environ else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return all(os.environ.get(name, "0") == "0" for name in names)
 
@@ -38,7 +40,10 @@ def free_memory() -> int | None:
 
     Files that the kernel keeps in memory count as free.
     """
-    free = [_kilobytes(Path("/proc/meminfo"), "MemAvailable"), *_left_in_cgroups(Path("/proc/self/cgroup"), _CGROUPS)]
+    free = [
+        _kilobytes(Path("/proc/meminfo"), "MemAvailable"),
+        *_left_in_cgroups(Path("/proc/self/cgroup"), _CGROUPS),
+    ]
     return min((n_bytes for n_bytes in free if n_bytes is not None), default=None)
 
 
@@ -105,7 +110,8 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
     """Return what is left of one limit, the files that the kernel keeps being given up first; nothing without limit."""
     try:
-        # Version 2 says "max" where memory is not limited, version 1 a number larger than any memory.
+        # Version 2 says "max" where memory is not limited, version 1 a number larger than any
+        # memory.
         most, used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, most - used + int(counts.get(cache, 0)))]
@@ -145,6 +151,12 @@ def use_huge_pages() -> None:
         for line in Path("/proc/self/maps").read_text().splitlines():
             addresses, permissions, _, _, inode, *name = line.split()
             start, stop = (int(address, 16) for address in addresses.split("-"))
-            if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]) and stop - start >= _HUGE_PAGE:
-                for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):  # what comes later, and what is there
+            if (
+                permissions == "rw-p"
+                and inode == "0"
+                and name in ([], ["[heap]"])
+                and stop - start >= _HUGE_PAGE
+            ):
+                # what comes later, and what is there
+                for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                     madvise(start, stop - start, advice)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, message) while a long task runs; the message begins with the name of its phase."""
 
-# C0 and C1 controls but newline and tab, DEL, signs that turn the direction of writing, halves of surrogate pairs.
+# C0 and C1 controls but newline and tab, DEL, signs that turn the direction of writing, halves of
+# surrogate pairs.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -45,13 +46,21 @@ def activation_name(field: str) -> str:
 
     Keys and values are ``kv``, also those of some layers, such as ``kv/full_attention``.
     """
-    return "kv" if field.startswith("kv/") else field.replace("hidden/layer_", "hidden:layer:").replace("/", ":")
+    return (
+        "kv"
+        if field.startswith("kv/")
+        else field.replace("hidden/layer_", "hidden:layer:").replace("/", ":")
+    )
 
 
-def add_command(store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0) -> str:
+def add_command(
+    store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0
+) -> str:
     """Return the command that adds fields, or decoder layers for ``target/``, to a store."""
     names = ",".join(dict.fromkeys(map(activation_name, fields)))
-    command = f"moa-data add {os.fspath(store)} --model MODEL" + (f" --activations {names}" if names else "")
+    command = f"moa-data add {os.fspath(store)} --model MODEL" + (
+        f" --activations {names}" if names else ""
+    )
     return f"`{command}{f' --target-layers {target_layers}' if target_layers else ''}`"
 
 

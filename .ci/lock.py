@@ -11,14 +11,18 @@ from pathlib import Path
 
 HEADER = "# The versions that the tests pass with (python {}). `make setup` installs these, `make lock` renews them.\n"
 
-# pip itself, the project, and what the CUDA build of torch pins itself: constraints are to serve either build.
+# pip itself, the project, and what the CUDA build of torch pins itself: constraints are to serve
+# either build.
 SKIPPED = re.compile(r"(pip|setuptools|wheel|moa-data|triton|nvidia-.*|cuda-.*)$")
 
 
 def main() -> None:
     """Write the file beside the project's pyproject.toml."""
     report = json.loads(Path(sys.argv[1]).read_text())
-    found = {item["metadata"]["name"]: item["metadata"]["version"].split("+")[0] for item in report["install"]}
+    found = {
+        item["metadata"]["name"]: item["metadata"]["version"].split("+")[0]
+        for item in report["install"]
+    }
     kept = sorted((name for name in found if not SKIPPED.match(name.lower())), key=str.lower)
     header = HEADER.format(".".join(platform.python_version_tuple()[:2]))
     target = Path(__file__).parents[1] / "constraints.txt"

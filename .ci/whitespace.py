@@ -20,7 +20,9 @@ def mended(text: str) -> str:
 def main() -> int:
     """Check the files; 1 if one was wrong."""
     fix = "--fix" in sys.argv
-    tracked = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True).stdout.splitlines()
+    tracked = subprocess.run(
+        ["git", "ls-files"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     names = [name for name in sys.argv[1:] if name != "--fix"] or tracked
     wrong = []
     for path in map(Path, names):
@@ -32,7 +34,9 @@ def main() -> int:
             if fix:
                 path.write_bytes(mended(text).encode())
     for name in wrong:
-        sys.stderr.write(f"{name}: {'mended' if fix else 'trailing whitespace, or not one newline at the end'}\n")
+        sys.stderr.write(
+            f"{name}: {'mended' if fix else 'trailing whitespace, or not one newline at the end'}\n"
+        )
     return bool(wrong)
 
 

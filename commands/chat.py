@@ -17,7 +17,16 @@ import click
 from pydantic import Field
 from rich.cells import cell_len
 
-from ..config import Common, Config, Count, Dtype, Natural, Positive, SamplingSettings, TemplateKwargs
+from ..config import (
+    Common,
+    Config,
+    Count,
+    Dtype,
+    Natural,
+    Positive,
+    SamplingSettings,
+    TemplateKwargs,
+)
 from ..errors import MoaDataError
 from ..text import printable
 from .console import out, tell
@@ -27,7 +36,8 @@ if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
     from ..serving.client.session import Event, OnEvent, Stats
 
-# Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet is dim.
+# Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet
+# is dim.
 _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
 _RESET = "\x1b[0m"
 _ERASE_BELOW = "\x1b[J"
@@ -89,7 +99,13 @@ class ChatConfig(Config):
     "--web", type=click.IntRange(0, 65535), metavar="PORT",
     help="Chat on a page at http://127.0.0.1:PORT, which also shows the course of an answer and can cut the network.",
 )  # fmt: skip
-def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: Path | None, web: int | None) -> None:
+def chat(
+    config: ChatConfig,
+    prompt: str | None,
+    session: Path | None,
+    resume: Path | None,
+    web: int | None,
+) -> None:
     """Chat with a target on a server; drafts are made here, where they go on without a network.
 
     The server runs the target (`moa-data serve`), this machine a drafter and no more. Green text was drafted here and
@@ -116,7 +132,11 @@ def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: P
     saved = None if resume is None else SavedAnswer.load(resume)
     token = read_tokens(config.token_file)[0] if config.token_file else ""
     model = DraftingModel.load(
-        config.drafter, config.bundle, getattr(torch, config.dtype), pick_device(config.device), config.template_kwargs
+        config.drafter,
+        config.bundle,
+        getattr(torch, config.dtype),
+        pick_device(config.device),
+        config.template_kwargs,
     )
     with DraftingClient(
         config.server, model, token=token, ca=config.ca, mode=config.mode, codec=config.codec,
@@ -136,10 +156,14 @@ def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: P
 class _Conversation:
     """The messages so far; answers are added as they end."""
 
-    def __init__(self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None") -> None:
+    def __init__(
+        self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None"
+    ) -> None:
         self.client = client
         self._config = config
-        self._messages: list[dict[str, str]] = [dict(message) for message in saved.messages] if saved else []
+        self._messages: list[dict[str, str]] = (
+            [dict(message) for message in saved.messages] if saved else []
+        )
         if saved is not None and saved.finish:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
@@ -204,7 +228,9 @@ def _serve_page(conversation: _Conversation, port: int) -> None:
 
 def _prompts() -> Iterator[str]:
     is_asked = sys.stdin.isatty()
-    asked: Iterator[str] = iter(partial(input, "> "), None) if is_asked else (line.rstrip("\n") for line in sys.stdin)
+    asked: Iterator[str] = (
+        iter(partial(input, "> "), None) if is_asked else (line.rstrip("\n") for line in sys.stdin)
+    )
     with contextlib.suppress(EOFError, UnicodeDecodeError):
         yield from (text for text in asked if text.strip())
     if is_asked:
@@ -245,15 +271,18 @@ class PlainAnswer:
 class TerminalAnswer:
     """Writes on a terminal, and rewrites from the first token that changes; below stands a line of figures."""
 
-    # Lines are broken here, never by the terminal, so that it is known where each token stands: rows and columns from
-    # the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
+    # Lines are broken here, never by the terminal, so that it is known where each token stands:
+    # rows and columns from
+    # the beginning of the answer. The cursor moves by differences of these, which scrolling does
+    # not change.
 
     def __init__(self) -> None:
         self._write = out.write
         self._size = _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
-        self._starts: list[tuple[int, int]] = [(0, 0)]  # row and column of each token, and of the end
+        # row and column of each token, and of the end
+        self._starts: list[tuple[int, int]] = [(0, 0)]
         self._mode = "connecting"
         self._stats: Stats | None = None
         self._status = ""
@@ -261,7 +290,14 @@ class TerminalAnswer:
 
     def note(self, event: "Event") -> None:
         """Show an event."""
-        from ..serving.client.session import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
+        from ..serving.client.session import (
+            LinkChanged,
+            ModeChanged,
+            RolledBack,
+            Stats,
+            Tokens,
+            Verified,
+        )
 
         if isinstance(event, Tokens):
             self._texts += event.texts
@@ -278,7 +314,11 @@ class TerminalAnswer:
             if isinstance(event, Stats):
                 self._stats = event
             elif isinstance(event, ModeChanged):
-                self._mode = f"offline, {event.reason.rstrip('.')}" if event.mode == "offline" else event.mode
+                self._mode = (
+                    f"offline, {event.reason.rstrip('.')}"
+                    if event.mode == "offline"
+                    else event.mode
+                )
             self._show_status()
 
     def end(self) -> None:

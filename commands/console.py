@@ -78,14 +78,17 @@ class StandardOutput(Console):
     """Standard output: control characters are escaped, and neither markup nor names of emoji are read."""
 
     def __init__(self) -> None:
-        # Wide enough for any table: one that were fitted to the terminal, or to 80 columns in a pipe, would be cut.
+        # Wide enough for any table: one that were fitted to the terminal, or to 80 columns in a
+        # pipe, would be cut.
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape before rich drops some of the control characters."""
         return super().render_str(printable(text), **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Escape also what came as a renderable."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
@@ -128,7 +131,8 @@ class StageGroup(click.Group):
         """Run a command and exit; takes what ``click.Command.main`` takes, but always exits."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            with _output_failures():  # Python's own flush at the end could only change the exit code to 120
+            # Python's own flush at the end could only change the exit code to 120
+            with _output_failures():
                 sys.stdout.flush()
             code = result if isinstance(result, int) else 0
         except click.exceptions.NoArgsIsHelpError as error:
@@ -164,18 +168,24 @@ class StageGroup(click.Group):
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
     """Return what a command ends with for an error that it raised."""
     if (code := interruption_code(error)) is not None:
-        hint = _CONTINUE.get(command, "What is finished is kept; run the same command again to go on.")
+        hint = _CONTINUE.get(
+            command, "What is finished is kept; run the same command again to go on."
+        )
         line = _one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}"
-        return StageFailure(line if is_first_process() else "", code)  # of several processes all were stopped
+        # of several processes all were stopped
+        return StageFailure(line if is_first_process() else "", code)
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "moa-data"
         return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
     if isinstance(error, click.ClickException):
         return StageFailure(error.format_message())
-    if isinstance(error, BrokenPipeError):  # the reader has gone, as `head` does: end as SIGPIPE ends a program
+    # the reader has gone, as `head` does: end as SIGPIPE ends a program
+    if isinstance(error, BrokenPipeError):
         return StageFailure("", 128 + signal.SIGPIPE)
     if (message := user_message(error, command)) is not None:
-        return StageFailure(message, error.exit_code if isinstance(error, MoaDataError) else UNUSABLE)
+        return StageFailure(
+            message, error.exit_code if isinstance(error, MoaDataError) else UNUSABLE
+        )
     return StageFailure(
         f"{type(error).__name__}: {_one_line(error)}. This is a fault of moa-data {__version__}, not of your input: "
         "please report it with the lines above and the command. What was committed or saved before is kept.",
@@ -188,7 +198,10 @@ def user_message(error: BaseException, command: str = "") -> str | None:
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
-    if isinstance(error, ModuleNotFoundError) and (error.name or "moa_data").split(".")[0] != "moa_data":
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and (error.name or "moa_data").split(".")[0] != "moa_data"
+    ):
         extra = "gguf" if error.name in ("gguf", "accelerate") else _EXTRAS.get(command, "extract")
         return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[{extra}]'."
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
@@ -224,7 +237,9 @@ PHASE_UNITS = {
     **dict.fromkeys(("extract", "add", "recode"), ("token", False)),
 }
 """Phases that follow each other in one command: first word of the message -> unit, and whether counts are shortened."""
-_LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
+_LOG_FORMAT = (
+    "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
+)
 
 
 class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
@@ -255,10 +270,23 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
 
     def _start(self, done: int, total: int, message: str) -> Any:
         unit, scaled = PHASE_UNITS.get(self._phase, self._own)
-        options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "dynamic_ncols": True, "unit": unit or "it"}
-        if not sys.stderr.isatty():  # where a bar that is drawn over and over would leave one endless line
-            options |= {"file": _Log(), "mininterval": LOG_LINE_EVERY_S, "maxinterval": LOG_LINE_EVERY_S}
-            options |= {"bar_format": _LOG_FORMAT, "unit": unit if scaled or not unit else f" {unit}s"}
+        options: dict[str, Any] = {
+            "file": sys.stderr,
+            "mininterval": 0.2,
+            "dynamic_ncols": True,
+            "unit": unit or "it",
+        }
+        # where a bar that is drawn over and over would leave one endless line
+        if not sys.stderr.isatty():
+            options |= {
+                "file": _Log(),
+                "mininterval": LOG_LINE_EVERY_S,
+                "maxinterval": LOG_LINE_EVERY_S,
+            }
+            options |= {
+                "bar_format": _LOG_FORMAT,
+                "unit": unit if scaled or not unit else f" {unit}s",
+            }
         return tqdm(total=total, initial=done, desc=message, unit_scale=scaled, **options)
 
     def close(self) -> None:
@@ -304,11 +332,13 @@ def quiet_libraries() -> None:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "GRPC_VERBOSITY": "NONE",  # of a network that is gone it has a line for every attempt
-        # Else threads of OpenMP that wait for each other keep their cores busy, and with more threads than free cores a
+        # Else threads of OpenMP that wait for each other keep their cores busy, and with more
+        # threads than free cores a
         # target call takes ten times as long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file they are noise.
+    # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file
+    # they are noise.
     if not sys.stderr.isatty():
         quiet["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in quiet.items():
@@ -342,13 +372,23 @@ def collect_provenance() -> dict[str, Any]:
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
     """Return the commit of the checkout whose root is ``folder``, and whether tracked files differ from it."""
-    # An installed package may lie inside somebody else's checkout, whose commit would say nothing about this code.
+    # An installed package may lie inside somebody else's checkout, whose commit would say nothing
+    # about this code.
     if not (folder / ".git").exists():
         return None, None
-    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None, None
-    header, *changes = done.stdout.splitlines()  # "# branch.oid COMMIT", then further headers and changed files
+    # "# branch.oid COMMIT", then further headers and changed files
+    header, *changes = done.stdout.splitlines()
     return header.split()[-1], not all(line.startswith("#") for line in changes)

@@ -72,13 +72,23 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     target.prepare(config.cuda_graphs)
-    (drafter,) = ready_drafters(target, [config.drafter], config.template_kwargs, config.model).values()
+    (drafter,) = ready_drafters(
+        target, [config.drafter], config.template_kwargs, config.model
+    ).values()
     rows = [prompt_tokens(target.template, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)
     shape = config.tree_shape()
-    # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
-    generate_batch(target, rows, max_new_tokens=4, proposer=proposer, tree=shape or TreeShape(1), sampling=sampling)
+    # The first calls set up kernels and buffers, which would be counted against whichever method
+    # comes first.
+    generate_batch(
+        target,
+        rows,
+        max_new_tokens=4,
+        proposer=proposer,
+        tree=shape or TreeShape(1),
+        sampling=sampling,
+    )
     auto = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
     text = Detokenizer(lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -103,7 +113,11 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     reference = None
     if config.compare:
         reference = generate_batch(
-            target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed
+            target,
+            rows,
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            seed=config.sampling.seed,
         )
     out.print(decoding_view(drafted, reference, config.tree, sampling.temperature > 0))
 
@@ -115,9 +129,13 @@ def _read_prompt(text: str) -> str:
             text = sys.stdin.read() if sys.stdin else ""
         text.encode()  # bytes that are not text may come as halves of surrogate pairs
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise StageFailure(f"the prompt is not UTF-8 text ({error.reason} at {error.start:,}); convert it.") from error
+        raise StageFailure(
+            f"the prompt is not UTF-8 text ({error.reason} at {error.start:,}); convert it."
+        ) from error
     if not text.strip():
-        raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
+        raise StageFailure(
+            "the prompt is empty; give --prompt TEXT, or - and text on standard input."
+        )
     return text
 
 
@@ -157,24 +175,42 @@ def evaluate(config: EvalConfig) -> None:
 
 @click.command()
 @click.argument("drafter")
-@click.option("--model", required=True, metavar="TEXT", help="The target: a folder, a GGUF file, or a hub id.")
+@click.option(
+    "--model", required=True, metavar="TEXT", help="The target: a folder, a GGUF file, or a hub id."
+)
 @click.option(
     "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
     help="The other side: vLLM, transformers, or speculators' own model, which is fed with the text.",
 )  # fmt: skip
-@click.option("--python", default=sys.executable, metavar="FILE", help="Python that has it; default: this one.")
-@click.option("--prompts", metavar="FILE", help="Chats or Spec-Bench questions; default: eight short questions.")
-@click.option("--n-prompts", default=8, show_default=True, help="Use this many prompts.")
-@click.option("--max-new-tokens", default=64, show_default=True, help="Stop an answer after this many tokens.")
 @click.option(
-    "--draft-length", default=5, show_default=True, help="Tokens drafted a round; DFlash drafts whole blocks."
+    "--python",
+    default=sys.executable,
+    metavar="FILE",
+    help="Python that has it; default: this one.",
+)
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    help="Chats or Spec-Bench questions; default: eight short questions.",
+)
+@click.option("--n-prompts", default=8, show_default=True, help="Use this many prompts.")
+@click.option(
+    "--max-new-tokens", default=64, show_default=True, help="Stop an answer after this many tokens."
+)
+@click.option(
+    "--draft-length",
+    default=5,
+    show_default=True,
+    help="Tokens drafted a round; DFlash drafts whole blocks.",
 )
 @click.option(
     "--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Dtype of both sides.",
 )  # fmt: skip
 @click.option("--out", "report", metavar="FILE", help="Write what was found as JSON, too.")
-def conform(drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any) -> None:
+def conform(
+    drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any
+) -> None:
     """Say whether another engine drafts as this package does, and what it does differently.
 
     Both decode the same prompts greedily, and the drafts of every round are compared. Where they part, each known wrong
@@ -191,7 +227,9 @@ def conform(drafter: str, model: str, engine: str, report: str | None, draft_len
     """
     from ..evaluation.conform import conform as run_conform
 
-    found = run_stage("choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options)
+    found = run_stage(
+        "choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options
+    )
     if report is not None:
         with disk_full_guard(report):
             write_atomic(Path(report), (json.dumps(asdict(found), indent=2) + "\n").encode())

@@ -66,7 +66,11 @@ def import_command(config: ImportConfig) -> None:
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("repo")
-@click.option("--private", is_flag=True, help="Make the repository private; one that is there and public is refused.")
+@click.option(
+    "--private",
+    is_flag=True,
+    help="Make the repository private; one that is there and public is refused.",
+)
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 @stage_command(RegenerateConfig)
-@click.option("--dry-run", is_flag=True, help="Say what would be asked, time a few tokens, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be asked, time a few tokens, and stop."
+)
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, or its own, as chats to extract.
 
@@ -38,13 +40,20 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     from ..pipeline import regenerate as job
 
     with ProgressLine("chat" if config.self_prompted else "row") as progress:
-        text = job.preview(config, progress) if dry_run else job.regenerate(config, progress).describe(config)
+        text = (
+            job.preview(config, progress)
+            if dry_run
+            else job.regenerate(config, progress).describe(config)
+        )
     out.print(text)
 
 
 @stage_command(ExtractConfig)
 @click.option(
-    "--worker", type=(int, int), hidden=True, help="Be worker K of N of the command that started this process."
+    "--worker",
+    type=(int, int),
+    hidden=True,
+    help="Be worker K of N of the command that started this process.",
 )
 def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     """Run a target over chats and store its activations.
@@ -107,7 +116,9 @@ def plan(config: ExtractConfig) -> None:
     if config.forward.source == "vllm":
         out.print("time         not measured: vLLM is not started for a plan")
     elif not is_here:
-        out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
+        out.print(
+            "time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind"
+        )
     else:
         out.print(describe_estimate(extraction_plan, config.scale.workers))
     for advice in extraction_plan.advice():
@@ -115,7 +126,9 @@ def plan(config: ExtractConfig) -> None:
 
 
 @stage_command(AddConfig, arguments=("store",))
-@click.option("--dry-run", is_flag=True, help="Print what would be added and what it costs, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be added and what it costs, and stop."
+)
 def add(config: AddConfig, dry_run: bool) -> None:
     """Add activations to a store; what it holds already is kept, byte for byte.
 
@@ -148,7 +161,9 @@ def add(config: AddConfig, dry_run: bool) -> None:
     required=True,
     help="lossless, int8 or transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
 )
-@click.option("--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store.")
+@click.option(
+    "--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store."
+)
 @click.option(
     "--drafter",
     metavar="RUN",
@@ -187,17 +202,38 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 @click.argument("reference", type=StoreArgument())
 @click.argument("store", type=StoreArgument())
 @click.option(
-    "--model", help="The stores' target, which then continues sequences from the keys and values of both stores."
+    "--model",
+    help="The stores' target, which then continues sequences from the keys and values of both stores.",
 )
 @click.option(
-    "--samples", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", help="Sequences to compare."
+    "--samples",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Sequences to compare.",
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Picks the sequences.",
 )
-@click.option("--device", default="auto", show_default=True, help="Device of the target: auto, cpu, cuda, cuda:1, ...")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device of the target: auto, cpu, cuda, cuda:1, ...",
+)
 def compare(
-    reference: "StorePath", store: "StorePath", model: str | None, samples: int, seed: int, device: str
+    reference: "StorePath",
+    store: "StorePath",
+    model: str | None,
+    samples: int,
+    seed: int,
+    device: str,
 ) -> None:
     """Say what a codec has cost: compare a store with the lossless one of the same chats.
 
@@ -213,16 +249,35 @@ def compare(
     """
     from ..pipeline.compare import compare as run_compare
 
-    run_stage("sequence", run_compare, reference, store, model=model, samples=samples, seed=seed, device=device)
+    run_stage(
+        "sequence",
+        run_compare,
+        reference,
+        store,
+        model=model,
+        samples=samples,
+        seed=seed,
+        device=device,
+    )
 
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--model", help="Extract what is damaged or missing with this target, the one the store was made with.")
-@click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
+@click.option(
+    "--model",
+    help="Extract what is damaged or missing with this target, the one the store was made with.",
+)
+@click.option(
+    "--dataset",
+    help="The chats, if they are no longer where the store's last extraction found them.",
+)
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
-@click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
-def repair(store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
+@click.option(
+    "--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them."
+)
+def repair(
+    store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool
+) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
     Every byte is checked first. With --model or --drop the damaged parts are then deleted, and with --model extracted
@@ -237,11 +292,15 @@ def repair(store: "StorePath", model: str | None, dataset: str | None, device: s
       moa-data repair store --drop
     """
     if model and drop:
-        raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
+        raise StageFailure(
+            "give --model to extract the damaged parts again, or --drop to delete them, not both."
+        )
     if model:
         from ..pipeline.extract import repair as run_repair
 
-        run_stage("token", run_repair, store, model, dataset, device, provenance=collect_provenance())
+        run_stage(
+            "token", run_repair, store, model, dataset, device, provenance=collect_provenance()
+        )
     elif drop:
         from ..storage.write.repair import drop_damage
 
@@ -255,12 +314,26 @@ def repair(store: "StorePath", model: str | None, dataset: str | None, device: s
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--model", required=True, help="The target the store was made with: a folder, a GGUF file, or a hub id.")
 @click.option(
-    "--samples", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Sequences to run again."
+    "--model",
+    required=True,
+    help="The target the store was made with: a folder, a GGUF file, or a hub id.",
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
+    "--samples",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Sequences to run again.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Picks the sequences.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
@@ -275,5 +348,7 @@ def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) 
     """
     from ..pipeline.audit import audit as run_audit
 
-    if not run_stage("sequence", run_audit, store, model, samples=samples, seed=seed, device=device).ok:
+    if not run_stage(
+        "sequence", run_audit, store, model, samples=samples, seed=seed, device=device
+    ).ok:
         raise StageFailure(f"{store} differs from {model} beyond the tolerance.", FOUND)

@@ -25,7 +25,14 @@ class StageCommand(click.Command):
         n_settings = len({setting.name for setting in config_class.settings()})
         text = f"Show all {n_settings} settings with their types and defaults."
         self.params.append(
-            click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help=text,
+            )
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -38,10 +45,16 @@ class StageCommand(click.Command):
         for setting in self.config_class.settings():
             group = setting.key.rpartition(".")[0] or "settings"
             heading = f"{group} ({setting.kind})" if setting.kind else group
-            name = setting.name.upper() if setting.name in arguments else " ".join(filter(None, _flag(setting)))
+            name = (
+                setting.name.upper()
+                if setting.name in arguments
+                else " ".join(filter(None, _flag(setting)))
+            )
             sections.setdefault(heading, []).append((name, _help(setting)))
         settings = {setting.name for setting in self.config_class.settings()}
-        records = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.name not in settings]
+        records = [
+            one.get_help_record(ctx) for one in self.get_params(ctx) if one.name not in settings
+        ]
         sections["other"] = [record for record in records if record]
         for heading, rows in sections.items():
             with formatter.section(heading.capitalize()):
@@ -56,7 +69,9 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only 
 
     name = "store"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "StorePath":
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> "StorePath":
         """Return the store's place."""
         from ..storage.backend import open_path
 
@@ -85,18 +100,25 @@ def stage_command(
         return name.upper() if name in arguments else option_name(name)
 
     def decorate(command: Callable[..., Any]) -> StageCommand:
-        def run(*args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any) -> Any:
-            given = {name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))}
+        def run(
+            *args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any
+        ) -> Any:
+            given = {
+                name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))
+            }
             given = {name: value for name, value in given.items() if value is not None}
             try:
-                config = resolve(config_class, given, config_path, assignments, presets, earlier, spell)
+                config = resolve(
+                    config_class, given, config_path, assignments, presets, earlier, spell
+                )
             except OptionInvalid as error:
                 raise click.UsageError(str(error)) from error
             return command(*args, config=config, **kwargs)
 
         flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
         is_short = any(setting.is_common for setting in flags)
-        own = getattr(command, "__click_params__", [])[::-1]  # click's decorators add to it from below
+        # click's decorators add to it from below
+        own = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(one for one in own if not one.is_flag),
             *(click.Argument([name], required=False, metavar=name.upper()) for name in arguments),
@@ -105,7 +127,11 @@ def stage_command(
             *(one for one in own if one.is_flag),
         ]
         return StageCommand(
-            name or command.__name__, config_class, callback=run, help=command.__doc__, params=parameters
+            name or command.__name__,
+            config_class,
+            callback=run,
+            help=command.__doc__,
+            params=parameters,
         )
 
     return decorate
@@ -151,7 +177,9 @@ def default_text(setting: Setting) -> str:
 
 def type_text(setting: Setting) -> str:
     """Return what a setting takes: ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that it may be."""
-    kind, *words = [kind for kind in plain_types(setting.field.annotation) if kind is not type(None)]
+    kind, *words = [
+        kind for kind in plain_types(setting.field.annotation) if kind is not type(None)
+    ]
     if not isinstance(kind, type):
         return "|".join(map(str, (kind, *words)))
     return {int: "N", float: "X", bool: "true|false", tuple: "LIST"}.get(kind, "TEXT")
@@ -160,7 +188,9 @@ def type_text(setting: Setting) -> str:
 def _option(setting: Setting, hidden: bool) -> click.Option:
     name, kind = _flag(setting)
     # Without a default of click's, so that a flag that was not given stays weaker than the file.
-    return click.Option([name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden)
+    return click.Option(
+        [name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden
+    )
 
 
 def _flag(setting: Setting) -> tuple[str, str | None]:

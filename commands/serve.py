@@ -74,7 +74,10 @@ def serve(config: ServeConfig) -> None:
         use_huge_pages()
         sizes = [resident_memory() - engine.kv_bytes, engine.kv_bytes, engine.working_bytes]
         texts = map(format_bytes, [sum(sizes), *sizes])
-        _LOG.info("memory: up to %s: %s loaded, %s of keys and values, up to %s for calls and requests", *texts)
+        _LOG.info(
+            "memory: up to %s: %s loaded, %s of keys and values, up to %s for calls and requests",
+            *texts,
+        )
 
     if target.device.type == "cpu":
         threading.Thread(target=settle_memory, daemon=True).start()  # requests need not wait for it

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 CLEANUP_S = 3.0  # time for a command to discard what it has in flight, from the signal on
-_REPEAT_S = 1.0  # a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
+# a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
+_REPEAT_S = 1.0
 _POLL_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IMPORT = "<frozen importlib._bootstrap"
@@ -39,7 +40,8 @@ _IMPORT = "<frozen importlib._bootstrap"
 class SignalReceived(KeyboardInterrupt):
     """SIGINT, SIGTERM or SIGHUP arrived."""
 
-    # SIGINT has it too: a plain KeyboardInterrupt that passes through `exec` of a text, as named tuples and dataclasses
+    # SIGINT has it too: a plain KeyboardInterrupt that passes through `exec` of a text, as named
+    # tuples and dataclasses
     # run theirs, makes Python end with that signal after everything was handled.
 
     def __init__(self, signum: int) -> None:
@@ -147,7 +149,8 @@ def _watch(pipe: int) -> NoReturn:
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
-    # A handler that the command has installed by now takes its time; a later one does not know of this signal.
+    # A handler that the command has installed by now takes its time; a later one does not know of
+    # this signal.
     is_patient = signal.getsignal(signum) is not _raise
     is_told = False
     began_s = time.monotonic()
@@ -160,7 +163,8 @@ def _watch(pipe: int) -> NoReturn:
         if again == signal.SIGINT and is_later:
             if not is_patient:
                 _end("interrupted at once.")
-            is_patient, began_s = False, time.monotonic()  # its handler ends the command now, or this thread does
+            # its handler ends the command now, or this thread does
+            is_patient, began_s = False, time.monotonic()
     _end("interrupted; the command did not end by itself.")
 
 

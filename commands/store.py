@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--sequence", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
+@click.option(
+    "--sequence",
+    type=int,
+    metavar="I",
+    help="Show sequence I, with the trained response in colour.",
+)
 def inspect(store: "StorePath", sequence: int | None) -> None:
     """Show what a store holds: identities, conventions, activations, sizes, lengths.
 
@@ -36,10 +41,14 @@ def inspect(store: "StorePath", sequence: int | None) -> None:
 
     with ActivationStore(store) as reader:
         if not 0 <= sequence < len(reader):
-            raise StageFailure(f"--sequence is {sequence}, the store has {len(reader)} sequences, counted from 0.")
+            raise StageFailure(
+                f"--sequence is {sequence}, the store has {len(reader)} sequences, counted from 0."
+            )
         tokens = reader.read(sequence, "tokens").tolist()
         mask = reader.read(sequence, "response_mask").tolist()
-        row = {name: reader.sequences[name][sequence].as_py() for name in reader.sequences.column_names}
+        row = {
+            name: reader.sequences[name][sequence].as_py() for name in reader.sequences.column_names
+        }
         out.print(sample_view(row, tokens, mask, _decoder(reader.target_path)))
 
 
@@ -48,7 +57,9 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
     try:
         from ..moa.targets.live import load_target_tokenizer
     except ModuleNotFoundError as error:
-        tell(f"Token ids in place of text: {error.name} is not installed (pip install 'moa-data[extract]').")
+        tell(
+            f"Token ids in place of text: {error.name} is not installed (pip install 'moa-data[extract]')."
+        )
         return lambda ids: " ".join(map(str, ids))
     tokenizer = load_target_tokenizer(target)
     return lambda ids: str(tokenizer.decode(ids))
@@ -56,7 +67,11 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
+@click.option(
+    "--checksums-only",
+    is_flag=True,
+    help="Compare all bytes, decode no values: as fast as the disk reads.",
+)
 def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 

@@ -13,7 +13,9 @@ from .console import ProgressLine, collect_provenance, out, run_stage, tell
 from .options import stage_command
 
 
-def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
+def _show_warning(
+    others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any
+) -> None:
     """Show a warning of a run in one line, and others as Python does."""
     if issubclass(category, RunWarning):
         tell(str(message))

@@ -27,7 +27,9 @@ def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
     """Show names and values under a title, one a line; values are never broken, so that ids can be searched for."""
     width = max(map(len, pairs), default=0)
     lines = [
-        Text.assemble((f"{name:<{width}}", "dim"), "  ", printable(" ".join(str(value).split("\n"))))
+        Text.assemble(
+            (f"{name:<{width}}", "dim"), "  ", printable(" ".join(str(value).split("\n")))
+        )
         for name, value in pairs.items()
     ]
     return Group(Text(title, style="bold cyan"), *lines)
@@ -64,7 +66,9 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     blocks: list[RenderableType] = [
         pairs_view(str(summary.path), facts),
         fields_table(summary),
-        pairs_view("Their meaning", {item.spec.name: item.spec.description for item in summary.fields}),
+        pairs_view(
+            "Their meaning", {item.spec.name: item.spec.description for item in summary.fields}
+        ),
         Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], counts[first:])),
         pairs_view("Target", summary.manifest.target),
         pairs_view("Extraction", summary.manifest.extraction),
@@ -75,7 +79,8 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         blocks.insert(1, _incomplete(summary.missing))
     if summary.unfinished:
         found = ", ".join(
-            f"{name} (in {n} of {summary.manifest.n_parts} parts)" for name, n in summary.unfinished.items()
+            f"{name} (in {n} of {summary.manifest.n_parts} parts)"
+            for name, n in summary.unfinished.items()
         )
         advice = f"Being added, not to be read yet: {found}; run the same add command again."
         blocks.insert(1, Text(advice, style="yellow"))
@@ -89,7 +94,12 @@ def _incomplete(missing: str) -> Text:
 def fields_table(summary: "StoreSummary") -> Table:
     """Show the activations of a store and what each costs, in 80 columns."""
     table = Table(
-        title="Activations", title_justify="left", title_style="bold cyan", box=SIMPLE_HEAD, show_edge=False, padding=0
+        title="Activations",
+        title_justify="left",
+        title_style="bold cyan",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
     )
     for name in ("field", "dtype", "per token"):
         table.add_column(name, no_wrap=True)
@@ -127,24 +137,35 @@ def verify_view(report: "VerifyReport") -> RenderableType:
     )
     verdict = Text("no damage" if report.missing else "whole", style="bold green")
     if not report.ok:
-        verdict = Text("DAMAGED", style="bold red") if report.damages else Text("NOT CHECKED", style="bold yellow")
+        verdict = (
+            Text("DAMAGED", style="bold red")
+            if report.damages
+            else Text("NOT CHECKED", style="bold yellow")
+        )
     blocks.append(Text.assemble(verdict, f": {checked} checked"))
     return Group(*blocks)
 
 
 def sample_view(
-    row: Mapping[str, Any], tokens: Sequence[int], mask: Sequence[int], decode: Callable[[list[int]], str]
+    row: Mapping[str, Any],
+    tokens: Sequence[int],
+    mask: Sequence[int],
+    decode: Callable[[list[int]], str],
 ) -> RenderableType:
     """Show one sequence with its trained response (mask 1) in colour, and in ⟦ ⟧ for terminals without."""
     text = Text()
-    for is_response, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda pair: bool(pair[0])):
+    for is_response, run in itertools.groupby(
+        zip(mask, tokens, strict=True), key=lambda pair: bool(pair[0])
+    ):
         span = printable(decode([token for _, token in run]))
         if is_response:
             text.append("⟦", style="dim").append(span, style="bold green").append("⟧", style="dim")
         else:
             text.append(span, style="dim")
     share = sum(map(bool, mask)) / max(len(tokens), 1)
-    legend = Text.assemble("\n", ("context", "dim"), "  ", ("⟦response, trained on⟧", "bold green"), f"  {share:.0%}\n")
+    legend = Text.assemble(
+        "\n", ("context", "dim"), "  ", ("⟦response, trained on⟧", "bold green"), f"  {share:.0%}\n"
+    )
     return Group(pairs_view("Sequence", row), legend, text)
 
 
@@ -160,7 +181,10 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         "memory": _range_text(plan.cost.memory_bytes, format_bytes),
         "disk": f"{_range_text(plan.cost.disk_bytes, format_bytes)}; free {format_bytes(plan.free_disk_bytes)}",
         "validation": _validation_text(plan),
-        "exports to": ", ".join(name for name, problems in plan.export_problems.items() if not problems) or "-",
+        "exports to": ", ".join(
+            name for name, problems in plan.export_problems.items() if not problems
+        )
+        or "-",
     }
     for name, problems in plan.export_problems.items():
         if problems:
@@ -179,7 +203,11 @@ def _range_text(pair: tuple[float, float] | None, form: Callable[[float], str]) 
 def _validation_text(plan: "RunPlan") -> str:
     if not plan.n_validation_sequences:
         return "-"
-    answers = "the target's own answers" if plan.has_own_answers else "answers not known to be the target's own"
+    answers = (
+        "the target's own answers"
+        if plan.has_own_answers
+        else "answers not known to be the target's own"
+    )
     return f"{plan.n_validation_sequences:,} sequences, {plan.n_validation_positions:,} response tokens; {answers}"
 
 
@@ -191,7 +219,8 @@ def train_view(report: "TrainReport") -> RenderableType:
     width = ""
     if report.best_half_width is not None:
         width = f" ± {report.best_half_width:.2f} (95 %, {report.n_validation_sequences} sequences)"
-    speeds = ("train/tokens_per_s", "train/data_wait_share")  # of the last steps alone; the run's stand above
+    # of the last steps alone; the run's stand above
+    speeds = ("train/tokens_per_s", "train/data_wait_share")
     facts = {
         "run": report.out,
         "drafter": str(Path(report.out) / DRAFTER),
@@ -199,14 +228,21 @@ def train_view(report: "TrainReport") -> RenderableType:
         "parameters": f"{report.n_parameters:,}",
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
-        **{name: f"{value:.4g}" for name, value in sorted(report.metrics.items()) if name not in speeds},
+        **{
+            name: f"{value:.4g}"
+            for name, value in sorted(report.metrics.items())
+            if name not in speeds
+        },
         "best expected acceptance length": "-" if best is None else f"{best:.3f}{width}",
     }
     return pairs_view("Trained", facts)
 
 
 def decoding_view(
-    drafted: "Sequence[Generation]", plain: "Sequence[Generation] | None", shape: str, sampled: bool = False
+    drafted: "Sequence[Generation]",
+    plain: "Sequence[Generation] | None",
+    shape: str,
+    sampled: bool = False,
 ) -> RenderableType:
     """Compare speculative with plain decoding of the same prompts; sampled ones differ by chance."""
     table = Table(box=SIMPLE_HEAD, show_edge=False)

@@ -85,16 +85,25 @@ class DemoConfig(Config):
     def problems(self) -> list[str]:
         found = []
         if self.model is None and self.n_store_chats > self.n_chats:
-            found.append(f"n_store_chats is {self.n_store_chats}, expected at most n_chats ({self.n_chats})")
+            found.append(
+                f"n_store_chats is {self.n_store_chats}, expected at most n_chats ({self.n_chats})"
+            )
         if self.hidden_size % (2 * self.n_heads) or self.n_heads % self.n_kv_heads:
             found.append(
                 f"hidden_size {self.hidden_size}, n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads} do not fit: "
                 "each must divide the one before, and the head dim must be even"
             )
         if self.n_eval_prompts > self.n_held_out:
-            found.append(f"n_eval_prompts is {self.n_eval_prompts}, expected at most n_held_out ({self.n_held_out})")
+            found.append(
+                f"n_eval_prompts is {self.n_eval_prompts}, expected at most n_held_out ({self.n_held_out})"
+            )
         if self.model is not None:
             fields = type(self).model_fields
-            unused = [name for name in _OF_TRAINED_TARGET if getattr(self, name) != fields[name].default]
-            found += [f"{name} is of the target that the demo trains; leave it out with --model" for name in unused]
+            unused = [
+                name for name in _OF_TRAINED_TARGET if getattr(self, name) != fields[name].default
+            ]
+            found += [
+                f"{name} is of the target that the demo trains; leave it out with --model"
+                for name in unused
+            ]
         return found

@@ -17,19 +17,72 @@ from ..files import write_atomic
 
 Chat = list[dict[str, str]]
 
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly and correctly.", "You are a patient teacher.")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer briefly and correctly.",
+    "You are a patient teacher.",
+)
 SYSTEM_SHARE = 0.1
 MAX_REDRAWS = 200
-NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-NAMES = ("Ada", "Bruno", "Carla", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Luca")
+NUMBER_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+)
+NAMES = (
+    "Ada",
+    "Bruno",
+    "Carla",
+    "Dario",
+    "Elif",
+    "Farid",
+    "Greta",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Kira",
+    "Luca",
+)
 ITEMS = ("apples", "books", "coins", "eggs", "keys", "lemons", "pears", "stones")
 WORDS = (
     "amber", "bell", "bird", "bread", "castle", "cloud", "dragon", "drum", "engine", "field", "flute", "garden",
     "hammer", "honey", "island", "king", "lantern", "lemon", "mirror", "ocean", "paper", "queen", "rabbit", "river",
     "silver", "table", "tower", "valley", "window", "zebra",
 )  # fmt: skip
-ANIMALS = ("fox", "owl", "bear", "cat", "heron", "mouse", "otter", "hare", "wolf", "crow", "badger", "goat")
-PLACES = ("forest", "village", "harbor", "valley", "old mill", "garden", "market", "lighthouse", "mountain", "library")
+ANIMALS = (
+    "fox",
+    "owl",
+    "bear",
+    "cat",
+    "heron",
+    "mouse",
+    "otter",
+    "hare",
+    "wolf",
+    "crow",
+    "badger",
+    "goat",
+)
+PLACES = (
+    "forest",
+    "village",
+    "harbor",
+    "valley",
+    "old mill",
+    "garden",
+    "market",
+    "lighthouse",
+    "mountain",
+    "library",
+)
 TREASURES = ("golden key", "silver bell", "old map", "blue lantern", "red kite", "wooden flute")
 MOODS = ("curious", "brave", "sleepy", "clever", "shy", "cheerful", "patient", "hungry")
 FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee", "snail")
@@ -37,7 +90,9 @@ FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee",
 
 def _chat(*turns: str) -> Chat:
     """Return turns as messages, user and assistant in alternation."""
-    return [{"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)]
+    return [
+        {"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)
+    ]
 
 
 def _join(words: Sequence[str]) -> str:
@@ -59,11 +114,15 @@ def arithmetic(rng: random.Random) -> Chat:
             steps.append(f"Take away {amount}: {total} - {amount} = {total - amount}.")
             total -= amount
         else:
-            story.append(rng.choice((f"{name} finds {amount} more.", f"{name} buys {amount} more.")))
+            story.append(
+                rng.choice((f"{name} finds {amount} more.", f"{name} buys {amount} more."))
+            )
             steps.append(f"Add {amount}: {total} + {amount} = {total + amount}.")
             total += amount
     question = f"How many {item} does {name} have now?"
-    return _chat(" ".join([*story, question]), "\n".join([*steps, f"So {name} now has {total} {item}."]))
+    return _chat(
+        " ".join([*story, question]), "\n".join([*steps, f"So {name} now has {total} {item}."])
+    )
 
 
 def story(rng: random.Random) -> Chat:
@@ -91,7 +150,10 @@ def story(rng: random.Random) -> Chat:
         f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the {treasure} forever.",
         f"The {friend} was very happy to have it back. From that day on, {name} and the {friend} were best friends.",
     ))  # fmt: skip
-    return _chat(ask, f"Once upon a time a {mood} {animal} called {name} lived in the {place}. {found} {middle} {end}")
+    return _chat(
+        ask,
+        f"Once upon a time a {mood} {animal} called {name} lived in the {place}. {found} {middle} {end}",
+    )
 
 
 def shopping(rng: random.Random) -> Chat:

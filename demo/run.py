@@ -16,7 +16,13 @@ from typing import Any
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
 from ..moa.drafters.advice import FAST_KIND, advise
-from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings, QuestionSettings, RegenerateConfig
+from ..pipeline.config import (
+    DataSettings,
+    ExtractConfig,
+    ForwardSettings,
+    QuestionSettings,
+    RegenerateConfig,
+)
 from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
 from ..text import Progress, format_hours
@@ -47,7 +53,9 @@ class DemoReport:
         same = "SOME ANSWERS DIFFER from plain decoding"
         if measured["n_exact"] == measured["n_answers"] and served["is_equal"]:
             same = "every answer is identical to plain greedy decoding"
-        times = ", ".join(f"{phase} {facts['seconds']:.0f} s" for phase, facts in self.phases.items())
+        times = ", ".join(
+            f"{phase} {facts['seconds']:.0f} s" for phase, facts in self.phases.items()
+        )
         reused = f" (reused: {', '.join(self.reused)})" if self.reused else ""
         total_s = sum(facts["seconds"] for facts in self.phases.values())
         pictures = ", ".join(str(path) for path in sorted(self.folder.rglob("*.png")))
@@ -99,13 +107,17 @@ def run_demo(
             facts = phase(config, folder, show, provenance or {})
         except (KeyboardInterrupt, Interrupted) as error:
             kept = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
-            raise Interrupted(f"interrupted in the {name} phase; run the same command again, {kept}") from error
+            raise Interrupted(
+                f"interrupted in the {name} phase; run the same command again, {kept}"
+            ) from error
         finished[name] = {"seconds": time.perf_counter() - began_s, **facts}
         _save(config, folder, finished)
     return DemoReport(folder, finished, reused)
 
 
-def _with_estimate(progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]) -> Progress:
+def _with_estimate(
+    progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]
+) -> Progress:
     """Add to each message how long the phases after this one take, judged by those that are finished."""
     names = list(MODEL_SECONDS)
     number = names.index(name) + 1
@@ -113,7 +125,9 @@ def _with_estimate(progress: Progress, name: str, model: str, finished: Mapping[
     if not finished and model == SMOLLM2:
         note += f", in all about {format_hours(sum(MODEL_SECONDS.values()))} on two idle cores"
     elif finished and number < len(names):
-        slowness = sum(facts["seconds"] for facts in finished.values()) / sum(MODEL_SECONDS[done] for done in finished)
+        slowness = sum(facts["seconds"] for facts in finished.values()) / sum(
+            MODEL_SECONDS[done] for done in finished
+        )
         rest_s = slowness * sum(MODEL_SECONDS[later] for later in names[number:])
         note += f", then about {format_hours(rest_s)} more"
     return lambda done, total, message: progress(done, total, f"{message} [{note}]")
@@ -129,9 +143,13 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        is_free = not folder.exists() or (folder.is_dir() and not {entry.name for entry in folder.iterdir()} - _OURS)
+        is_free = not folder.exists() or (
+            folder.is_dir() and not {entry.name for entry in folder.iterdir()} - _OURS
+        )
         if not is_free:
-            raise OptionInvalid(f"{folder} exists and holds no demo ({STATE_FILE} is missing). Choose another --out.")
+            raise OptionInvalid(
+                f"{folder} exists and holds no demo ({STATE_FILE} is missing). Choose another --out."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
         return {}
@@ -139,16 +157,24 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
         state = json.loads(file.read_text(encoding="utf-8"))
         before, finished = dict(state["settings"]), dict(state["phases"])
     except (KeyError, TypeError, ValueError) as error:
-        raise OptionInvalid(f"{file} cannot be read ({error}). Delete {folder}, or choose another --out.") from error
+        raise OptionInvalid(
+            f"{file} cannot be read ({error}). Delete {folder}, or choose another --out."
+        ) from error
     changed = [
-        f"{name} is {now!r}, was {before.get(name)!r}" for name, now in settings.items() if now != before.get(name)
+        f"{name} is {now!r}, was {before.get(name)!r}"
+        for name, now in settings.items()
+        if now != before.get(name)
     ]
     if changed:
-        raise OptionInvalid(f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out.")
+        raise OptionInvalid(
+            f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out."
+        )
     return finished
 
 
-def _corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _corpus(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     for stage in ("target", "serving"):  # which need every package: before anything is written
         importlib.import_module(f"{__package__}.{stage}")
     corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
@@ -159,7 +185,9 @@ def _corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: di
     return {}
 
 
-def _own_corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _own_corpus(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     """Let the model write questions and answer them; the first ones are held out."""
     importlib.import_module(f"{__package__}.serving")
     from ..pipeline.regenerate import regenerate
@@ -178,10 +206,16 @@ def _own_corpus(config: DemoConfig, folder: Path, progress: Progress, provenance
     rows = [*read_jsonl(answers.path)]
     held_out = rows[: config.n_held_out]
     questions = {opening(row["messages"]).casefold() for row in held_out}
-    train = [row for row in rows[len(held_out) :] if opening(row["messages"]).casefold() not in questions]
+    train = [
+        row for row in rows[len(held_out) :] if opening(row["messages"]).casefold() not in questions
+    ]
     write_jsonl(held_out, _held_out(folder))
     write_jsonl(train, folder / "corpus" / "train.jsonl")
-    return {"n_chats": len(train), "n_held_out": len(held_out), "n_answer_tokens": answers.counts.n_tokens}
+    return {
+        "n_chats": len(train),
+        "n_held_out": len(held_out),
+        "n_answer_tokens": answers.counts.n_tokens,
+    }
 
 
 def _target_name(config: DemoConfig, folder: Path) -> str:
@@ -192,14 +226,20 @@ def _held_out(folder: Path) -> Path:
     return folder / "corpus" / "held_out.jsonl"
 
 
-def _target(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _target(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     # The stages are imported where they run: torch and transformers take seconds.
     from .target import train_target
 
-    return train_target([*read_jsonl(folder / "corpus" / "train.jsonl")], config, folder / "target", progress)
+    return train_target(
+        [*read_jsonl(folder / "corpus" / "train.jsonl")], config, folder / "target", progress
+    )
 
 
-def _extract(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _extract(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     from ..pipeline.extract import extract
 
     settings = ExtractConfig(
@@ -213,10 +253,16 @@ def _extract(config: DemoConfig, folder: Path, progress: Progress, provenance: d
     # Continues by itself from what an interrupted phase has left, as training does.
     extract(settings, progress=progress, provenance=provenance)
     summary = summarize_store(folder / "store")
-    return {"n_tokens": summary.n_tokens, "bytes_per_token": summary.bytes_per_token, "ratio": summary.ratio}
+    return {
+        "n_tokens": summary.n_tokens,
+        "bytes_per_token": summary.bytes_per_token,
+        "ratio": summary.ratio,
+    }
 
 
-def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _train(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     from ..trainer.fit import train
 
     out = folder / "drafter"
@@ -241,7 +287,9 @@ def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     return {"n_parameters": report.n_parameters, "n_tokens": report.n_tokens_total}
 
 
-def _evaluate(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     from ..evaluation.config import EvalConfig
     from ..evaluation.run import evaluate
     from ..evaluation.views import break_even_lines
@@ -261,18 +309,25 @@ def _evaluate(config: DemoConfig, folder: Path, progress: Progress, provenance: 
     report = evaluate(settings, progress=progress, provenance=provenance)
     chain = report.method("chain")
     names = ("ratio", "calls_saved", "n_exact", "n_answers")
-    facts = {"acceptance_length": chain.acceptance_length or 0.0} | {name: getattr(chain, name) for name in names}
+    facts = {"acceptance_length": chain.acceptance_length or 0.0} | {
+        name: getattr(chain, name) for name in names
+    }
     if config.model is not None:
         facts["break_even"] = break_even_lines(report)
     return facts
 
 
-def _serve(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+def _serve(
+    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
+) -> dict[str, Any]:
     from .serving import answer_through_a_cut
 
-    # The client needs no more than the store's frozen weights, and the server no more than the target.
+    # The client needs no more than the store's frozen weights, and the server no more than the
+    # target.
     n_prompts = config.n_eval_prompts if config.model is None else _SERVED_PROMPTS
     rows = [*read_jsonl(_held_out(folder))][:n_prompts]
     progress(0, 1, "serve, and cut the network")
     prompts = [row["messages"][:-1] for row in rows]  # without the reference answer
-    return answer_through_a_cut(folder, _target_name(config, folder), prompts, config.max_new_tokens)
+    return answer_through_a_cut(
+        folder, _target_name(config, folder), prompts, config.max_new_tokens
+    )

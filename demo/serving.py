@@ -21,9 +21,11 @@ from ..serving.client.client import DraftingClient
 from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
 DELAY_S = 0.021  # of each byte one way, the mean of 4G
-# Least time of a target call, about that of an 8B target on a small GPU; the demo's own takes one or two.
+# Least time of a target call, about that of an 8B target on a small GPU; the demo's own takes one
+# or two.
 TARGET_MS = 25.0
-CUT_AFTER, CUT_S = 0.35, 1.5  # the network is cut when this share of the answer is there, for so many seconds
+# the network is cut when this share of the answer is there, for so many seconds
+CUT_AFTER, CUT_S = 0.35, 1.5
 
 
 class CutProxy:
@@ -36,7 +38,9 @@ class CutProxy:
         self._upstream = port
         self._delay_s = delay_s
         is_ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(is_ready)), name="proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(is_ready)), name="proxy", daemon=True
+        )
         self._thread.start()
         is_ready.wait()
 
@@ -70,7 +74,9 @@ class CutProxy:
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
         with contextlib.suppress(asyncio.CancelledError):  # the proxy ends
-            await asyncio.gather(self._forward(up, writer), self._forward(reader, down), return_exceptions=True)
+            await asyncio.gather(
+                self._forward(up, writer), self._forward(reader, down), return_exceptions=True
+            )
         writer.close()
         down.close()
 
@@ -89,7 +95,8 @@ class Timeline:
         self._proxy = proxy
         self._n_tokens = n_tokens
         self._began_s = time.perf_counter()
-        self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # seconds, tokens shown, of these verified
+        # seconds, tokens shown, of these verified
+        self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
         self.cut: list[float] = []  # seconds of the cut and of the return
         self.n_rolled_back = 0
 
@@ -122,13 +129,25 @@ class Timeline:
         seconds, shown, verified = zip(*self.points, strict=True)
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         axes = figure.subplots()
-        axes.axvspan(self.cut[0], self.cut[-1], color="tab:red", alpha=0.12, lw=0, label="no network")
+        axes.axvspan(
+            self.cut[0], self.cut[-1], color="tab:red", alpha=0.12, lw=0, label="no network"
+        )
         axes.step(seconds, verified, where="post", color="tab:blue", label="verified")
         axes.step(seconds, shown, where="post", color="tab:orange", ls="--", lw=1, label="shown")
         axes.fill_between(
-            seconds, verified, shown, step="post", color="tab:orange", alpha=0.35, label="not verified yet"
+            seconds,
+            verified,
+            shown,
+            step="post",
+            color="tab:orange",
+            alpha=0.35,
+            label="not verified yet",
         )
-        axes.set(xlabel="seconds", ylabel="tokens of the answer", title="An answer over 4G that loses the network")
+        axes.set(
+            xlabel="seconds",
+            ylabel="tokens of the answer",
+            title="An answer over 4G that loses the network",
+        )
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left")
@@ -145,7 +164,9 @@ def answer_through_a_cut(
     live = Target.load(model, device="cpu")
     live.prepare()
     references = [
-        plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens).tokens
+        plain_generate(
+            live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens
+        ).tokens
         for messages in prompts
     ]
     # The longest answer: a cut must fall into it.
@@ -182,10 +203,13 @@ def _served(folder: Path, model: str) -> Iterator[int]:
     pipe = subprocess.PIPE
     with (
         log.open("w") as errors,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors, text=True
+        ) as process,
     ):
         try:
-            line = process.stdout.readline() if process.stdout else ""  # when it is ready, or has ended
+            # when it is ready, or has ended
+            line = process.stdout.readline() if process.stdout else ""
             if (found := re.search(r"gRPC \S+:(\d+)", line)) is None:
                 raise ServingError(f"The server did not start. See {log}.")
             yield int(found[1])

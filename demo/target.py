@@ -26,7 +26,8 @@ from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
-MARKER = "training.json"  # file that is written last: a folder without it was not finished, and is made again
+# file that is written last: a folder without it was not finished, and is made again
+MARKER = "training.json"
 BOS = "<|begin_of_text|>"
 EOT = "<|eot_id|>"
 PAD = "<|pad|>"
@@ -40,7 +41,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MAX_POSITIONS = 512
-PROMPT_WEIGHT = 0.1  # a little, for the embeddings: what answers copy from prompts has to be read well
+# a little, for the embeddings: what answers copy from prompts has to be read well
+PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 
 # Ids of one chat (int64) and the weights of the tokens that follow them (float32), [T] each.
@@ -122,7 +124,9 @@ def train_target(
     """
     if (folder / MARKER).is_file():
         return dict(json.loads((folder / MARKER).read_text(encoding="utf-8")))
-    tokenizer = train_tokenizer([m["content"] for row in train for m in row["messages"]], config.vocab_size)
+    tokenizer = train_tokenizer(
+        [m["content"] for row in train for m in row["messages"]], config.vocab_size
+    )
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
     facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
@@ -151,7 +155,9 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) ->
     return examples
 
 
-def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _batches(
+    examples: list[_Example], batch_tokens: int, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Return index batches of like length whose padded size stays within `batch_tokens`, in random order."""
     lengths = np.array([len(ids) for ids, _ in examples])
     # Jittered by up to 16 tokens, so that epochs form other batches.
@@ -166,7 +172,9 @@ def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generat
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None) -> tuple[int, float]:
+def _fit(
+    model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None
+) -> tuple[int, float]:
     """Train with a linear warm-up and a cosine down to 2 % of the peak rates; return the tokens seen and the loss."""
     rng = np.random.default_rng(config.seed)
     n_steps = config.target_steps
@@ -182,7 +190,9 @@ def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progre
 
     def rate(step: int) -> float:
         phase = (step - warmup) / max(1, n_steps - warmup)
-        return (step + 1) / warmup if step < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * phase))
+        return (
+            (step + 1) / warmup if step < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * phase))
+        )
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     n_tokens = 0
@@ -192,10 +202,13 @@ def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progre
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
         columns = zip(*(train[i] for i in pending.pop()), strict=True)
-        # Padding on the right, which causality alone hides, has no weight, nor has what follows the last token.
+        # Padding on the right, which causality alone hides, has no weight, nor has what follows the
+        # last token.
         ids, weights = (pad_sequence(list(column), batch_first=True) for column in columns)
         logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
-        losses = functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none")
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none"
+        )
         loss = (losses * weights.flatten()).sum() / weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

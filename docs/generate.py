@@ -66,7 +66,8 @@ def table(settings: Iterable[Setting]) -> Iterator[str]:
         kind = f" ({setting.kind})" if setting.kind else ""
         takes = type_text(setting).replace("|", "\\|")
         default = "required" if setting.field.is_required() else default_text(setting)
-        text = help_text(setting).replace("|", "\\|").replace("[", "\\[")  # a bracket would begin a link
+        # a bracket would begin a link
+        text = help_text(setting).replace("|", "\\|").replace("[", "\\[")
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
 
@@ -76,13 +77,17 @@ DECODING = ("generate", "eval", "serve", "chat", "export-drafter")
 def options_page() -> str:
     """Return how settings are given, and the settings of the commands that make stores."""
     return OPTIONS_HEAD + "".join(
-        section(names, one) for names, one in stages() if names not in DECODING and one is not TrainConfig
+        section(names, one)
+        for names, one in stages()
+        if names not in DECODING and one is not TrainConfig
     )
 
 
 def decode_page() -> str:
     """Return the settings of the commands that decode."""
-    return DECODE_HEAD + "".join(section(names, one) for names, one in stages() if names in DECODING)
+    return DECODE_HEAD + "".join(
+        section(names, one) for names, one in stages() if names in DECODING
+    )
 
 
 def section(names: str, config_class: type[Config]) -> str:
@@ -105,7 +110,11 @@ def blocks_page() -> str:
     """Return the settings of the drafters of blocks."""
     parts = [BLOCKS_HEAD]
     for kind in ("dspark", "dflash"):
-        parts += [f"## {kind}\n", *table(one for one in TrainConfig.settings() if one.kind == kind), ""]
+        parts += [
+            f"## {kind}\n",
+            *table(one for one in TrainConfig.settings() if one.kind == kind),
+            "",
+        ]
     return "\n".join(parts)
 
 
@@ -189,7 +198,10 @@ Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes
 def family_row(name: str) -> str:
     """Return the row of a family, by the list that the tests go through."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
-    cells = ["by groups" if name in GROUPED else "yes", *(works(name, drafter) or "no" for drafter in FAMILY_DRAFTERS)]
+    cells = [
+        "by groups" if name in GROUPED else "yes",
+        *(works(name, drafter) or "no" for drafter in FAMILY_DRAFTERS),
+    ]
     return f"| `{name}` | {model} | {' | '.join(cells)} |"
 
 
@@ -199,8 +211,12 @@ def supported_page() -> str:
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *map(family_row, FAMILIES)]
     drafters = []
     for kind in DRAFTERS:
-        formats = "; ".join(f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind)
-        drafters.append(f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'its own alone'} |")
+        formats = "; ".join(
+            f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind
+        )
+        drafters.append(
+            f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'its own alone'} |"
+        )
     names = ", ".join(f"`{name}`" for name in get_args(Format))
     return SUPPORTED.format(families="\n".join(rows), drafters="\n".join(drafters), formats=names)
 

@@ -92,8 +92,12 @@ class EvalConfig(DecodingConfig):
     def problems(self) -> list[str]:
         found = super().problems()
         if self.method[:1] != ("plain",):
-            found.append(f"method is {','.join(self.method) or 'empty'}, expected plain first (the baseline)")
+            found.append(
+                f"method is {','.join(self.method) or 'empty'}, expected plain first (the baseline)"
+            )
         if self.needs_drafters and not self.drafter:
-            user = next((f"method {name}" for name in self.method if name in DRAFTING), "disconnect")
+            user = next(
+                (f"method {name}" for name in self.method if name in DRAFTING), "disconnect"
+            )
             found.append(f"{user} needs a drafter: give --drafter RUN, or --method plain")
         return found

@@ -68,7 +68,8 @@ class Conformance:
     partings: list[Parting]
     other_answers: list[int]  # prompts whose answers differ from plain decoding here
     causes: list[str] = field(default_factory=list)  # choices each of which explains all rounds
-    nearest: tuple[str, int] | None = None  # where none does, the one that leaves the fewest rounds, and how many
+    # where none does, the one that leaves the fewest rounds, and how many
+    nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
         """Return the report as text, a line for each finding."""
@@ -84,11 +85,17 @@ class Conformance:
             known = self.causes or ["none of the known ones explains all rounds"]
             lines += [f"cause        {cause}" for cause in known]
         else:
-            lines.append(f"equal        all drafts of {rounds} after {counted(self.n_prompts, 'prompt')}")
+            lines.append(
+                f"equal        all drafts of {rounds} after {counted(self.n_prompts, 'prompt')}"
+            )
         if self.nearest:
-            lines.append(f"nearest      {self.nearest[0]} ({self.nearest[1]} of {rounds} still part)")
+            lines.append(
+                f"nearest      {self.nearest[0]} ({self.nearest[1]} of {rounds} still part)"
+            )
         if self.other_answers:
-            lines.append(f"answers      {len(self.other_answers)} of {self.n_prompts} differ from plain decoding here")
+            lines.append(
+                f"answers      {len(self.other_answers)} of {self.n_prompts} differ from plain decoding here"
+            )
         return "\n".join(lines)
 
 
@@ -112,9 +119,12 @@ def conform(
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (own,) = load_drafters([drafter], target, target.model.dtype).values()
-    own.config = replace(own.config, draft_tokens=())  # other programs draft all tokens by the target's LM head
+    # other programs draft all tokens by the target's LM head
+    own.config = replace(own.config, draft_tokens=())
     if own.kind not in FORMATS[engine]:
-        raise OptionInvalid(f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {own.kind}.")
+        raise OptionInvalid(
+            f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {own.kind}."
+        )
     layout, method = FORMATS[engine][own.kind]
     chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
     if prompts:
@@ -133,14 +143,19 @@ def conform(
         }  # fmt: skip
         answers = ask_engine(job, python, Path(folder))
     if not any(answer["rounds"] for answer in answers):
-        raise OptionInvalid(f"{engine} drafted nothing after these prompts; ask for longer answers, or give others.")
+        raise OptionInvalid(
+            f"{engine} drafted nothing after these prompts; ask for longer answers, or give others."
+        )
     return compare(own, target, texts, answers, max_new_tokens, progress)
 
 
 def pieces_of(target: Target) -> dict[str, Any]:
     """Name what folders of a drafter may hold of its target."""
     model: Any = target.model
-    heads = {EMBEDDINGS: model.get_input_embeddings().weight, LM_HEAD: model.get_output_embeddings().weight}
+    heads = {
+        EMBEDDINGS: model.get_input_embeddings().weight,
+        LM_HEAD: model.get_output_embeddings().weight,
+    }
     return {"config": target.config, **heads}
 
 
@@ -150,19 +165,27 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
     written = folder / "rounds.json"
     log = folder / "log"
     given.write_text(json.dumps(job))
-    # vLLM in one process, where its scheduler can be watched; the other two are what its build for CPUs wants.
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
+    # vLLM in one process, where its scheduler can be watched; the other two are what its build for
+    # CPUs wants.
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    } | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("PYTHONPATH", None)  # of this Python
     with log.open("w") as sink:
         words = [python, other_side.__file__, str(given), str(written)]
         try:
-            code = subprocess.run(words, stdout=sink, stderr=sink, env=environment, timeout=_TIMEOUT_S).returncode
+            code = subprocess.run(
+                words, stdout=sink, stderr=sink, env=environment, timeout=_TIMEOUT_S
+            ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             raise OptionInvalid(f"{python} did not run {job['engine']}: {error}.") from error
     if code or not written.is_file():
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise OptionInvalid(f"{job['engine']} failed ({code}) in {python}: {(lines or [''])[-1].strip()[:300]}")
+        raise OptionInvalid(
+            f"{job['engine']} failed ({code}) in {python}: {(lines or [''])[-1].strip()[:300]}"
+        )
     return list(json.loads(written.read_text()))
 
 
@@ -183,16 +206,21 @@ def compare(
         reading = Reading.of(drafter, frozen, target.sizes["n_layers"])
         change(reading)
         for index, text in enumerate(texts):
-            found = _partings(reading, text, answers[index]["rounds"], reading.states(outputs[index]))
+            found = _partings(
+                reading, text, answers[index]["rounds"], reading.states(outputs[index])
+            )
             yield from (Parting(index, *one) for one in found)
 
     def count(change: Choice, most: int) -> int:
         try:
             return sum(1 for _ in islice(partings(change), most))
-        except (AttributeError, KeyError, IndexError, DrafterError):  # this drafter has no such part
+        # this drafter has no such part
+        except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
-    plain = [plain_generate(target, prompt, max_new_tokens=max_new_tokens).tokens for prompt in prompts]
+    plain = [
+        plain_generate(target, prompt, max_new_tokens=max_new_tokens).tokens for prompt in prompts
+    ]
     result = Conformance(
         sum(len(answer["rounds"]) for answer in answers), len(prompts), [*partings(lambda reading: None)],
         [index for index, answer in enumerate(answers) if answer["tokens"] != plain[index]],
@@ -200,7 +228,8 @@ def compare(
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
-        result.causes += [name] * (count(change, 1) == 0)  # one round that it leaves is enough to refute it
+        # one round that it leaves is enough to refute it
+        result.causes += [name] * (count(change, 1) == 0)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
     if not result.causes:
@@ -219,7 +248,11 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
     tokens = torch.tensor([text])
     last = target.forward(tokens, cache)
     parts = cache.take_layer_outputs()[0].tensor_split(n_layers, dim=-1)
-    return {-1: target.model.get_input_embeddings()(tokens)[0], **dict(enumerate(parts)), n_layers: last[0]}
+    return {
+        -1: target.model.get_input_embeddings()(tokens)[0],
+        **dict(enumerate(parts)),
+        n_layers: last[0],
+    }
 
 
 @torch.inference_mode()
@@ -236,7 +269,9 @@ def _partings(
         if (n_known := min(n - 1 + reading.ahead, len(text))) > n_seen:
             drafter.observe(state, states[None, n_seen:n_known], [range(n_known - n_seen)])
             n_seen = n_known
-        chain = Chain(drafter, frozen, state, cache, drafter.draft_root(state, frozen, [text[:n]], cache))
+        chain = Chain(
+            drafter, frozen, state, cache, drafter.draft_root(state, frozen, [text[:n]], cache)
+        )
         for place, token in enumerate(drafts[: drafter.config.max_depth]):
             if place:
                 chain.feed(torch.tensor([[drafts[place - 1]]]))

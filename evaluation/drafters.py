@@ -12,9 +12,17 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # that `moa-data train` leaves beside a drafter
-# Kinds of drafters are what is compared, and steps are compared as they were taken. Presets are in the settings that
+# Kinds of drafters are what is compared, and steps are compared as they were taken. Presets are in
+# the settings that
 # they set. The other two change rounding alone.
-_MAY_DIFFER = CHANGE_NO_RESULT | {"drafter", "preset", "max_steps", "epochs", "micro_batch_size", "compile"}
+_MAY_DIFFER = CHANGE_NO_RESULT | {
+    "drafter",
+    "preset",
+    "max_steps",
+    "epochs",
+    "micro_batch_size",
+    "compile",
+}
 
 
 def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
@@ -26,12 +34,20 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "n_parameters": sum(weight.numel() for weight in drafter.parameters()),  # trained weights
         "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
-        "n_tokens": None,  # that it was trained on; of a run that recorded no total, by its last invocation
+        # that it was trained on; of a run that recorded no total, by its last invocation
+        "n_tokens": None,
         "n_bytes_read": None,  # of the store, for these tokens
         "store": {},  # identity of the store: sequences, tokens, hashes, codec
         "settings": {},
     }
-    run = next((run for run in (folder, folder.parent) if all((run / name).is_file() for name in _RUN_FILES)), None)
+    run = next(
+        (
+            run
+            for run in (folder, folder.parent)
+            if all((run / name).is_file() for name in _RUN_FILES)
+        ),
+        None,
+    )
     if run is not None:
         report = _read(run / "report.json")
         store = run / "store.json"
@@ -57,7 +73,9 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
         # What a run did not record does not count as a difference.
         by_run = {name: own[key] for name, own in known.items() if key in own}
         if len(set(map(str, by_run.values()))) > 1:
-            found.append(f"{key}: " + ", ".join(f"{name} {_short(value)}" for name, value in by_run.items()))
+            found.append(
+                f"{key}: " + ", ".join(f"{name} {_short(value)}" for name, value in by_run.items())
+            )
     return found
 
 
@@ -88,7 +106,11 @@ def _read(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise OptionInvalid(f"{file} cannot be read ({' '.join(str(error).split())}); restore it.") from error
+        raise OptionInvalid(
+            f"{file} cannot be read ({' '.join(str(error).split())}); restore it."
+        ) from error
     if not isinstance(values, dict):
-        raise OptionInvalid(f"{file} holds a {type(values).__name__}, expected a mapping; restore it.")
+        raise OptionInvalid(
+            f"{file} holds a {type(values).__name__}, expected a mapping; restore it."
+        )
     return values

@@ -47,8 +47,10 @@ _BATCH = 8  # cuts that are continued together; no figure depends on it
 class MethodRun(DecodeStats):
     """The figures of one method on one prompt; of several repeats the median counts."""
 
-    first_divergence: int | None = None  # index of the first generated token that differs from the baseline's
-    top2_gap: float | None = None  # difference of the two highest target logits there, after the repetition penalty
+    # index of the first generated token that differs from the baseline's
+    first_divergence: int | None = None
+    # difference of the two highest target logits there, after the repetition penalty
+    top2_gap: float | None = None
     repeats_s: tuple[float, ...] = ()
 
     @property
@@ -121,13 +123,21 @@ def measure(
             batch = first[start : start + batch_size]
             generate(batch, [seed] * len(batch))
     for start in range(0, len(prompts), batch_size):
-        chats = [_Chat(prompt, seed + at) for at, prompt in enumerate(prompts[start : start + batch_size], start)]
+        chats = [
+            _Chat(prompt, seed + at)
+            for at, prompt in enumerate(prompts[start : start + batch_size], start)
+        ]
         for turn in range(max(len(chat.prompt.turns) for chat in chats)):
-            if answered := [chat for chat in chats if chat.begin_turn(target, turn, result.skipped)]:
-                # Each method comes first equally often: the first one finds caches cold and the machine idle.
+            if answered := [
+                chat for chat in chats if chat.begin_turn(target, turn, result.skipped)
+            ]:
+                # Each method comes first equally often: the first one finds caches cold and the
+                # machine idle.
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
-                result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
+                result.rows += _measure_batch(
+                    target, methods, order, answered, turn, repeats, sampling
+                )
                 n_batches += 1
         if progress is not None:
             last = chats[-1].prompt
@@ -137,9 +147,12 @@ def measure(
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Encode the first turns of prompts, of those that leave a position to generate into."""
-    for prompt in prompts:  # the texts of all turns, so that none is refused after others were decoded
+    # the texts of all turns, so that none is refused after others were decoded
+    for prompt in prompts:
         try:
-            target.template.check_prompt([message for turn in prompt.turns for message in turn], prompt.tools)
+            target.template.check_prompt(
+                [message for turn in prompt.turns for message in turn], prompt.tools
+            )
         except PromptUnusable as error:
             raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
     openings = [_tokens(target, prompt, list(prompt.turns[0])) for prompt in prompts]
@@ -163,11 +176,14 @@ class _Chat:
         self.history += self.prompt.turns[turn]
         try:
             self.tokens = _tokens(target, self.prompt, self.history)
-        except PromptUnusable:  # it is the answer that spells a control token: all prompts were checked before
+        # it is the answer that spells a control token: all prompts were checked before
+        except PromptUnusable:
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
             turns = range(turn, len(self.prompt.turns))
-            skipped += [SkippedTurn(self.prompt.prompt_id, number, len(self.tokens)) for number in turns]
+            skipped += [
+                SkippedTurn(self.prompt.prompt_id, number, len(self.tokens)) for number in turns
+            ]
             self._ended = True
         return not self._ended
 
@@ -191,11 +207,19 @@ def _measure_batch(
     for index, chat in enumerate(batch):
         of_baseline = next(iter(generations.values()))[0][index]
         runs = {
-            name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]], sampling)
+            name: _compare(
+                target,
+                chat.tokens,
+                of_baseline,
+                [repeat[index] for repeat in generations[name]],
+                sampling,
+            )
             for name in methods
         }
         prompt = chat.prompt
-        rows.append(PromptRow(prompt.prompt_id, prompt.category, turn, len(chat.tokens), tuple(order), runs))
+        rows.append(
+            PromptRow(prompt.prompt_id, prompt.category, turn, len(chat.tokens), tuple(order), runs)
+        )
         answer = target.tokenizer.decode(of_baseline.tokens, skip_special_tokens=True)
         chat.history.append({"role": "assistant", "content": answer})
     return rows
@@ -225,17 +249,26 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
 
 
 def _compare(
-    target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], sampling: SamplingConfig
+    target: Target,
+    prompt: list[int],
+    baseline: Generation,
+    repeats: list[Generation],
+    sampling: SamplingConfig,
 ) -> MethodRun:
-    # Of an even number of repeats the faster median, so that it is a run that took place; their tokens are equal.
+    # Of an even number of repeats the faster median, so that it is a run that took place; their
+    # tokens are equal.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
         # A gap near zero tells a tie, which rounding decides, from an error of the method.
-        gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty)
+        gap = top2_gap(
+            target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty
+        )
     repeats_s = tuple(repeat.stats.total_s for repeat in repeats)
-    return MethodRun(**asdict(other.stats), first_divergence=divergence, top2_gap=gap, repeats_s=repeats_s)
+    return MethodRun(
+        **asdict(other.stats), first_divergence=divergence, top2_gap=gap, repeats_s=repeats_s
+    )
 
 
 @dataclass(frozen=True)
@@ -244,7 +277,8 @@ class Continuation:
 
     tokens: tuple[int, ...]  # up to the first end of sequence, included
     log_probs: tuple[float, ...]  # the target's of each token, given all before it, in nats
-    agrees: tuple[bool, ...]  # for each token of the reference, whether this writer has the same at that place
+    # for each token of the reference, whether this writer has the same at that place
+    agrees: tuple[bool, ...]
     score: float | None = None
 
     @property
@@ -283,9 +317,11 @@ def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
 def measure_disconnections(
     target: Target,
     drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],  # of which the first turns are answered; one without room for an answer is left out
+    # of which the first turns are answered; one without room for an answer is left out
+    prompts: Sequence[Prompt],
     *,
-    n_tokens: int,  # that are written after each cut, at most; fewer where the target's positions or the text end
+    # that are written after each cut, at most; fewer where the target's positions or the text end
+    n_tokens: int,
     n_cuts: int,
     max_new_tokens: int,  # cuts lie within this many tokens of an answer
     batch_size: int = _BATCH,
@@ -297,9 +333,13 @@ def measure_disconnections(
     cuts: list[_Cut] = []
     for start in range(0, len(usable), batch_size):
         batch = usable[start : start + batch_size]
-        answers = generate_batch(target, [tokens for _, tokens in batch], max_new_tokens=max_new_tokens + n_tokens)
+        answers = generate_batch(
+            target, [tokens for _, tokens in batch], max_new_tokens=max_new_tokens + n_tokens
+        )
         for (prompt, tokens), answer in zip(batch, answers, strict=True):
-            for number, point in enumerate(cut_points(min(len(answer.tokens), max_new_tokens), n_cuts)):
+            for number, point in enumerate(
+                cut_points(min(len(answer.tokens), max_new_tokens), n_cuts)
+            ):
                 row = CutRow(prompt.prompt_id, prompt.category, number, len(tokens), point)
                 reference = answer.tokens[point : point + n_tokens]
                 cuts.append(_Cut(row, prompt, tokens + answer.tokens[:point], reference))
@@ -314,7 +354,11 @@ def measure_disconnections(
 
 @torch.inference_mode()
 def _continue_batch(
-    target: Target, drafters: Mapping[str, Drafter], cuts: Sequence[_Cut], n_tokens: int, scorer: Scorer | None
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    cuts: Sequence[_Cut],
+    n_tokens: int,
+    scorer: Scorer | None,
 ) -> None:
     """Fill ``by_writer`` of some cuts."""
     for name in (TARGET, *drafters):
@@ -324,9 +368,13 @@ def _continue_batch(
             continuations = [cut.reference for cut in cuts]
         else:
             continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
-        found = continuation_log_probs(target, cache, [cut.committed[-1] for cut in cuts], continuations)
+        found = continuation_log_probs(
+            target, cache, [cut.committed[-1] for cut in cuts], continuations
+        )
         for cut, tokens, log_probs in zip(cuts, continuations, found, strict=True):
-            agrees = tuple(ours == theirs for ours, theirs in zip_longest(tokens, cut.reference))[: len(cut.reference)]
+            agrees = tuple(ours == theirs for ours, theirs in zip_longest(tokens, cut.reference))[
+                : len(cut.reference)
+            ]
             score = None if scorer is None else _score(target, scorer, cut, tokens)
             cut.row.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
 
@@ -337,14 +385,17 @@ def _draft(
     """Draft a chain after each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
     proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
-    prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)  # as the end of a round leaves it
+    # as the end of a round leaves it
+    prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
     # Block drafters make so many levels at once and no more.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
     room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
     found = []
     for tokens, own in zip(drafts.tokens.tolist(), room, strict=True):
-        ends = [place + 1 for place, token in enumerate(tokens[:own]) if token in target.eos_token_ids]
+        ends = [
+            place + 1 for place, token in enumerate(tokens[:own]) if token in target.eos_token_ids
+        ]
         found.append(tokens[: min(ends, default=own)])
     return found
 
@@ -377,13 +428,17 @@ def load_scorer(name: str) -> Scorer:
             scorer = getattr(importlib.import_module(where), function)
     except Exception as error:  # the user's module may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise OptionInvalid(f"--scorer {name}: no such function ({reason}); check the name.") from error
+        raise OptionInvalid(
+            f"--scorer {name}: no such function ({reason}); check the name."
+        ) from error
     return scorer
 
 
 def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> float:
     prompt = "\n".join(str(message["content"]) for message in cut.prompt.turns[0])
-    answer = target.tokenizer.decode([*cut.committed[cut.row.n_prompt_tokens :], *tokens], skip_special_tokens=True)
+    answer = target.tokenizer.decode(
+        [*cut.committed[cut.row.n_prompt_tokens :], *tokens], skip_special_tokens=True
+    )
     try:
         score = scorer(prompt, answer)
         if not math.isfinite(score):

@@ -36,7 +36,9 @@ def _transformers(job: dict[str, Any]) -> Answers:
         own.num_assistant_tokens = job["n_drafts"]
         own.num_assistant_tokens_schedule = "constant"
         own.assistant_confidence_threshold = 0.0
-    generator: Any = made.DFlashTokenCandidateGenerator if is_block else made.AssistedCandidateGenerator
+    generator: Any = (
+        made.DFlashTokenCandidateGenerator if is_block else made.AssistedCandidateGenerator
+    )
     plain = generator.get_candidates
     rounds = list[tuple[int, list[int]]]()
 
@@ -103,17 +105,22 @@ def _speculators(job: dict[str, Any]) -> Answers:
 
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
-    config.transformer_layer_config._attn_implementation = "eager"  # FlexAttention wants texts of 128 tokens
+    # FlexAttention wants texts of 128 tokens
+    config.transformer_layer_config._attn_implementation = "eager"
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
-    last = deque[Any](maxlen=1)  # what enters the final norm; hidden_states ends with what leaves it
+    # what enters the final norm; hidden_states ends with what leaves it
+    last = deque[Any](maxlen=1)
     target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             text = target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=job["max_new_tokens"],
             )
             states = [*target(text, output_hidden_states=True).hidden_states[:-1], last[-1]]
             hidden = torch.cat([states[layer] for layer in model.target_layer_ids], dim=-1)
@@ -122,7 +129,9 @@ def _speculators(job: dict[str, Any]) -> Answers:
     return answers
 
 
-def _chains_of_eagle3(model: Any, text: Any, hidden: Any, first: int, n_drafts: int) -> list[tuple[int, list[int]]]:
+def _chains_of_eagle3(
+    model: Any, text: Any, hidden: Any, first: int, n_drafts: int
+) -> list[tuple[int, list[int]]]:
     n_slots = text.shape[1] - 1
     drafted = model(
         hidden[:, :-1], text[:, 1:], document_ids=text.new_zeros(1, n_slots), ttt_steps=n_drafts,
@@ -132,12 +141,16 @@ def _chains_of_eagle3(model: Any, text: Any, hidden: Any, first: int, n_drafts: 
     rounds = []
     for n in range(first, len(tokens)):
         chain = [int(step[n - 2]) for step in steps]
-        right = next((k for k, draft in enumerate(chain) if tokens[n + k : n + k + 1] != [draft]), n_drafts)
+        right = next(
+            (k for k, draft in enumerate(chain) if tokens[n + k : n + k + 1] != [draft]), n_drafts
+        )
         rounds.append((n, chain[: right + 1]))
     return rounds
 
 
-def _chains_of_blocks(model: Any, text: Any, hidden: Any, first: int, n_drafts: int) -> list[tuple[int, list[int]]]:
+def _chains_of_blocks(
+    model: Any, text: Any, hidden: Any, first: int, n_drafts: int
+) -> list[tuple[int, list[int]]]:
     import torch
     from speculators.models.dflash import core
 
@@ -157,7 +170,9 @@ def _chains_of_blocks(model: Any, text: Any, hidden: Any, first: int, n_drafts: 
     for k in range(blocks.shape[1]):
         scores = blocks[:, k]
         if head is not None:
-            bias = head.block_bias(prev_token_ids=before, hidden_states=states.view(*before.shape, -1))
+            bias = head.block_bias(
+                prev_token_ids=before, hidden_states=states.view(*before.shape, -1)
+            )
             scores = scores + bias[:, first_slot + k]
         drafts = scores.argmax(-1)
         tokens[:, k] = drafts if model.d2t is None else drafts + model.d2t[drafts]

@@ -31,7 +31,8 @@ class Prompt:
     prompt_id: str
     category: str
     turns: tuple[tuple[Message, ...], ...]  # for each answer, the messages after the answer before
-    tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of those that the target may call
+    # JSON schemas of those that the target may call
+    tools: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
         n_seen[name] += 1
         while n_seen[name] > 1 and f"{name}#{n_seen[name]}" in given:
             n_seen[name] += 1
-        found.append(prompt if n_seen[name] == 1 else replace(prompt, prompt_id=f"{name}#{n_seen[name]}"))
+        found.append(
+            prompt if n_seen[name] == 1 else replace(prompt, prompt_id=f"{name}#{n_seen[name]}")
+        )
     return found
 
 
@@ -93,9 +96,13 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
         # A chat that ends with the question is a prompt as it stands.
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
-        raise DatasetError(f"{where}: nothing comes before the assistant's message; correct the line.")
+        raise DatasetError(
+            f"{where}: nothing comes before the assistant's message; correct the line."
+        )
     names = ("question_id",) if chat.asks_each else ("prompt_id", "id")
-    prompt_id = printable(str(next((row[name] for name in names if row.get(name) is not None), number)))
+    prompt_id = printable(
+        str(next((row[name] for name in names if row.get(name) is not None), number))
+    )
     category = printable(str(row.get("category") or "all"))
     tools = None if chat.tools is None else tuple(chat.tools)
     return SPEC_BENCH if chat.asks_each else CHATS, Prompt(prompt_id, category, turns, tools)
@@ -107,5 +114,9 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
-    in_turn = [prompt for prompt in chain.from_iterable(zip_longest(*by_category.values())) if prompt is not None]
+    in_turn = [
+        prompt
+        for prompt in chain.from_iterable(zip_longest(*by_category.values()))
+        if prompt is not None
+    ]
     return in_turn[:n_prompts] if n_prompts < len(prompts) else prompts

@@ -66,7 +66,8 @@ class MethodSummary:
     verify_s: float
     tokens_per_s: float
     acceptance_length: float | None  # None without a target call
-    acceptance_length_interval: Interval  # None for fewer than two prompts with a call, as ratio_interval
+    # None for fewer than two prompts with a call, as ratio_interval
+    acceptance_length_interval: Interval
     accepted_drafts: tuple[int, ...]
     accepted_by_position: tuple[float, ...]
     n_exact: int
@@ -77,7 +78,11 @@ class MethodSummary:
     @property
     def call_ms(self) -> float:
         """Milliseconds per target call, drafting included and prefill excluded; 0 without a call."""
-        return 1e3 * (self.seconds - self.prefill_s) / self.n_target_calls if self.n_target_calls else 0.0
+        return (
+            1e3 * (self.seconds - self.prefill_s) / self.n_target_calls
+            if self.n_target_calls
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,20 @@ class EvaluationReport:
         for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
             for name, run in measured.runs.items():
                 found = row["runs"][name]
-                found |= {"n_target_calls": run.n_target_calls, "tokens_per_s": run.n_tokens / run.total_s}
-                found |= {"seconds": found.pop("total_s"), "exact_match": run.first_divergence is None}
+                found |= {
+                    "n_target_calls": run.n_target_calls,
+                    "tokens_per_s": run.n_tokens / run.total_s,
+                }
+                found |= {
+                    "seconds": found.pop("total_s"),
+                    "exact_match": run.first_divergence is None,
+                }
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
         sums = {
             "methods": list(map(dataclasses.asdict, self.methods)),
-            "categories": {name: list(map(dataclasses.asdict, own)) for name, own in self.categories.items()},
+            "categories": {
+                name: list(map(dataclasses.asdict, own)) for name, own in self.categories.items()
+            },
             "warnings": self.warnings,
             "pairs": self.pairs,
         }
@@ -186,7 +199,9 @@ def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
     return [_summarize_method(name, rows, base) for name in names]
 
 
-def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[MethodRun]) -> MethodSummary:
+def _summarize_method(
+    name: str, rows: Sequence[PromptRow], base: Sequence[MethodRun]
+) -> MethodSummary:
     runs = [row.runs[name] for row in rows]
     committed = [count for run in runs for count in run.committed_per_call]
     summed = ("n_tokens", "n_drafted", "prefill_s", "draft_s", "verify_s")
@@ -207,7 +222,9 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
         tokens_per_s=rate,
         acceptance_length=length,
         acceptance_length_interval=length_interval,
-        accepted_drafts=tuple(np.bincount([count - 1 for count in committed]).tolist()) if committed else (),
+        accepted_drafts=tuple(np.bincount([count - 1 for count in committed]).tolist())
+        if committed
+        else (),
         accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
         calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
@@ -228,7 +245,10 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
                 continue
             pair: dict[str, Any] = {"method": method, "drafter": drafter, "over": drafters[0]}
             for name, sides in (("acceptance_length", "calls"), ("speed", "speed")):
-                values = [(*getattr(row.runs[one], sides), *getattr(row.runs[other], sides)) for row in rows]
+                values = [
+                    (*getattr(row.runs[one], sides), *getattr(row.runs[other], sides))
+                    for row in rows
+                ]
                 pair[name], pair[f"{name}_interval"] = ratio_with_interval(prompt_ids, values)
             pairs.append(pair)
     return pairs
@@ -241,7 +261,9 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
     longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
 
     def figure(values: Sequence[Sequence[float]]) -> Figure:
-        mean, interval = ratio_with_interval(prompt_ids, [(sum(part), len(part)) for part in values])
+        mean, interval = ratio_with_interval(
+            prompt_ids, [(sum(part), len(part)) for part in values]
+        )
         return Figure(mean, interval, sum(map(len, values)))
 
     return WriterSummary(
@@ -251,12 +273,18 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
         agreement=figure([one.agrees for one in written]),
         log_prob=figure([one.log_probs for one in written]),
         score=figure([() if one.score is None else (one.score,) for one in written]),
-        agreement_by_offset=tuple(figure([one.agrees[i : i + 1] for one in written]) for i in range(longest)),
-        log_prob_by_offset=tuple(figure([one.log_probs[i : i + 1] for one in written]) for i in range(longest)),
+        agreement_by_offset=tuple(
+            figure([one.agrees[i : i + 1] for one in written]) for i in range(longest)
+        ),
+        log_prob_by_offset=tuple(
+            figure([one.log_probs[i : i + 1] for one in written]) for i in range(longest)
+        ),
     )
 
 
-def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> tuple[float | None, Interval]:
+def ratio_with_interval(
+    prompt_ids: Sequence[str], values: Sequence[Sequence[float]]
+) -> tuple[float | None, Interval]:
     """Compute the ratio of two sums over prompts, or that ratio over a baseline's on the same prompts.
 
     Args:
@@ -274,7 +302,8 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
     if not used.any():
         return None, None
     _, place = np.unique(np.array(prompt_ids)[used], return_inverse=True)
-    # Sums by prompt: calls, turns and cuts of one prompt are not independent, so that prompts are what is resampled.
+    # Sums by prompt: calls, turns and cuts of one prompt are not independent, so that prompts are
+    # what is resampled.
     sums = np.zeros((place.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
     np.add.at(sums, place, table[used])
 
@@ -285,8 +314,11 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
     found = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
         return found, None
-    # How often each prompt is drawn in each resample; a fixed seed gives equal reports equal intervals.
-    counts = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES)
+    # How often each prompt is drawn in each resample; a fixed seed gives equal reports equal
+    # intervals.
+    counts = np.random.default_rng(0).multinomial(
+        len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES
+    )
     tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(ratio(counts @ sums), (tail, 1 - tail))
     return found, (float(low), float(high))
@@ -304,14 +336,20 @@ def check_output(path: str | Path) -> Path:
     """Check the file that a report goes to, make its folder, and return it; an earlier report may be there."""
     path = Path(path).expanduser()
     if path.suffix != ".json":
-        raise OptionInvalid(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
+        raise OptionInvalid(
+            f"--out {path} does not end in .json; the report is JSON, with a .md file beside it."
+        )
     notes = path.with_suffix(".md")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _is_report(path):
-            raise OptionInvalid(f"--out {path} holds something that is not a {KIND}; choose another --out.")
+            raise OptionInvalid(
+                f"--out {path} holds something that is not a {KIND}; choose another --out."
+            )
         # A run that was stopped between its two files leaves this one alone.
-        is_ours = path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
+        is_ours = (
+            path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
+        )
         if not is_ours:
             raise OptionInvalid(
                 f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
@@ -338,6 +376,7 @@ def _is_report(path: Path) -> bool:
 def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
     """Write the report as JSON and as Markdown beside it; each file replaces its predecessor in one step."""
     # The Markdown goes first: who sees the JSON finds the whole report.
-    text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
+    # may fail, and then nothing is replaced
+    text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     write_atomic(path.with_suffix(".md"), printable(markdown).encode())
     write_atomic(path, text.encode())

@@ -28,7 +28,9 @@ from .report import Disconnection, EvaluationReport, check_output, write_report
 
 
 def evaluate(
-    config: EvalConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+    config: EvalConfig,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> EvaluationReport:
     """Measure ways of decoding beside plain decoding of the same prompts.
 
@@ -50,7 +52,10 @@ def evaluate(
     target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
     drafters = ready_drafters(target, folders, config.template_kwargs, config.model)
-    facts = [drafter_facts(folder, drafter) for folder, drafter in zip(folders, drafters.values(), strict=True)]
+    facts = [
+        drafter_facts(folder, drafter)
+        for folder, drafter in zip(folders, drafters.values(), strict=True)
+    ]
     disconnection = None
     if alone.disconnect:
         cuts = measure_disconnections(
@@ -67,21 +72,31 @@ def evaluate(
         raise OptionInvalid(
             f"all {len(file.prompts)} prompts are as long as the target's positions or longer; give shorter prompts."
         )
-    counts = {"n_in_file": file.n_in_file, "n_used": len(file.prompts), "n_answers": len(measurement.rows)}
+    counts = {
+        "n_in_file": file.n_in_file,
+        "n_used": len(file.prompts),
+        "n_answers": len(measurement.rows),
+    }
     report = EvaluationReport(
         measurement,
         config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
-        prompts={"file": config.prompts, "kind": file.kind} | counts | {"n_skipped_turns": len(measurement.skipped)},
-        auto={name: auto.describe([row.runs[name] for row in measurement.rows]) for name, auto in policies.items()},
+        prompts={"file": config.prompts, "kind": file.kind}
+        | counts
+        | {"n_skipped_turns": len(measurement.skipped)},
+        auto={
+            name: auto.describe([row.runs[name] for row in measurement.rows])
+            for name, auto in policies.items()
+        },
         drafters=dict(zip(drafters, facts, strict=True)),
         disconnection=disconnection,
     )
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
-        write_report(report, markdown, out)  # last: a report that is there is whole, its figures included
+        # last: a report that is there is whole, its figures included
+        write_report(report, markdown, out)
     except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error
     return report
@@ -95,12 +110,18 @@ def build_methods(
     policies: dict[str, AutoPolicy] = {}
     sampling = SamplingConfig(**config.sampling.arguments())
     chain = TreeShape(config.draft_length)
-    decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling)
+    decode = partial(
+        generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling
+    )
 
-    def add(name: str, proposer: Proposer | None = None, shape: TreeShape | ShapePolicy | None = None) -> None:
+    def add(
+        name: str, proposer: Proposer | None = None, shape: TreeShape | ShapePolicy | None = None
+    ) -> None:
         number = 1 + sum(known.split("#")[0] == name for known in methods)
         name = name if number == 1 else f"{name}#{number}"
-        methods[name] = lambda prompts, seeds: decode(prompts, proposer=proposer, tree=shape, seed=seeds)
+        methods[name] = lambda prompts, seeds: decode(
+            prompts, proposer=proposer, tree=shape, seed=seeds
+        )
         if isinstance(shape, AutoPolicy):
             policies[name] = shape
 
@@ -111,7 +132,9 @@ def build_methods(
             add(method, PromptLookupProposer(target.device), chain)
         for name, drafter in drafters.items() if method in DRAFTING else ():
             proposer = DrafterProposer(target, drafter, sampling)
-            shape: TreeShape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
+            shape: TreeShape | ShapePolicy | None = (
+                config.tree_shape() if method == "tree" else chain
+            )
             if method == "auto":
                 shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
             add(f"{method} {name}" if len(drafters) > 1 else method, proposer, shape)
@@ -120,7 +143,11 @@ def build_methods(
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
     return {
         "device": str(device),
         "device_name": name,
@@ -173,7 +200,8 @@ def generate(
         messages = [dict(item) for item in items if isinstance(item, Mapping)]
         tokens = [index(token) for token in items if not isinstance(token, Mapping)]
         if messages and (
-            tokens or not all("role" in one and {"content", "tool_calls"} & one.keys() for one in messages)
+            tokens
+            or not all("role" in one and {"content", "tool_calls"} & one.keys() for one in messages)
         ):
             raise ValueError("no chat")
     except (TypeError, ValueError) as error:

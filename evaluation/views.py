@@ -42,9 +42,15 @@ def markdown_report(report: EvaluationReport) -> str:
     ]
     skipped = report.measurement.skipped
     if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
-        lines += ["", f"{n_turns} turns were skipped: longer than the target's positions, or after one that is."]
+        lines += [
+            "",
+            f"{n_turns} turns were skipped: longer than the target's positions, or after one that is.",
+        ]
     if n_turns := sum(turn.n_prompt_tokens == 0 for turn in skipped):
-        lines += ["", f"{n_turns} turns were skipped: after an answer that spells a control token of the target."]
+        lines += [
+            "",
+            f"{n_turns} turns were skipped: after an answer that spells a control token of the target.",
+        ]
     if report.disconnection is not None:
         lines += _disconnection_lines(report.disconnection, config["disconnect"])
     return "\n".join(lines) + "\n"
@@ -52,7 +58,10 @@ def markdown_report(report: EvaluationReport) -> str:
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lay out the lines of a Markdown table, after an empty one."""
-    return ["", *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))]
+    return [
+        "",
+        *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows)),
+    ]
 
 
 def _settings(report: EvaluationReport) -> str:
@@ -63,7 +72,10 @@ def _settings(report: EvaluationReport) -> str:
         f"drafts of {config['draft_length']} tokens": {"chain", "prompt-lookup"} & methods,
         f"trees {config['tree']}": "tree" in methods,
         f"temperature {config['temperature']}" if config["temperature"] else "greedy": True,
-        **{f"{name.replace('_', '-')} {config[name]}": config[name] != value for name, value in usual.items()},
+        **{
+            f"{name.replace('_', '-')} {config[name]}": config[name] != value
+            for name, value in usual.items()
+        },
         "without CUDA graphs": not config["cuda_graphs"],
         f"{config['batch_size']} prompts at once": config["batch_size"] > 1,
         f"median of {config['repeats']} repeats": config["repeats"] > 1,
@@ -87,13 +99,32 @@ def _length_and_ratio(summary: MethodSummary) -> tuple[str, str]:
 
 
 def _method_table(report: EvaluationReport) -> list[str]:
-    titles = ["method", "acceptance length", "target calls", "calls saved", "tokens", "tokens/s", "ratio", "exact"]
+    titles = [
+        "method",
+        "acceptance length",
+        "target calls",
+        "calls saved",
+        "tokens",
+        "tokens/s",
+        "ratio",
+        "exact",
+    ]
     rows = []
     for summary in report.methods:
         length, ratio = _length_and_ratio(summary)
-        cells = [summary.method, length, f"{summary.n_target_calls:,}", f"{summary.calls_saved:.1%}"]
+        cells = [
+            summary.method,
+            length,
+            f"{summary.n_target_calls:,}",
+            f"{summary.calls_saved:.1%}",
+        ]
         cells += [f"{summary.n_tokens:,}", f"{summary.tokens_per_s:.1f}", ratio]
-        rows.append([*cells, "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"])
+        rows.append(
+            [
+                *cells,
+                "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}",
+            ]
+        )
     return _table(titles, rows)
 
 
@@ -104,10 +135,14 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
     several = len(report.drafters) > 1
     methods = [method for method in DRAFTING if method in report.config["method"]]
     titles = ["drafter", "kind", "weights", "steps", "training tokens", "read from the store"]
-    titles += [f"{method}: {column}" for method in methods for column in ("acceptance length", "ratio")]
+    titles += [
+        f"{method}: {column}" for method in methods for column in ("acceptance length", "ratio")
+    ]
     rows = []
     for name, facts in report.drafters.items():
-        steps, tokens = ("-" if facts[key] is None else f"{facts[key]:,}" for key in ("n_steps", "n_tokens"))
+        steps, tokens = (
+            "-" if facts[key] is None else f"{facts[key]:,}" for key in ("n_steps", "n_tokens")
+        )
         read = "-" if facts["n_bytes_read"] is None else f"{facts['n_bytes_read'] / 1e6:,.0f} MB"
         cells = [name, facts["kind"], f"{facts['n_parameters']:,}", steps, tokens, read]
         for method in methods:
@@ -125,10 +160,17 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
 def _pair_table(report: EvaluationReport) -> list[str]:
     rows = [
         [f"{pair['method']} {pair['drafter']}"]
-        + [figure_text(pair[name], pair[f"{name}_interval"]) for name in ("acceptance_length", "speed")]
+        + [
+            figure_text(pair[name], pair[f"{name}_interval"])
+            for name in ("acceptance_length", "speed")
+        ]
         for pair in report.pairs
     ]
-    return _table([f"over {report.pairs[0]['over']}", "acceptance length", "tokens/s"], rows) if rows else []
+    return (
+        _table([f"over {report.pairs[0]['over']}", "acceptance length", "tokens/s"], rows)
+        if rows
+        else []
+    )
 
 
 def _cost_table(report: EvaluationReport) -> list[str]:
@@ -138,7 +180,13 @@ def _cost_table(report: EvaluationReport) -> list[str]:
         rest = summary.seconds - summary.prefill_s - summary.draft_s - summary.verify_s
         sums = (1e3 * summary.draft_s, 1e3 * summary.verify_s, 1e3 * rest, summary.n_drafted)
         positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
-        rows.append([summary.method, *(f"{one / max(1, summary.n_target_calls):.1f}" for one in sums), positions])
+        rows.append(
+            [
+                summary.method,
+                *(f"{one / max(1, summary.n_target_calls):.1f}" for one in sums),
+                positions,
+            ]
+        )
     return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
 
 
@@ -171,7 +219,9 @@ def _what_helps(report: EvaluationReport, summary: MethodSummary) -> str:
     advice = ["train the drafter longer or on more of the target's own answers"]
     drafts_all = all(facts["drafts_all_tokens"] for facts in report.drafters.values())
     if drafts_all and summary.draft_s > 0.25 * summary.verify_s:
-        advice.append("make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)")
+        advice.append(
+            "make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)"
+        )
     if not summary.method.startswith("auto"):
         advice.append("decode with --method auto, which drafts only if it pays")
     return f"What helps: {'; '.join(advice)}."
@@ -181,7 +231,11 @@ def _category_table(report: EvaluationReport) -> list[str]:
     if len(report.categories) < 2:
         return []
     first = 1 if len(report.methods) > 1 else 0
-    titles = [f"{s.method} {column}" for s in report.methods[first:] for column in ("acceptance length", "ratio")]
+    titles = [
+        f"{s.method} {column}"
+        for s in report.methods[first:]
+        for column in ("acceptance length", "ratio")
+    ]
     rows = []
     for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
         cells = [text for summary in summaries[first:] for text in _length_and_ratio(summary)]
@@ -199,8 +253,16 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
         for name, run in row.runs.items()
         if run.first_divergence is not None
     ]
-    more = [f"- and {len(found) - _MAX_DIVERGENCES} more, see the JSON"] if len(found) > _MAX_DIVERGENCES else []
-    return ["", "First token that differs from the baseline's:", "", *found[:_MAX_DIVERGENCES], *more] if found else []
+    more = (
+        [f"- and {len(found) - _MAX_DIVERGENCES} more, see the JSON"]
+        if len(found) > _MAX_DIVERGENCES
+        else []
+    )
+    return (
+        ["", "First token that differs from the baseline's:", "", *found[:_MAX_DIVERGENCES], *more]
+        if found
+        else []
+    )
 
 
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
@@ -213,15 +275,24 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
         f"{counted(n_tokens, 'token')} after each.",
     ]
     if found.n_skipped:
-        lines.append(f"{found.n_skipped} prompts were skipped: no room for an answer, or one of a single token.")
+        lines.append(
+            f"{found.n_skipped} prompts were skipped: no room for an answer, or one of a single token."
+        )
     if not found.writers:
         return lines
-    titles = ["writer", "tokens like the target's, from the cut on", "agreement", "log-probability per token, nats"]
+    titles = [
+        "writer",
+        "tokens like the target's, from the cut on",
+        "agreement",
+        "log-probability per token, nats",
+    ]
     has_scores = found.writers[0].score.n > 0
     rows = []
     for summary in found.writers:
         cells = [summary.writer, _mean(summary.common_prefix), _mean(summary.agreement, "{:.1%}")]
-        rows.append([*cells, _mean(summary.log_prob), *([_mean(summary.score, "{:.3f}")] * has_scores)])
+        rows.append(
+            [*cells, _mean(summary.log_prob), *([_mean(summary.score, "{:.3f}")] * has_scores)]
+        )
     lines += _table([*titles, *(["score"] * has_scores)], rows)
     lines += [
         "",
@@ -229,20 +300,27 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
         "Log-probability: the target's, of what was written, given all before it, the writer's own text included.",
     ]
     lines += _offset_table("Agreement", "agreement_by_offset", "{:.0%}", found.writers[1:])
-    return lines + _offset_table("Log-probability, nats", "log_prob_by_offset", "{:.2f}", found.writers)
+    return lines + _offset_table(
+        "Log-probability, nats", "log_prob_by_offset", "{:.2f}", found.writers
+    )
 
 
 def _mean(figure: Mean, form: str = "{:.2f}") -> str:
     return figure_text(figure.mean, figure.interval, form)
 
 
-def _offset_table(title: str, name: str, form: str, summaries: Sequence[WriterSummary]) -> list[str]:
+def _offset_table(
+    title: str, name: str, form: str, summaries: Sequence[WriterSummary]
+) -> list[str]:
     longest = max(len(getattr(summary, name)) for summary in summaries)
     offsets = [offset for offset in _SHOWN_OFFSETS if offset <= longest]
     rows = []
     for summary in summaries:
         figures: tuple[Mean, ...] = getattr(summary, name)
-        cells = [_mean(figures[offset - 1], form) if offset <= len(figures) else "-" for offset in offsets]
+        cells = [
+            _mean(figures[offset - 1], form) if offset <= len(figures) else "-"
+            for offset in offsets
+        ]
         rows.append([summary.writer, *cells])
     return _table([f"{title} at token", *map(str, offsets)], rows)
 
@@ -262,17 +340,29 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes = figure.subplots()
     for place, summary in enumerate(reversed(summaries)):
         # One colour for all methods of a drafter.
-        color = next((n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")), 0)
+        color = next(
+            (n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")),
+            0,
+        )
         bounds = summary.ratio_interval  # matplotlib takes how far it reaches to either side
-        arms = bounds and [[max(0.0, summary.ratio - bounds[0])], [max(0.0, bounds[1] - summary.ratio)]]
+        arms = bounds and [
+            [max(0.0, summary.ratio - bounds[0])],
+            [max(0.0, bounds[1] - summary.ratio)],
+        ]
         axes.barh(place, summary.ratio, 0.65, xerr=arms, color=f"C{color}", alpha=0.8,
                   error_kw={"ecolor": "0.3", "capsize": 3})  # fmt: skip
-        length = "-" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f} tokens per call"
+        length = (
+            "-"
+            if summary.acceptance_length is None
+            else f"{summary.acceptance_length:.2f} tokens per call"
+        )
         axes.text(0.02, place, length, va="center", fontsize=9)
     axes.axvline(1.0, color="0.3", linewidth=0.8)
     axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}")
+    axes.set_xlabel(
+        f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}"
+    )
     _save(figure, path)
 
 
@@ -282,7 +372,9 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
     axes = figure.subplots()
     for index, summary in enumerate(one for one in found.writers if one.writer != TARGET):
         # A few tokens after the longest answers say nothing.
-        shown = [(n, one) for n, one in enumerate(summary.agreement_by_offset, start=1) if one.n > 1]
+        shown = [
+            (n, one) for n, one in enumerate(summary.agreement_by_offset, start=1) if one.n > 1
+        ]
         axes.plot([n for n, _ in shown], [one.mean or 0.0 for _, one in shown], "o-", color=f"C{index}", markersize=3,
                   label=summary.writer)  # fmt: skip
         bounded = [(n, *one.interval) for n, one in shown if one.interval is not None]

@@ -29,14 +29,20 @@ class Reading:
     drafter: Any
     frozen: FrozenTarget
     n_layers: int  # L
-    # Outputs of these layers are observed, joined: -1 is the embedding, L the last one's after the final norm.
+    # Outputs of these layers are observed, joined: -1 is the embedding, L the last one's after the
+    # final norm.
     layers: tuple[int, ...]
     ahead: int = 0  # states that are observed beyond those of the tokens before the root
 
     @classmethod
     def of(cls, drafter: Drafter, frozen: FrozenTarget, n_layers: int) -> "Reading":
         """Compute a copy of it as this package does."""
-        return cls(copy.deepcopy(drafter), copy.copy(frozen), n_layers, drafter.observed_layers or (n_layers,))
+        return cls(
+            copy.deepcopy(drafter),
+            copy.copy(frozen),
+            n_layers,
+            drafter.observed_layers or (n_layers,),
+        )
 
     def states(self, outputs: Mapping[int, Tensor]) -> Tensor:
         """Join what is observed of a text, of outputs [n, E] by layer."""
@@ -53,7 +59,11 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
         *path, name = part.split(".")
         owners: list[Any] = [r.drafter]
         for step in path:
-            owners = [one for owner in owners for one in (owner if step == "*" else [getattr(owner, step)])]
+            owners = [
+                one
+                for owner in owners
+                for one in (owner if step == "*" else [getattr(owner, step)])
+            ]
         for owner in owners:
             setattr(owner, name, change(owner, getattr(owner, name)))
 
@@ -67,7 +77,9 @@ def _layers(pick: Callable[[int, int], int]) -> Choice:
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
     """Change a size to ``pick(sizes, size)``."""
-    return _put("config", lambda own, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))}))
+    return _put(
+        "config", lambda own, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))})
+    )
 
 
 def _mask(name: str) -> Choice:
@@ -91,7 +103,11 @@ def _without(pattern: str) -> Choice:
 
 def _other_input_norm(own: Any, norm: nn.Module) -> nn.Module:
     after = own.post_attention_layernorm
-    return nn.Identity() if isinstance(norm, RMSNorm) else RMSNorm(after.normalized_shape, eps=after.eps)
+    return (
+        nn.Identity()
+        if isinstance(norm, RMSNorm)
+        else RMSNorm(after.normalized_shape, eps=after.eps)
+    )
 
 
 def _rotation(**parameters: Any) -> Choice:
@@ -112,7 +128,9 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
         slots = torch.arange(x.shape[1])
-        return plain(x, at, appends, rule(slots[:, None], torch.arange(-int(at[0, 0]), len(slots)))[None])
+        return plain(
+            x, at, appends, rule(slots[:, None], torch.arange(-int(at[0, 0]), len(slots)))[None]
+        )
 
     return _put("run_layers", lambda own, plain: partial(run_layers, plain))
 
@@ -120,7 +138,10 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
     """Let a method of the drafter take an edited text."""
     return _put(
-        part, lambda own, plain: lambda state, frozen, text, cache: plain(state, frozen, [*map(edit, text)], cache)
+        part,
+        lambda own, plain: (
+            lambda state, frozen, text, cache: plain(state, frozen, [*map(edit, text)], cache)
+        ),
     )
 
 
@@ -133,7 +154,9 @@ def _context_normed_again(r: Reading) -> None:
     for block in r.drafter.blocks if r.drafter.hidden_norm else ():
         plain = block.self_attn.keys_values
         norm = block.input_layernorm
-        block.self_attn.keys_values = lambda x, rotation, plain=plain, norm=norm: plain(norm(x), rotation)
+        block.self_attn.keys_values = lambda x, rotation, plain=plain, norm=norm: plain(
+            norm(x), rotation
+        )
 
 
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
@@ -169,7 +192,9 @@ def _in_bfloat16(r: Reading) -> None:
 
 CHOICES: dict[str, Choice] = {
     # What is taken of the target.
-    "its hidden states are taken before the final norm": _layers(lambda layer, n: layer - (layer == n)),
+    "its hidden states are taken before the final norm": _layers(
+        lambda layer, n: layer - (layer == n)
+    ),
     "the target's layers are counted one too low": _layers(lambda layer, n: layer - 1),
     "the target's layers are counted one too high": _layers(lambda layer, n: layer + 1),
     "the target's layers are joined in reverse": lambda r: setattr(r, "layers", r.layers[::-1]),
@@ -178,8 +203,12 @@ CHOICES: dict[str, Choice] = {
     ),
     # Norms.
     "the drafter's final norm is left out": _without("norm"),
-    "the norm of the target's states (hidden_norm) is left out": _without(r"(midlayer\.)?hidden_norm"),
-    "the norm of the embeddings (input_layernorm) is left out": _without(r"midlayer\.input_layernorm"),
+    "the norm of the target's states (hidden_norm) is left out": _without(
+        r"(midlayer\.)?hidden_norm"
+    ),
+    "the norm of the embeddings (input_layernorm) is left out": _without(
+        r"midlayer\.input_layernorm"
+    ),
     "the norm of all states together (norm_before_fc) is left out": _without("input_norm"),
     "the norms of each state (fc_norm) are left out": _without(r"fc_norm\.\d+"),
     "the residual starts on the other side of hidden_norm (norm_before_residual)": _put(
@@ -188,7 +217,9 @@ CHOICES: dict[str, Choice] = {
     "outputs are fed back on the other side of the final norm (norm_output)": _size(
         "norm_output", lambda sizes, is_normed: not is_normed
     ),
-    "the first layer's input norm is added or left out": _put("layers.0.input_layernorm", _other_input_norm),
+    "the first layer's input norm is added or left out": _put(
+        "layers.0.input_layernorm", _other_input_norm
+    ),
     "the norms of the heads (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
     "the context's keys go without k_norm": _keys(_unnormed),
     "the context is normed again by each layer": _context_normed_again,
@@ -201,7 +232,9 @@ CHOICES: dict[str, Choice] = {
     "all drafts of a chain have the position of the first": _at_depth(lambda depth: 0),
     "RoPE has the base 10,000": _rotation(rope_theta=10_000.0),
     "RoPE is not scaled": _rotation(rope_type="default"),
-    "RoPE has the base 10,000 and is not scaled": _rotation(rope_theta=10_000.0, rope_type="default"),
+    "RoPE has the base 10,000 and is not scaled": _rotation(
+        rope_theta=10_000.0, rope_type="default"
+    ),
     # Attention.
     "slots of a block see only those before them": _slots_see(lambda q, k: k <= q),
     "slots of a block see no other slot": _slots_see(lambda q, k: (k < 0) | (k == q)),
@@ -216,10 +249,14 @@ CHOICES: dict[str, Choice] = {
     "the mask token is the first token of texts": _mask("bos"),
     "the mask token is the end of texts": _mask("eos"),
     "the first slot holds the mask token": _put(
-        "slots", lambda own, plain: lambda frozen, at: plain(frozen, torch.full_like(at, own.config.mask_token))
+        "slots",
+        lambda own, plain: (
+            lambda frozen, at: plain(frozen, torch.full_like(at, own.config.mask_token))
+        ),
     ),
     "all slots hold the anchor": _put(
-        "slots", lambda own, plain: lambda frozen, at: frozen.embed(at.expand(-1, own.config.block_size))
+        "slots",
+        lambda own, plain: lambda frozen, at: frozen.embed(at.expand(-1, own.config.block_size)),
     ),
     "drafts are read one slot off (sample_from_anchor)": _size(
         "sample_from_anchor", lambda sizes, is_anchor: not is_anchor
@@ -232,14 +269,19 @@ CHOICES: dict[str, Choice] = {
     "the Markov head's state begins anew with every draft": _put(
         "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: own.begin(tokens)
     ),
-    "the Markov head's output is read after the state's update": _put("markov_head.code", _code_after),
+    "the Markov head's output is read after the state's update": _put(
+        "markov_head.code", _code_after
+    ),
     "the Markov head is read as a vanilla one": _put(
         "markov_head.code", lambda own, plain: lambda memory, hidden: memory[..., : own.rank]
     ),
     "draft ids are taken as tokens (d2t is left out)": _put("d2t", lambda own, d2t: 0 * d2t),
-    "d2t is taken as tokens, not as distances": _put("d2t", lambda own, d2t: d2t - torch.arange(len(d2t))),
+    "d2t is taken as tokens, not as distances": _put(
+        "d2t", lambda own, d2t: d2t - torch.arange(len(d2t))
+    ),
     "the target's LM head takes the place of the drafter's": _put(
-        "draft_logits", lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features))
+        "draft_logits",
+        lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features)),
     ),
     # Order and precision.
     "embedding and hidden state are joined the other way round": _put(

@@ -21,12 +21,24 @@ from ..storage.paths import StorePath
 from ..storage.plan import numbers, read_plan, rows_where
 from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TARGET_NAME, TOKENS, StoreManifest, to_float32
-from ..storage.write.addition import StoreAddition, extended_codec, lacking_fields, load_next_basis, save_next_basis
+from ..storage.write.addition import (
+    StoreAddition,
+    extended_codec,
+    lacking_fields,
+    load_next_basis,
+    save_next_basis,
+)
 from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import write_card
-from .config import ActivationSpec, AddConfig, parse_activations, parse_fields, resolve_encode_threads
+from .config import (
+    ActivationSpec,
+    AddConfig,
+    parse_activations,
+    parse_fields,
+    resolve_encode_threads,
+)
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.capture import capture
 from .forwards.parts import batches, run_parts, save_bundle
@@ -51,7 +63,8 @@ class AddPlan(WritePlan):
 
     config: AddConfig
     stored: StoreManifest  # the store's manifest before the addition
-    manifest: StoreManifest  # the manifest after it; of a codec that learns, without what the new fields will learn
+    # the manifest after it; of a codec that learns, without what the new fields will learn
+    manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # of old and new fields
     n_stored_tokens: int  # of the committed parts
     n_stored_parts: int
@@ -68,7 +81,11 @@ class AddPlan(WritePlan):
 
     def describe(self) -> str:
         """Return the plan as text."""
-        kept = "" if self.bundle_layers is None else f"; target/ keeps {self.bundle_layers} decoder layers"
+        kept = (
+            ""
+            if self.bundle_layers is None
+            else f"; target/ keeps {self.bundle_layers} decoder layers"
+        )
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.forward.dtype}, "
             f"codec {self.codec.name}; all of it is kept",
@@ -95,9 +112,13 @@ def add(
     timings = Timings()
     fields = plan.forward.spec.fields
     added = ", ".join(fields) or "the target's layers"
-    with StoreWriter.create_or_resume(plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)) as writer:
+    with StoreWriter.create_or_resume(
+        plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)
+    ) as writer:
         with (
-            interruptible(f"in a part, which was discarded; until all of {added} is there, {plan.store} is as it was"),
+            interruptible(
+                f"in a part, which was discarded; until all of {added} is there, {plan.store} is as it was"
+            ),
             ActivationStore(plan.store) as reader,
         ):
             agreement = _write_fields(plan, writer, reader, timings, progress)
@@ -120,7 +141,11 @@ def add(
 
 
 def _write_fields(
-    plan: AddPlan, writer: StoreWriter, reader: ActivationStore, timings: Timings, progress: Progress | None
+    plan: AddPlan,
+    writer: StoreWriter,
+    reader: ActivationStore,
+    timings: Timings,
+    progress: Progress | None,
 ) -> str:
     """Write the bundle and the new fields of all parts, then the manifest; returns how the target agrees."""
     agreement = ""
@@ -139,11 +164,17 @@ def _write_fields(
     if pending := addition.pending_parts():
         rows = {key: row for row, key in enumerate(reader.sequences["sequence_id"].to_pylist())}
         first = next(batches(writer.part_sequences(pending[0]), forward.batch_tokens))
-        agreement = _compare(plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()])
-        # The same sequences in the same batches as in the extraction: on the same device, with the same libraries and
-        # number of threads, the bits are those of one extraction of all fields. Elsewhere the last bits differ.
+        agreement = _compare(
+            plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()]
+        )
+        # The same sequences in the same batches as in the extraction: on the same device, with the
+        # same libraries and
+        # number of threads, the bits are those of one extraction of all fields. Elsewhere the last
+        # bits differ.
         forwards = forward.forwards(
-            target, plan.codec, lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask"))
+            target,
+            plan.codec,
+            lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask")),
         )
         timings.n_before_tokens = plan.n_stored_tokens - plan.n_tokens
 
@@ -159,7 +190,11 @@ def _write_fields(
 
 
 def _learn(
-    plan: AddPlan, writer: StoreWriter, reader: ActivationStore, target: Target, progress: Progress | None
+    plan: AddPlan,
+    writer: StoreWriter,
+    reader: ActivationStore,
+    target: Target,
+    progress: Progress | None,
 ) -> None:
     """Let the new fields learn from the sequences that the old ones learned from."""
     if n_pending := len(writer.pending_parts()):
@@ -179,8 +214,15 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     dtype = plan.forward.dtype
     # Keys and values may change the kernels, and so last bits.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
-    live = capture(target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache).fields[HIDDEN_LAST]
-    own = np.concatenate([values[: len(text)].numpy() for values, text in zip(live.float().cpu(), tokens, strict=True)])
+    live = capture(
+        target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
+    ).fields[HIDDEN_LAST]
+    own = np.concatenate(
+        [
+            values[: len(text)].numpy()
+            for values, text in zip(live.float().cpu(), tokens, strict=True)
+        ]
+    )
     was = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
     relative = float(np.linalg.norm(was - own)) / max(float(np.linalg.norm(own)), 1e-15)
     if not relative <= stored_tolerance(reader, dtype):
@@ -202,7 +244,9 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
     if agreement:
         report.lines.append(f"rounding     {agreement}")
     if n_pending := len(writer.pending_parts()):
-        report.lines.append(f"pending      {counted(n_pending, 'part')} to be extracted, with all fields")
+        report.lines.append(
+            f"pending      {counted(n_pending, 'part')} to be extracted, with all fields"
+        )
     return report
 
 
@@ -235,7 +279,9 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     new = parse_fields(name for name in full.fields if name not in old)
     specs = field_specs(full, sizes, settings["dtype"], groups)
     if not set(stored.fields) <= set(specs):
-        raise OptionInvalid(f"{path} describes its fields in another way than this release. Extract to a new store.")
+        raise OptionInvalid(
+            f"{path} describes its fields in another way than this release. Extract to a new store."
+        )
     codec = extended_codec(codec, specs)
     forward = ForwardPlan(
         folder=folder,
@@ -288,15 +334,21 @@ def refuse_addition(plan: ExtractPlan) -> None:
     lacking = [spec.name for spec in new.fields if spec not in old.fields]
     if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
         return
-    settings = dict(new.extraction) | {key: old.extraction.get(key) for key in ("activations", "target_layers")}
+    settings = dict(new.extraction) | {
+        key: old.extraction.get(key) for key in ("activations", "target_layers")
+    }
     # A plan for a dry run has not hashed the weights.
     identities = {key: value for key, value in old.identities.items() if key in new.identities}
-    same = replace(new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities)
+    same = replace(
+        new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities
+    )
     if same != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
         return
     what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
     command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
-    raise OptionInvalid(f"{plan.store} lacks {', '.join(what)}; its parts are complete. Add with {command}.")
+    raise OptionInvalid(
+        f"{plan.store} lacks {', '.join(what)}; its parts are complete. Add with {command}."
+    )
 
 
 def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:

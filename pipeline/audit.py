@@ -27,12 +27,15 @@ from .differences import Difference, Divergence, LayerDifferences
 from .forwards.capture import capture
 from .sequences import content_id, tokenize_row
 
-# Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored.
+# Relative L2 error allowed when the forward computes in float32; the dtype is the one in which
+# values are stored.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-# Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
+# Error that a codec may add, about twice what is measured in a store's worst layer. A transform
+# codec's error depends
 # on its bits, so its bound catches only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
-# Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target: batches and kernels
+# Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target:
+# batches and kernels
 # then differ in many last bits.
 _LOW_PRECISION_FACTOR = 5.0
 
@@ -45,7 +48,8 @@ class AuditRow:
     sequence_id: str
     field: str  # tokens, response_mask, kv, hidden/..., or logits
     max_error: float  # largest absolute difference
-    relative_error: float  # |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs
+    # |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs
+    relative_error: float
     tolerance: float  # largest relative error that passes
     detail: str = ""  # what was compared with what
     is_intact: bool = True  # whether the sequence has the content hash that names it
@@ -81,7 +85,9 @@ class AuditReport:
 
     def describe(self) -> str:
         """Return the report as text: the worst sequence of each field, then what failed."""
-        lines = [f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"]
+        lines = [
+            f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"
+        ]
         lines += [
             f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} (allowed "
             f"{row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
@@ -117,15 +123,22 @@ def audit(
             raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")
         extraction = stored.manifest.extraction
         folder = plan.find_target(model, plan.recorded_sources(extraction))
-        plan.check_identities(stored.path, stored.manifest.identities, plan.weight_identities(folder))
+        plan.check_identities(
+            stored.path, stored.manifest.identities, plan.weight_identities(folder)
+        )
         compute_dtype = str(extraction.get("compute_dtype", "float32"))
         target = Target.load(str(folder), getattr(torch, compute_dtype), device)
-        frozen = FrozenTarget.load(stored.target_path, 0, torch.float32, sizes=stored.manifest.target)
+        frozen = FrozenTarget.load(
+            stored.target_path, 0, torch.float32, sizes=stored.manifest.target
+        )
         indices = sorted(np.random.default_rng(seed).permutation(len(stored))[:samples].tolist())
         chats, note = _tokenize_again(stored, target.tokenizer, indices)
         rows: list[AuditRow] = []
         for done, index in enumerate(indices):
-            rows += [*_text_rows(stored, index, chats), *_activation_rows(stored, index, target, frozen)]
+            rows += [
+                *_text_rows(stored, index, chats),
+                *_activation_rows(stored, index, target, frozen),
+            ]
             if progress:
                 progress(done + 1, len(indices), "audit")
         return AuditReport(stored.path, model, tuple(rows), len(indices), (note,) if note else ())
@@ -146,24 +159,38 @@ def _tokenize_again(
         )
         source = ChatSource(data.dataset, data.data.split, data.data.dataset_config, revision)
         arguments = extraction.get("template_kwargs")
-        template = ChatTemplate(tokenizer, arguments if isinstance(arguments, dict) else {}, str(stored.path))
+        template = ChatTemplate(
+            tokenizer, arguments if isinstance(arguments, dict) else {}, str(stored.path)
+        )
         columns = Columns.parse(data.data.columns)
         for row, content in itertools.islice(source.rows(), max(wanted) + 1):
-            chat = tokenize_row(template, content, int(extraction["max_length"]), columns) if row in wanted else None
+            chat = (
+                tokenize_row(template, content, int(extraction["max_length"]), columns)
+                if row in wanted
+                else None
+            )
             if isinstance(chat, TokenizedChat):
                 chats[row] = chat
     except (DatasetError, OptionInvalid, WorkerError) as error:
         return {}, f"{only}: {error}"
     recorded = extraction.get("template_time")
     if recorded != TEMPLATE_TIME.isoformat() and (recorded or template.asked_the_time):
-        made = f"as of {recorded}" if recorded else "on the day of the extraction, which the store does not name"
+        made = (
+            f"as of {recorded}"
+            if recorded
+            else "on the day of the extraction, which the store does not name"
+        )
         return {}, f"the chats were rendered {made}; {only}"
     return chats, ""
 
 
-def _text_rows(stored: ActivationStore, index: int, chats: Mapping[int, TokenizedChat]) -> list[AuditRow]:
+def _text_rows(
+    stored: ActivationStore, index: int, chats: Mapping[int, TokenizedChat]
+) -> list[AuditRow]:
     values = {name: stored.read(index, name) for name in TEXT_FIELDS}
-    sequence_id, source_row = (stored.sequences[name][index].as_py() for name in ("sequence_id", "source_row"))
+    sequence_id, source_row = (
+        stored.sequences[name][index].as_py() for name in ("sequence_id", "source_row")
+    )
     is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
     detail = "content hash" if is_intact else "content hash differs"
     rows = []
@@ -179,11 +206,15 @@ def _text_rows(stored: ActivationStore, index: int, chats: Mapping[int, Tokenize
                 difference = np.abs(own.astype(np.int64) - live.astype(np.int64))
                 max_error = float(difference.max())
                 differing = float((difference > 0).mean())
-        rows.append(AuditRow(index, sequence_id, name, max_error, differing, 0.0, detail, is_intact))
+        rows.append(
+            AuditRow(index, sequence_id, name, max_error, differing, 0.0, detail, is_intact)
+        )
     return rows
 
 
-def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen: FrozenTarget) -> list[AuditRow]:
+def _activation_rows(
+    stored: ActivationStore, index: int, target: Target, frozen: FrozenTarget
+) -> list[AuditRow]:
     spec = dataclasses.replace(parse_fields(stored.fields), last=True)
     live = capture(target.model, [stored.read(index, "tokens")], spec, torch.float32).fields
     sequence_id = stored.sequences["sequence_id"][index].as_py()
@@ -196,7 +227,9 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
             found["logits"] = _compare_logits(values, live[name][0], target, frozen)
         for compared, (max_error, relative, detail) in found.items():
             tolerance = stored_tolerance(stored, dtype)
-            rows.append(AuditRow(index, sequence_id, compared, max_error, relative, tolerance, detail))
+            rows.append(
+                AuditRow(index, sequence_id, compared, max_error, relative, tolerance, detail)
+            )
     return rows
 
 
@@ -221,10 +254,19 @@ def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, floa
 
 
 @torch.inference_mode()
-def _compare_logits(hidden: Tensor, live: Tensor, target: Target, frozen: FrozenTarget) -> tuple[float, float, str]:
+def _compare_logits(
+    hidden: Tensor, live: Tensor, target: Target, frozen: FrozenTarget
+) -> tuple[float, float, str]:
     """Compare the logits of stored states (bundle's head) and live states (live head)."""
     divergence = Divergence()
     divergence.add_states(
-        live.to(target.model.dtype), hidden, lambda states: target.logits(states).float().cpu(), frozen.logits
+        live.to(target.model.dtype),
+        hidden,
+        lambda states: target.logits(states).float().cpu(),
+        frozen.logits,
     )
-    return divergence.largest, divergence.relative, f"top-1 agreement {divergence.top1_agreement:.2%}"
+    return (
+        divergence.largest,
+        divergence.relative,
+        f"top-1 agreement {divergence.top1_agreement:.2%}",
+    )

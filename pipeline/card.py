@@ -17,7 +17,15 @@ from ..storage.schema import CARD_NAME, FieldSpec, below
 # Bounds of the Hub's size categories: 1K, 10K, ...
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
 Licences = tuple[str | None, str | None]  # of target and dataset, as the Hub names them
-_TAGS = ("activations", "hidden-states", "kv-cache", "speculative-decoding", "distillation", "zarr", "moa-data")
+_TAGS = (
+    "activations",
+    "hidden-states",
+    "kv-cache",
+    "speculative-decoding",
+    "distillation",
+    "zarr",
+    "moa-data",
+)
 _CODES = " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
 _FROM_BFLOAT16 = "(bits.astype(np.uint32) << 16).view(np.float32)      # bfloat16 -> float32, exact"
 _CARD = """---
@@ -101,11 +109,17 @@ the card last.
 
 
 def write_card(
-    store: AnyPath, model: str, dataset: str, licences: Licences = (None, None), command: str = "moa-data extract"
+    store: AnyPath,
+    model: str,
+    dataset: str,
+    licences: Licences = (None, None),
+    command: str = "moa-data extract",
 ) -> AnyPath:
     """Write README.md into a store's root, or replace it; ``command`` made the store, and is given without paths."""
     path = below(store, CARD_NAME)
-    put(path, card_text(store, public_name(model), public_name(dataset), licences, command).encode())
+    put(
+        path, card_text(store, public_name(model), public_name(dataset), licences, command).encode()
+    )
     return path
 
 
@@ -115,7 +129,9 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
     target = summary.manifest.target
     sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
     # A lossy codec stores codes instead of an array of the field's own name.
-    plain = _smallest(one for one in summary.fields if [array.name for array in one.arrays] == [one.spec.name])
+    plain = _smallest(
+        one for one in summary.fields if [array.name for array in one.arrays] == [one.spec.name]
+    )
     is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
     fields = [
         (f"`{spec.name}`", spec.dtype, f"[{', '.join(['token', *map(str, spec.token_shape)])}]", spec.description,
@@ -123,7 +139,12 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         for spec, n_bytes in ((one.spec, one.stored_bytes) for one in summary.fields)
     ]  # fmt: skip
     settings = sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
-    named = zip(("target", "dataset"), (model, dataset), (name or "**fill in**" for name in licences), strict=True)
+    named = zip(
+        ("target", "dataset"),
+        (model, dataset),
+        (name or "**fill in**" for name in licences),
+        strict=True,
+    )
     return _CARD.format(
         model=model,
         dataset=dataset,
@@ -149,14 +170,22 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
 
 def public_name(path_or_id: str) -> str:
     """Return what a card calls a model or a dataset: a Hub id as it is, of a path only the last step."""
-    is_path = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1 or Path(path_or_id).exists()
+    is_path = (
+        path_or_id.startswith((".", "/", "~"))
+        or path_or_id.count("/") != 1
+        or Path(path_or_id).exists()
+    )
     return Path(path_or_id).resolve().name if is_path else path_or_id
 
 
 def size_category(n_sequences: int) -> str:
     """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
     power = len(str(n_sequences)) - 3  # 1 from a thousand on
-    names = [f"n<{_SIZES[0]}", *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)), f"n>{_SIZES[-1]}"]
+    names = [
+        f"n<{_SIZES[0]}",
+        *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)),
+        f"n>{_SIZES[-1]}",
+    ]
     return names[min(max(power, 0), len(names) - 1)]
 
 
@@ -177,7 +206,11 @@ def _smallest(fields: Iterable[FieldSummary]) -> FieldSpec | None:
 def _table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
+        lines.append(
+            "| "
+            + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+            + " |"
+        )
     return "\n".join(lines)
 
 

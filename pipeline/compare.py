@@ -35,7 +35,8 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-_TEACHER_POSITIONS = 2_048  # whose logits are computed for the teacher's figures, over all sequences
+# whose logits are computed for the teacher's figures, over all sequences
+_TEACHER_POSITIONS = 2_048
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values, [H, T, d] each
 Errors = defaultdict[str, LayerDifferences]  # keys, values, or the name of a hidden state's field
@@ -65,11 +66,15 @@ class Comparison:
             f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times smaller than raw",
             f"errors       {', '.join(totals)}",
         ]
-        lines += [f"{name:12} {own.describe()}" for name, own in self.errors.items() if own.by_layer]
+        lines += [
+            f"{name:12} {own.describe()}" for name, own in self.errors.items() if own.by_layer
+        ]
         if self.teacher is not None:
             lines.append(f"teacher      {self.teacher.describe()} positions")
         if self.continued is not None:
-            lines.append(f"continued    {self.continued.describe()} positions after stored keys and values")
+            lines.append(
+                f"continued    {self.continued.describe()} positions after stored keys and values"
+            )
         return lines
 
     def describe(self) -> str:
@@ -100,7 +105,9 @@ def compare(
         fields = _common_fields(exact, coded)
         pairs = _common_sequences(exact, coded, samples, seed)
         has_head = HIDDEN_LAST in fields and exists(exact.path / TARGET_NAME)
-        frozen = FrozenTarget.load(exact.target_path, sizes=exact.manifest.target) if has_head else None
+        frozen = (
+            FrozenTarget.load(exact.target_path, sizes=exact.manifest.target) if has_head else None
+        )
         target = None if model is None else _load_target(model, exact, fields, device)
         errors: Errors = defaultdict(LayerDifferences)
         teacher = Divergence()
@@ -110,7 +117,9 @@ def compare(
             for name, (one, other) in values.items():
                 add_errors(errors, exact.fields[name], one, other)
             if frozen is not None:
-                compare_teachers(frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher)
+                compare_teachers(
+                    frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher
+                )
             if target is not None:
                 compare_continued(target, exact.read(i, TOKENS), exact.fields, values, continued)
             if progress:
@@ -132,14 +141,18 @@ def compare(
 
 def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     """List the activations of both stores, which must be of one target."""
-    first, second = (opened.manifest.identities.get("target.weights_sha256") for opened in (exact, coded))
+    first, second = (
+        opened.manifest.identities.get("target.weights_sha256") for opened in (exact, coded)
+    )
     if first != second:
         raise OptionInvalid(
             f"{exact.path} and {coded.path} hold activations of different targets ({first} and {second}). Compare "
             "stores of one target."
         )
     names = [name for name in exact.fields if name not in TEXT_FIELDS]
-    common = [name for name in names if name in coded.fields and coded.fields[name] == exact.fields[name]]
+    common = [
+        name for name in names if name in coded.fields and coded.fields[name] == exact.fields[name]
+    ]
     if not common:
         raise OptionInvalid(
             f"{exact.path} has the activations {', '.join(names)}, and {coded.path} has none of them in the same "
@@ -148,7 +161,9 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     return common
 
 
-def _common_sequences(exact: ActivationStore, coded: ActivationStore, samples: int, seed: int) -> list[tuple[int, int]]:
+def _common_sequences(
+    exact: ActivationStore, coded: ActivationStore, samples: int, seed: int
+) -> list[tuple[int, int]]:
     """Draw sequences that are committed in both stores: their indices in each."""
     there = {key: i for i, key in enumerate(coded.sequences["sequence_id"].to_pylist())}
     ids = exact.sequences["sequence_id"].to_pylist()
@@ -187,7 +202,11 @@ def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def compare_teachers(
-    frozen: FrozenTarget, exact: np.ndarray, coded: np.ndarray, max_positions: int, divergence: Divergence
+    frozen: FrozenTarget,
+    exact: np.ndarray,
+    coded: np.ndarray,
+    max_positions: int,
+    divergence: Divergence,
 ) -> None:
     """Compare the distributions that last hidden states give, at positions spread over the sequence."""
     n_positions = min(len(exact), max_positions)
@@ -204,7 +223,9 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     target = Target.load(str(folder), device=device)
     cached = {layer for group in kv_groups(target.config) for layer in group.layers}
     specs = (exact.fields[name] for name in fields)
-    stored = {layer for spec in specs if spec.layer_axis is not None for layer in spec.layer_numbers}
+    stored = {
+        layer for spec in specs if spec.layer_axis is not None for layer in spec.layer_numbers
+    }
     if target.has_states or cached - stored:
         raise OptionInvalid(
             f"{exact.path} does not hold all that the layers of {model} cache, so the target cannot continue from it. "
@@ -221,7 +242,10 @@ def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarra
         if spec.layer_axis is not None:
             parts = keys_and_values(spec, own)
             for index, layer in enumerate(spec.layer_numbers):
-                caches[layer] = (parts[KEYS][:, index].transpose(0, 1), parts[VALUES][:, index].transpose(0, 1))
+                caches[layer] = (
+                    parts[KEYS][:, index].transpose(0, 1),
+                    parts[VALUES][:, index].transpose(0, 1),
+                )
     return caches
 
 
@@ -235,7 +259,10 @@ def compare_continued(
     """Let the target continue the second half of a sequence from what each store holds of the first half."""
     states = [
         continued_states(
-            target, tokens, layer_caches(fields, {name: both[side] for name, both in values.items()}), len(tokens) // 2
+            target,
+            tokens,
+            layer_caches(fields, {name: both[side] for name, both in values.items()}),
+            len(tokens) // 2,
         )
         for side in (0, 1)
     ]
@@ -243,12 +270,19 @@ def compare_continued(
 
 
 @torch.inference_mode()
-def continued_states(target: Target, tokens: np.ndarray, caches: LayerCaches, n_cached: int) -> Tensor:
+def continued_states(
+    target: Target, tokens: np.ndarray, caches: LayerCaches, n_cached: int
+) -> Tensor:
     """Run a sequence after the first positions of a cache: last hidden states of the others, [T - n_cached, E]."""
     rest = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
     cache: Any = new_cache()
     for layer, (keys, values) in sorted(caches.items()):
-        first = (part[None, :, :n_cached].to(target.device, target.model.dtype) for part in (keys, values))
+        first = (
+            part[None, :, :n_cached].to(target.device, target.model.dtype)
+            for part in (keys, values)
+        )
         cache.update(*first, layer)
-    hidden: Tensor = target.body(input_ids=rest, past_key_values=cache, use_cache=True).last_hidden_state[0]
+    hidden: Tensor = target.body(
+        input_ids=rest, past_key_values=cache, use_cache=True
+    ).last_hidden_state[0]
     return hidden

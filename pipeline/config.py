@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, Dtype, Natural, Positive, SamplingSettings, TemplateKwargs
+from ..config import (
+    Common,
+    Config,
+    Count,
+    Dtype,
+    Natural,
+    Positive,
+    SamplingSettings,
+    TemplateKwargs,
+)
 from ..errors import OptionInvalid
 from ..machine import usable_cores
 from ..storage.schema import KV
@@ -121,7 +130,11 @@ class ScaleSettings(Config):
                 "cluster, or start the command there with `ray job submit`"
             ]
         given = {"address": self.address, "gpus_per_worker": self.gpus_per_worker}
-        return [f"{name} is for Ray; add --engine ray" for name, value in given.items() if value is not None]
+        return [
+            f"{name} is for Ray; add --engine ray"
+            for name, value in given.items()
+            if value is not None
+        ]
 
     @property
     def is_alone(self) -> bool:
@@ -164,11 +177,15 @@ class ExtractConfig(Config):
             return []
         found = []
         if not self.scale.is_alone:
-            found.append("workers and engine are of transformers; vLLM is one engine, so leave them out")
+            found.append(
+                "workers and engine are of transformers; vLLM is one engine, so leave them out"
+            )
         if self.forward.device != "auto":
             found.append(f"device is {self.forward.device}, but vLLM chooses its own; leave it out")
         if self.storage.codec.startswith("transform"):
-            found.append("codec is learned from forwards of transformers; extract lossless with vLLM, then `recode`")
+            found.append(
+                "codec is learned from forwards of transformers; extract lossless with vLLM, then `recode`"
+            )
         return found
 
 
@@ -311,8 +328,10 @@ class ActivationSpec:
 
     kv: bool  # the keys and values of all layers
     last: bool  # the hidden state after the final norm
-    layers: tuple[int, ...]  # decoder layers whose output is stored, from 0, ascending, without repeats
-    kv_fields: tuple[str, ...] = (KV,)  # fields of the keys and values; several where the target's layers are not alike
+    # decoder layers whose output is stored, from 0, ascending, without repeats
+    layers: tuple[int, ...]
+    # fields of the keys and values; several where the target's layers are not alike
+    kv_fields: tuple[str, ...] = (KV,)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -360,7 +379,13 @@ def parse_activations(
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     """Return the activations that are stored as these fields; raises OptionInvalid for any other field."""
     names = [name for name in fields if name not in TEXT_FIELDS]
-    if unknown := [name for name in names if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name)]:
-        raise OptionInvalid(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
+    if unknown := [
+        name
+        for name in names
+        if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name)
+    ]:
+        raise OptionInvalid(
+            f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>."
+        )
     kv_fields = tuple(name for name in names if activation_name(name) == KV)
     return parse_activations(map(activation_name, names), 0, 10**9, kv_fields or (KV,))

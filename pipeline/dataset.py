@@ -33,7 +33,8 @@ MAX_ROW_BYTES = 1 << 28  # longest row that is read into memory
 MAX_EXPANSION = 200
 """Largest factor by which a big row group of a Parquet file may grow when it is read; chats compress to a tenth."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
-DEFAULT_SPLIT = "train_sft"  # split that is read where none is given: that of chats in UltraChat and its relatives
+# split that is read where none is given: that of chats in UltraChat and its relatives
+DEFAULT_SPLIT = "train_sft"
 RECORD_SUFFIX = ".regeneration.json"  # suffix of what `regenerate` writes beside its chats
 
 _DICT = "dataset_dict.json"
@@ -43,7 +44,8 @@ _NO_CHATS = re.compile(
 """Hidden files and folders, what describes a dataset, and the caches that `Dataset.map` leaves beside it."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # Words end where letters do, or where a capital begins (testSet); people also write trainset and tests.
+    # Words end where letters do, or where a capital begins (testSet); people also write trainset
+    # and tests.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -58,7 +60,9 @@ def writer_of_answers(dataset: str) -> str | None:
     """Return weights_sha256 of the model whose `regenerate` wrote a file or folder of chats; None where unknown."""
     path = Path(dataset).expanduser()
     try:
-        [record] = path.glob(f"*{RECORD_SUFFIX}") if path.is_dir() else [path.with_suffix(RECORD_SUFFIX)]
+        [record] = (
+            path.glob(f"*{RECORD_SUFFIX}") if path.is_dir() else [path.with_suffix(RECORD_SUFFIX)]
+        )
         return str(parse_object(record.read_bytes())["settings"]["target"]["weights_sha256"])
     except (OSError, KeyError, TypeError, ValueError):
         return None
@@ -80,7 +84,9 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
             )
         return [path], None, 0
     if not path.is_dir():
-        raise DatasetError(f"{path} is {kind_of(path)}, expected a file of chats or a folder of such files.")
+        raise DatasetError(
+            f"{path} is {kind_of(path)}, expected a file of chats or a folder of such files."
+        )
     found = _files_by_split(path)
     if not found:
         raise DatasetError(
@@ -116,7 +122,9 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
     found: dict[Path, str | None] = {}
     for file in sorted(folder.rglob("*")):
         relative = file.relative_to(folder)
-        is_named = file.suffix.lower() in SUFFIXES and not any(map(_NO_CHATS.fullmatch, relative.parts))
+        is_named = file.suffix.lower() in SUFFIXES and not any(
+            map(_NO_CHATS.fullmatch, relative.parts)
+        )
         if is_named and file.is_file():
             found[file] = relative.parts[0] if is_dict else _split_of(relative)
     return found
@@ -149,11 +157,16 @@ class ChatSource:
     """
 
     def __init__(
-        self, dataset: str, split: str | None, config_name: str | None = None, revision: str | None = None
+        self,
+        dataset: str,
+        split: str | None,
+        config_name: str | None = None,
+        revision: str | None = None,
     ) -> None:
         self.name = dataset
         self.config_name = config_name
-        self.commit: str | None = None  # of a hub dataset; None for files, and where `datasets` does not say
+        # of a hub dataset; None for files, and where `datasets` does not say
+        self.commit: str | None = None
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
         self._hub: Any = None
@@ -161,7 +174,9 @@ class ChatSource:
         self._ahead: deque[bytes] = deque()
         if path.exists():
             if config_name or revision:
-                raise DatasetError(f"{dataset} is local. Leave out --dataset-config and --dataset-revision.")
+                raise DatasetError(
+                    f"{dataset} is local. Leave out --dataset-config and --dataset-revision."
+                )
             self._files, self._split, self._n_others = choose_files(path, split)
         else:
             self._files = []
@@ -187,7 +202,11 @@ class ChatSource:
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow."""
-        return enumerate(chain.from_iterable(map(_read_file, self._files)) if self._hub is None else self._read_hub())
+        return enumerate(
+            chain.from_iterable(map(_read_file, self._files))
+            if self._hub is None
+            else self._read_hub()
+        )
 
     def _read_hub(self) -> Iterator[Any]:
         for row in self._hub:
@@ -225,11 +244,15 @@ class ChatSource:
 
 def _load_hub(dataset: str, config_name: str | None, split: str, revision: str | None) -> Any:
     if dataset.startswith((".", "/", "~")) or dataset.endswith(SUFFIXES) or dataset.count("/") > 1:
-        raise DatasetError(f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name).")
+        raise DatasetError(
+            f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name)."
+        )
     import datasets  # slow to import, and only a hub id needs it
 
     try:
-        return datasets.load_dataset(dataset, config_name, split=split, revision=revision, trust_remote_code=False)
+        return datasets.load_dataset(
+            dataset, config_name, split=split, revision=revision, trust_remote_code=False
+        )
     except ValueError as error:
         raise DatasetError(
             f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a --dataset-config."
@@ -273,7 +296,9 @@ def _read_file(path: Path) -> Iterator[Any]:
         raise
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise DatasetError(f"{path} cannot be read ({error.strerror}). Check the disk and the rights.") from error
+            raise DatasetError(
+                f"{path} cannot be read ({error.strerror}). Check the disk and the rights."
+            ) from error
         raise DatasetError(
             f"{path} is not a readable {suffix[1:]} file ({first_line(error)}). Restore or convert it."
         ) from error
@@ -286,7 +311,9 @@ def _read_parquet(path: Path) -> Iterator[Any]:
             n_bytes = sum(column.total_uncompressed_size for column in columns)
             n_stored = sum(column.total_compressed_size for column in columns)
             # A few kilobytes may grow to gigabytes when they are read.
-            if n_bytes > min(MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)):
+            if n_bytes > min(
+                MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)
+            ):
                 raise DatasetError(
                     f"{path} holds {format_bytes(n_bytes)} of {group.num_rows:,} rows in {format_bytes(n_stored)}; no "
                     f"row may have more than {format_bytes(MAX_ROW_BYTES)}. Leave such rows out."
@@ -310,7 +337,8 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """Yield the rows of a batch; one that Python cannot hold is an UnreadableRow, the others are as they are."""
     try:
-        batch.validate(full=True)  # raises ArrowInvalid also where the batch points outside its data
+        # raises ArrowInvalid also where the batch points outside its data
+        batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist()
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, pa.ArrowInvalid) and "UTF8" not in str(error):
@@ -323,14 +351,18 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
         return batch.to_pylist()[0]
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # no UTF-8, a date beyond Python's, depth
+    # no UTF-8, a date beyond Python's, depth
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         return UnreadableRow(first_line(error))
 
 
 def _without_nulls(row: Any) -> Any:
     """Drop keys that Arrow added: its structs have the keys of all rows, and a null where a row lacks one."""
     # Any column may hold the chat, or a part of it; see Columns.
-    return {name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value for name, value in row.items()}
+    return {
+        name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value
+        for name, value in row.items()
+    }
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -411,9 +443,11 @@ class Columns:
         messages=chat       {"chat": [{"role": "user", "content": "Add 1 and 2."}, ...]}
     """
 
-    # Role of each message and its columns, whose texts are joined by an empty line; empty ones are left out.
+    # Role of each message and its columns, whose texts are joined by an empty line; empty ones are
+    # left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()  # messages, tools or system -> the column that holds it
+    # messages, tools or system -> the column that holds it
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Columns":
@@ -424,7 +458,12 @@ class Columns:
             role, equals, names = text.partition("=")
             role = ROLES.get(role.strip(), role.strip())
             columns = tuple(name.strip() for name in names.split("+"))
-            if not equals or not all(columns) or role not in ("messages", "tools", *ROLES.values()) or role == "tool":
+            if (
+                not equals
+                or not all(columns)
+                or role not in ("messages", "tools", *ROLES.values())
+                or role == "tool"
+            ):
                 raise OptionInvalid(
                     f"columns has {text!r}, expected ROLE=COLUMN such as user=instruction+input,assistant=output with "
                     f"the roles messages, tools, system, user and assistant, or one of {', '.join(FORMATS)}"
@@ -436,7 +475,9 @@ class Columns:
             else:
                 renamed[role] = columns[0]
         roles = {role for role, _ in turns}
-        if texts and (bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})):
+        if texts and (
+            bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})
+        ):
             raise OptionInvalid(
                 f"columns is {','.join(texts)}, expected either messages=COLUMN, or columns for both user and assistant"
             )
@@ -445,17 +486,28 @@ class Columns:
     def describe(self) -> dict[str, str]:
         """Return role -> columns, joined by +, as store.json records them; empty for rows that are chats."""
         # Roles may come twice; their order is that of the chat.
-        turns = {f"{index}.{role}": "+".join(columns) for index, (role, columns) in enumerate(self.turns)}
+        turns = {
+            f"{index}.{role}": "+".join(columns) for index, (role, columns) in enumerate(self.turns)
+        }
         return turns | dict(self.renamed)
 
     def apply(self, row: Any) -> Any | Rejection:
         """Return a row with the columns of a chat; one that lacks a column is rejected, anything else as it is."""
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):
             return row
-        wanted = [name for _, columns in self.turns for name in columns] + [name for _, name in self.renamed]
+        wanted = [name for _, columns in self.turns for name in columns] + [
+            name for _, name in self.renamed
+        ]
         if missing := [name for name in wanted if name not in row]:
-            return Rejection(RejectReason.NO_COLUMN, f"{missing[0]}; columns: " + ", ".join(map(str, list(row)[:8])))
-        chat = {key: value for key, value in row.items() if key not in ("messages", "conversations", *wanted)}
+            return Rejection(
+                RejectReason.NO_COLUMN,
+                f"{missing[0]}; columns: " + ", ".join(map(str, list(row)[:8])),
+            )
+        chat = {
+            key: value
+            for key, value in row.items()
+            if key not in ("messages", "conversations", *wanted)
+        }
         chat |= {name: row[column] for name, column in self.renamed}
         if self.turns:
             chat["messages"] = [message for turn in self.turns for message in _messages(*turn, row)]
@@ -466,7 +518,9 @@ def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list
     """Return the message of one turn, or the messages that its column holds, as in TRL's conversational prompts."""
     values = [row[name] for name in columns if row[name] not in (None, "")]
     if len(values) == 1 and not isinstance(values[0], str):
-        is_chat = isinstance(values[0], list | tuple) and all(isinstance(item, Mapping) for item in values[0])
+        is_chat = isinstance(values[0], list | tuple) and all(
+            isinstance(item, Mapping) for item in values[0]
+        )
         return list(values[0]) if is_chat else [{"role": role, "content": values[0]}]
     texts = [value if isinstance(value, str) else None for value in values]
     return [{"role": role, "content": None if None in texts else "\n\n".join(map(str, texts))}]

@@ -64,7 +64,9 @@ class LayerDifferences:
 
     def describe(self) -> str:
         """Return the errors of layers as text, in percent."""
-        numbers = " ".join(f"{100 * difference.relative:.1f}" for difference in self.by_layer.values())
+        numbers = " ".join(
+            f"{100 * difference.relative:.1f}" for difference in self.by_layer.values()
+        )
         return f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); by layer {numbers}"
 
 

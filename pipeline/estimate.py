@@ -49,27 +49,41 @@ from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
-# Share of its expected bits that an encoded value takes at the least; the most has alignment, indexes and metadata.
+# Share of its expected bits that an encoded value takes at the least; the most has alignment,
+# indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-_TEXT_BYTES, _ROW_BYTES = 5, 200  # of a token in texts.arrow; of a sequence in texts.arrow and plan.parquet
+# of a token in texts.arrow; of a sequence in texts.arrow and plan.parquet
+_TEXT_BYTES, _ROW_BYTES = 5, 200
 _RECORD_BYTES = 100_000  # manifests, commits, records of runs, card
 _THREAD_BYTES = 200 << 20  # of threads that encode and write, and of libraries that they load
 _CUDA_LIBRARY_BYTES = 3 << 30  # that CUDA's libraries hold of the host at the most
 _TIME_SHARE = 1.2  # by which a whole run was slower or faster than its slowest or fastest batch
 _MAX_WEIGHTS = 250_000_000
 """Weights of the timed target on a CPU: one layer of Llama-3-8B has 218 million, which take a second to draw."""
-_MAX_PRODUCTS = 1e11  # multiplications of one timed forward on a CPU: about two seconds of slow cores
+# multiplications of one timed forward on a CPU: about two seconds of slow cores
+_MAX_PRODUCTS = 1e11
 
 
 def field_specs(
-    spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str, groups: Sequence[families.KVGroup] = ()
+    spec: ActivationSpec,
+    sizes: Mapping[str, Any],
+    dtype: str,
+    groups: Sequence[families.KVGroup] = (),
 ) -> tuple[FieldSpec, ...]:
     """Return the store's fields for a specification of activations; ``groups`` are those of a target's layers."""
     is_rotated = all(one.is_rotated for one in groups)
-    kv = [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype, is_rotated)] if spec.kv else []
+    kv = (
+        [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype, is_rotated)]
+        if spec.kv
+        else []
+    )
     if spec.kv and spec.kv_fields != (KV,):
-        kv = [kv_group_field(one.field, one.layers, *one.shape, dtype) for one in groups if one.field in spec.kv_fields]
+        kv = [
+            kv_group_field(one.field, one.layers, *one.shape, dtype)
+            for one in groups
+            if one.field in spec.kv_fields
+        ]
     states = [name.removeprefix("hidden/") for name in spec.fields if activation_name(name) != KV]
     hidden = [hidden_field(name, sizes["hidden_size"], dtype) for name in states]
     return (tokens_field(), response_mask_field(), *kv, *hidden)
@@ -82,7 +96,11 @@ def has_device(device: str) -> bool:
 
 def free_device_memory(device: str) -> int | None:
     """Return the free bytes of a CUDA device; None for any other device."""
-    return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.device(device).type == "cuda" else None
+    return (
+        int(torch.cuda.mem_get_info(torch.device(device))[0])
+        if torch.device(device).type == "cuda"
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,8 @@ class ForwardPlan:
     device: str
     dtype: str  # dtype in which activations are kept
     compute_dtype: str
-    batch_tokens: int  # tokens per forward, padding included; a longer sequence makes a batch of its own
+    # tokens per forward, padding included; a longer sequence makes a batch of its own
+    batch_tokens: int
     longest_tokens: int
     uses_cache: bool  # whether the forwards fill a key/value cache
     n_encode_threads: int
@@ -107,7 +126,9 @@ class ForwardPlan:
         """Bytes of the target's weights, but for biases."""
         config = self.model_config
         embeddings = _embedding_weights(config)
-        n_weights = embeddings + config.num_hidden_layers * _layer_weights(config) + config.hidden_size
+        n_weights = (
+            embeddings + config.num_hidden_layers * _layer_weights(config) + config.hidden_size
+        )
         return int(n_weights * getattr(torch, self.compute_dtype).itemsize)
 
     @property
@@ -125,8 +146,13 @@ class ForwardPlan:
         n_tokens = max(self.batch_tokens, self.longest_tokens)
         # The cache that the forward fills, and the intermediate values of one layer.
         cache = sum(len(one.layers) * one.shape.width for one in families.kv_groups(config))
-        layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * families.mlp_width(config)
-        # While gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
+        layer = (
+            4 * sizes["hidden_size"]
+            + 2 * sizes["n_heads"] * sizes["head_dim"]
+            + 3 * families.mlp_width(config)
+        )
+        # While gathered, kept values are there three times: in the storage dtype, packed, for the
+        # finite check.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
         # Weights are loaded in host memory before they move to a device.
@@ -148,12 +174,20 @@ class ForwardPlan:
         # Files of half their size are mapped while weights are converted to float32.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
-        # A codec learns from one part of one group in float32: as read, without its means, and as components.
-        widths = [len(group) * codec.layer_width for codec in self.codec.learned.values() for group in codec.groups]
+        # A codec learns from one part of one group in float32: as read, without its means, and as
+        # components.
+        widths = [
+            len(group) * codec.layer_width
+            for codec in self.codec.learned.values()
+            for group in codec.groups
+        ]
         most_bytes += 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
         # The command itself is one process more than its workers.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
-        return program_bytes + self.n_workers * least_bytes, program_bytes + self.n_workers * most_bytes
+        return (
+            program_bytes + self.n_workers * least_bytes,
+            program_bytes + self.n_workers * most_bytes,
+        )
 
     @property
     def _needs(self) -> str:
@@ -191,7 +225,10 @@ class ForwardPlan:
         return target
 
     def forwards(
-        self, target: Target, codec: StoreCodec, text: Callable[[str], tuple[np.ndarray, np.ndarray]]
+        self,
+        target: Target,
+        codec: StoreCodec,
+        text: Callable[[str], tuple[np.ndarray, np.ndarray]],
     ) -> Forwards:
         """Return what runs the loaded target; ``text`` gives tokens and response mask of a sequence id."""
         return Forwards(
@@ -212,7 +249,8 @@ class WritePlan:
 
     store: StorePath
     forward: ForwardPlan
-    # Rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
+    # Rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part,
+    # first_token.
     table: pa.Table = field(repr=False)
     bundle_layers: int | None  # decoder layers in target/ if it is to be written, else None
     present_bytes: int  # bytes of ``stored_bytes`` that are there already
@@ -230,24 +268,33 @@ class WritePlan:
     @property
     def raw_bytes(self) -> int:
         """Bytes of all fields before compression."""
-        return self.n_tokens * sum(codec.spec.token_bytes for codec in self.forward.codec.fields.values())
+        return self.n_tokens * sum(
+            codec.spec.token_bytes for codec in self.forward.codec.fields.values()
+        )
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
         """Least and most bytes of what a store consists of, by what it is; without what it does not have."""
         config = self.forward.model_config
         codec = self.forward.codec
-        bits = sum(own.expected_bits * math.prod(own.spec.token_shape) for own in codec.fields.values())
+        bits = sum(
+            own.expected_bits * math.prod(own.spec.token_shape) for own in codec.fields.values()
+        )
         n_bytes = bits / 8 * self.n_tokens
         ranges = {"parts": (int(_LEAST_STORED_SHARE * n_bytes), int(_MOST_STORED_SHARE * n_bytes))}
         if self.bundle_layers is not None:
             n_weights = 2 * config.vocab_size * config.hidden_size + config.hidden_size
             n_weights += self.bundle_layers * _layer_weights(config)
             least = _stored_itemsize(config) * n_weights
-            tokenizer_bytes = sum(file.stat().st_size for file in self.forward.folder.glob("tokenizer*"))
+            tokenizer_bytes = sum(
+                file.stat().st_size for file in self.forward.folder.glob("tokenizer*")
+            )
             ranges["target/"] = least, least + 3 * tokenizer_bytes + _RECORD_BYTES
         if codec.learned:
-            ranges["codec/"] = 0, sum(_most_basis_bytes(own, config) for own in codec.learned.values())
+            ranges["codec/"] = (
+                0,
+                sum(_most_basis_bytes(own, config) for own in codec.learned.values()),
+            )
         n_bytes = _TEXT_BYTES * self.n_tokens + _ROW_BYTES * len(self.table) + _RECORD_BYTES
         ranges["other files"] = 0, n_bytes
         return ranges
@@ -255,7 +302,9 @@ class WritePlan:
     def describe_disk(self) -> str:
         """Return the bytes on disk as text."""
         least = sum(low for low, _ in self.disk_ranges.values())
-        parts = [f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()]
+        parts = [
+            f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()
+        ]
         return f"{format_range(least, self.stored_bytes, format_bytes)}: {', '.join(parts)}"
 
     @property
@@ -273,7 +322,8 @@ class WritePlan:
         needed = max(0, self.stored_bytes - self.present_bytes)
         # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
         advice = "Free some space."
-        if isinstance(self.store, RemotePath):  # only shards on their way to the bucket lie on the disk
+        # only shards on their way to the bucket lie on the disk
+        if isinstance(self.store, RemotePath):
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
             advice = "Free some space, or set TMPDIR to another disk."
         check_room(self.disk, needed, advice)
@@ -291,8 +341,12 @@ class WritePlan:
 
         def read(row: int) -> dict[str, np.ndarray]:
             tokens = tokens_of(row)
-            fields = capture(model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache).fields
-            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
+            fields = capture(
+                model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache
+            ).fields
+            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {
+                TOKENS: tokens
+            }
 
         lm_head = model.get_output_embeddings().weight
         embeddings = model.get_input_embeddings().get_parameter("weight")
@@ -305,8 +359,16 @@ class WritePlan:
         n_batch_tokens = max(map(_padded_tokens, batched), default=0)
         return [
             f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
-            + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
-            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
+            + (
+                ", for shards on their way to the bucket"
+                if isinstance(self.store, RemotePath)
+                else ""
+            )
+            + (
+                f"; the store already holds {format_bytes(self.present_bytes)}"
+                if self.present_bytes
+                else ""
+            ),
             f"memory       {self.forward.describe_memory(n_batch_tokens)}; free {format_bytes(free_memory() or 0)}",
         ]
 
@@ -326,7 +388,9 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     forward = plan.forward
     batched = batches_of(plan.table, plan.forward.batch_tokens)
     batched.sort(key=lambda batch: int(numbers(batch, "n_tokens").max()))
-    model = _random_target(forward, max(int(numbers(batch, "n_tokens").sum()) for batch in batched) + 1)
+    model = _random_target(
+        forward, max(int(numbers(batch, "n_tokens").sum()) for batch in batched) + 1
+    )
     n_layers = int(model.config.num_hidden_layers)
     groups = families.kv_groups(model.config)
     spec = replace(
@@ -336,19 +400,31 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     )
     # A codec that learns cannot encode before it has learned; lossless takes about as long.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
-    codec = StoreCodec(name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups))
+    codec = StoreCodec(
+        name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups)
+    )
     timed_forward = replace(forward, spec=spec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
-    is_parallel = torch.device(forward.device).type == "cuda"  # encoding and writing go on beside later forwards
+    # encoding and writing go on beside later forwards
+    is_parallel = torch.device(forward.device).type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
         table = _cut(batched[index], model.config, forward.device)
         texts = _made_texts(table, int(model.config.vocab_size))
-        timed = _run(timed_forward.forwards(Target(model), codec, texts.__getitem__), table, plan.disk)
-        scale = n_padded / timed.n_padded_tokens * plan.forward.model_config.num_hidden_layers / n_layers
+        timed = _run(
+            timed_forward.forwards(Target(model), codec, texts.__getitem__), table, plan.disk
+        )
+        scale = (
+            n_padded
+            / timed.n_padded_tokens
+            * plan.forward.model_config.num_hidden_layers
+            / n_layers
+        )
         slower_s = max(timed.forward_s, timed.extract_s - timed.forward_s)
-        seconds.append((scale * (slower_s if is_parallel else timed.extract_s), scale * timed.extract_s))
+        seconds.append(
+            (scale * (slower_s if is_parallel else timed.extract_s), scale * timed.extract_s)
+        )
     least_s, most_s = zip(*seconds[1:], strict=True)  # the first run warms up
     return min(least_s) / _TIME_SHARE, max(most_s) * _TIME_SHARE
 
@@ -361,8 +437,12 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
         if families.family_of(plan.forward.model_config).keeps_kv:
             raise
         # Of code that is not ours, which not all weights and sizes suit.
-        return f"time         not measured, as a model of random weights failed: {first_line(error)}"
-    lines = [f"time         {format_range(least_s, most_s, format_hours)} of forwards, encoding and writing"]
+        return (
+            f"time         not measured, as a model of random weights failed: {first_line(error)}"
+        )
+    lines = [
+        f"time         {format_range(least_s, most_s, format_hours)} of forwards, encoding and writing"
+    ]
     if n_workers > 1:
         shares = format_range(least_s / n_workers, most_s / n_workers, format_hours)
         lines.append(f"workers      {n_workers} take {shares} if the disk keeps up")
@@ -375,7 +455,9 @@ def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, n
     ends = np.cumsum(lengths) % (n_tokens - int(lengths.max()) + 1) + lengths
     return {
         key: (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
-        for key, n, end in zip(table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True)
+        for key, n, end in zip(
+            table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True
+        )
     }
 
 
@@ -391,7 +473,9 @@ def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
     widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
     n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)
     table = int(config.vocab_size * min(config.hidden_size, MAX_FEATURES)) * codec.needs_tokens
-    return 2 * (table + sum(width * (2 * min(width, MAX_COMPONENTS) + n_features) for width in widths))
+    return 2 * (
+        table + sum(width * (2 * min(width, MAX_COMPONENTS) + n_features) for width in widths)
+    )
 
 
 def _stored_itemsize(config: Any) -> int:
@@ -417,9 +501,13 @@ def _layer_weights(config: Any) -> int:
     """Count the weights of a decoder layer, the mean where they differ."""
     sizes = families.target_sizes(config)
     if not families.family_of(config).has_llama_layers:
-        return int((families.count_weights(config) - _embedding_weights(config)) // sizes["n_layers"])
+        return int(
+            (families.count_weights(config) - _embedding_weights(config)) // sizes["n_layers"]
+        )
     heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
-    return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2))
+    return int(
+        sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2)
+    )
 
 
 def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
@@ -434,13 +522,19 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     config.vocab_size = n_tokens
     config.pad_token_id = 0
     if torch.device(forward.device).type == "cpu":
-        config.num_hidden_layers = max(1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config)))
+        config.num_hidden_layers = max(
+            1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config))
+        )
     n_layers = config.num_hidden_layers
-    if n_layers < forward.model_config.num_hidden_layers and getattr(config, "num_kv_shared_layers", 0):
+    if n_layers < forward.model_config.num_hidden_layers and getattr(
+        config, "num_kv_shared_layers", 0
+    ):
         config.num_kv_shared_layers = 0  # those whose KV they share may be among the others
     kinds = getattr(config, "layer_types", None) or ()
     if len(kinds) > n_layers:  # where layers carry states the last has KV
-        config.layer_types = kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
+        config.layer_types = (
+            kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
+        )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config,
@@ -469,7 +563,9 @@ def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, most // int(lengths.max())))
     at = batch.schema.get_field_index("n_tokens")
-    return batch.set_column(at, "n_tokens", column(np.minimum(lengths[: len(batch)], most).astype(np.int32)))
+    return batch.set_column(
+        at, "n_tokens", column(np.minimum(lengths[: len(batch)], most).astype(np.int32))
+    )
 
 
 def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:

@@ -53,7 +53,8 @@ from .report import PartProgress, Timings, WriteReport
 from .sequences import keep_texts
 from .workers import Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
-_N_PROVEN_TOKENS = 16  # tokens of the first sequence that the target runs before anything is created
+# tokens of the first sequence that the target runs before anything is created
+_N_PROVEN_TOKENS = 16
 
 
 def extract(
@@ -94,9 +95,12 @@ def extract(
                 forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
-        if not plan.keeps_texts:  # mapped from the store's own file they take no memory of this process
+        # mapped from the store's own file they take no memory of this process
+        if not plan.keeps_texts:
             with store.publishing(TEXTS_BYTE):
-                plan = replace(plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin))
+                plan = replace(
+                    plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin)
+                )
         had_target = store.has_target
         counter = PartProgress(store, progress)
         if forwards is None and config.scale.is_alone and not is_done(store):
@@ -125,7 +129,10 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
         ANSWERS_BY: writer_of_answers(plan.config.dataset),
         "rejection_examples": counts.examples,
         "plan": {"expected_bytes": plan.stored_bytes},
-        **{name: getattr(counts, name) for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")},
+        **{
+            name: getattr(counts, name)
+            for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")
+        },
     }
     store.record_run({**record, **details})
     store.sweep()
@@ -147,10 +154,15 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCod
 
 
 def _prove_target(
-    plan: ExtractPlan, codec: StoreCodec, target: Target | None, progress: Progress | None, opened: ExitStack
+    plan: ExtractPlan,
+    codec: StoreCodec,
+    target: Target | None,
+    progress: Progress | None,
+    opened: ExitStack,
 ) -> Forwards | None:
     """Refuse a target that cannot be loaded or run; returns its forwards, None if workers will load it."""
-    if plan.config.scale.engine == "ray":  # other machines load it, and this one may have no room for it
+    # other machines load it, and this one may have no room for it
+    if plan.config.scale.engine == "ray":
         check_weights(plan.forward.folder)
         return None
     forwards = _load_forwards(plan, codec, target, progress, opened)
@@ -163,7 +175,11 @@ def _prove_target(
 
 
 def _load_forwards(
-    plan: ExtractPlan, codec: StoreCodec, target: Target | None, progress: Progress | None, opened: ExitStack
+    plan: ExtractPlan,
+    codec: StoreCodec,
+    target: Target | None,
+    progress: Progress | None,
+    opened: ExitStack,
 ) -> Forwards:
     """Load the target, and start the engine that runs it if that is another one."""
     target = target or plan.forward.load_target(progress)
@@ -175,7 +191,9 @@ def _load_forwards(
     return forwards
 
 
-def _open_store(plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool) -> StoreWriter:
+def _open_store(
+    plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool
+) -> StoreWriter:
     """Begin or join the store; if another run was first to learn the codec, with what that one learned."""
     manifest = replace(plan.manifest, codec=codec.describe())
     create = partial(
@@ -198,7 +216,11 @@ def _open_store(plan: ExtractPlan, codec: StoreCodec, progress: Progress | None,
 
 
 def _work(
-    plan: ExtractPlan, store: StoreWriter, forwards: Forwards | None, counter: PartProgress, share: tuple[int, int]
+    plan: ExtractPlan,
+    store: StoreWriter,
+    forwards: Forwards | None,
+    counter: PartProgress,
+    share: tuple[int, int],
 ) -> tuple[Timings, list[str]]:
     """Write what is pending, in this process or in workers; returns what was spent, and how workers were lost."""
     timings = Timings()
@@ -236,7 +258,9 @@ def work_until_done(
         save_bundle(store, forwards.target, folder, n_layers)
 
 
-def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> tuple[Timings, list[str]]:
+def _run_workers(
+    plan: ExtractPlan, store: StoreWriter, counter: PartProgress
+) -> tuple[Timings, list[str]]:
     """Run the same command in workers until all is done; raises OptionInvalid if they cannot share the store."""
     config = plan.config
     scale = config.scale
@@ -254,8 +278,13 @@ def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -
         out=_absolute(str(store.path)),
     )
     device = plan.forward.device
-    devices = [device] * scale.workers if scale.engine == "ray" else worker_devices(device, scale.workers)
-    workers = [Worker(single.replaced(device=device), index, scale.workers) for index, device in enumerate(devices)]
+    devices = (
+        [device] * scale.workers if scale.engine == "ray" else worker_devices(device, scale.workers)
+    )
+    workers = [
+        Worker(single.replaced(device=device), index, scale.workers)
+        for index, device in enumerate(devices)
+    ]
     if scale.engine == "ray":
         return run_on_ray(workers, store, scale, counter)
     return run_processes(workers, store, counter)
@@ -278,19 +307,29 @@ def worker_devices(device: str, n_workers: int) -> list[str]:
             f"There are {n_devices} of {device} on this machine, and each of {n_workers} workers needs one of its "
             "own. Lower --workers, or leave out --device."
         )
-    return [device] if kind.index is not None else [f"{kind.type}:{index}" for index in range(n_workers)]
+    return (
+        [device]
+        if kind.index is not None
+        else [f"{kind.type}:{index}" for index in range(n_workers)]
+    )
 
 
-def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]) -> WriteReport:
+def _report(
+    plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]
+) -> WriteReport:
     report = WriteReport.of(store, timings)
-    report.compared = f", {report.stored_bytes / plan.raw_bytes:.3f} of {format_bytes(plan.raw_bytes)} raw"
+    report.compared = (
+        f", {report.stored_bytes / plan.raw_bytes:.3f} of {format_bytes(plan.raw_bytes)} raw"
+    )
     report.lines = plan.rows_read()
     report.lines += [f"damaged      {damage.path}: {damage.message}" for damage in store.damages]
     n_workers = plan.config.scale.workers
     if n_workers > 1:
         report.lines.append(f"workers      {n_workers}")
     if lost:
-        report.lines.append(f"lost         {len(lost)} of {n_workers} workers; their parts were done again")
+        report.lines.append(
+            f"lost         {len(lost)} of {n_workers} workers; their parts were done again"
+        )
         report.lines += [f"             {end}" for end in lost]
     return report
 
@@ -299,7 +338,8 @@ def repair(
     store: str | os.PathLike[str] | StorePath,
     model: str,  # the target that the store was made with: a folder, a GGUF file or a hub id
     dataset: str | None = None,  # the chats; None for those of the store's last extraction
-    device: str | None = None,  # device of the forward; None for that of the store's last extraction
+    # device of the forward; None for that of the store's last extraction
+    device: str | None = None,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:

@@ -15,7 +15,14 @@ from huggingface_hub.hf_api import RepoFile
 from ..errors import DatasetError, MoaDataError, OutputOccupied
 from ..files import PARTIAL_SUFFIX, machine_trouble
 from ..storage.read.verify import summarize_store, verify_store
-from ..storage.schema import CARD_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PUBLISH_NAME, RUNS_NAME
+from ..storage.schema import (
+    CARD_NAME,
+    KNOWN_NAMES,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    PUBLISH_NAME,
+    RUNS_NAME,
+)
 from ..text import Progress, first_line, format_bytes
 
 DRAFTER_FILE = "drafter.json"
@@ -37,7 +44,9 @@ def push(path: Path, repo: str, private: bool = False) -> str:
     """
     folder, entry, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
-        raise DatasetError("No token: set HF_TOKEN to one that may write (huggingface.co/settings/tokens).")
+        raise DatasetError(
+            "No token: set HF_TOKEN to one that may write (huggingface.co/settings/tokens)."
+        )
     files = _files(folder, entry)
     api = _connect()
     with _one_line(repo):
@@ -53,9 +62,15 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         first = [*tops, *(f"{top}/*" for top in tops)]
         if CARD_NAME not in files:
             card = drafter_card(json.loads((folder / entry).read_text(encoding="utf-8"))).encode()
-            api.upload_file(repo_id=repo, repo_type=repo_type, path_in_repo=CARD_NAME, path_or_fileobj=card)
-        # The file that makes a folder a store or a drafter is pushed last, so that half a push is neither.
-        for patterns, message in ((first, "Push with moa-data"), ([entry, CARD_NAME], "Finish the push")):
+            api.upload_file(
+                repo_id=repo, repo_type=repo_type, path_in_repo=CARD_NAME, path_or_fileobj=card
+            )
+        # The file that makes a folder a store or a drafter is pushed last, so that half a push is
+        # neither.
+        for patterns, message in (
+            (first, "Push with moa-data"),
+            ([entry, CARD_NAME], "Finish the push"),
+        ):
             api.upload_folder(
                 repo_id=repo, folder_path=folder, repo_type=repo_type, commit_message=message,
                 allow_patterns=patterns, ignore_patterns=[f"*{PARTIAL_SUFFIX}"],
@@ -64,7 +79,9 @@ def push(path: Path, repo: str, private: bool = False) -> str:
     return f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\nrepository   {url}"
 
 
-def pull(repo: str, folder: Path, revision: str | None = None, progress: Progress | None = None) -> str:
+def pull(
+    repo: str, folder: Path, revision: str | None = None, progress: Progress | None = None
+) -> str:
     """Pull a repository that :func:`push` made, check every byte, and say what came.
 
     Args:
@@ -76,15 +93,23 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         OutputOccupied: the folder holds something else.
     """
     folder = folder.expanduser()
-    if folder.exists() and not (folder.is_dir() and ((folder / _CACHE).is_dir() or not any(folder.iterdir()))):
+    if folder.exists() and not (
+        folder.is_dir() and ((folder / _CACHE).is_dir() or not any(folder.iterdir()))
+    ):
         raise OutputOccupied(f"{folder} is there already. Choose another folder, or delete it.")
     api = _connect()
     with _one_line(repo):
         # One commit, also where somebody pushes meanwhile.
         try:
-            repo_type, commit = "dataset", str(api.repo_info(repo, repo_type="dataset", revision=revision).sha)
+            repo_type, commit = (
+                "dataset",
+                str(api.repo_info(repo, repo_type="dataset", revision=revision).sha),
+            )
         except RepositoryNotFoundError:
-            repo_type, commit = "model", str(api.repo_info(repo, repo_type="model", revision=revision).sha)
+            repo_type, commit = (
+                "model",
+                str(api.repo_info(repo, repo_type="model", revision=revision).sha),
+            )
         files = _remote_files(api, repo, repo_type, commit)
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
@@ -93,14 +118,19 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
             )
         where: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
         api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **where)
-        wrong = [Path(mismatch["path"]) for mismatch in api.verify_repo_checksums(repo, **where).mismatches]
+        wrong = [
+            Path(mismatch["path"])
+            for mismatch in api.verify_repo_checksums(repo, **where).mismatches
+        ]
     for path in wrong:
         (folder / path).unlink()
         raise _damaged(f"{folder / path} is not the file of its commit, and was deleted. {_AGAIN}")
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:
-            raise _damaged(f"{folder} is not whole: `moa-data verify {folder}` says why. Push it again.")
+            raise _damaged(
+                f"{folder} is not whole: `moa-data verify {folder}` says why. Push it again."
+            )
     shutil.rmtree(folder / _CACHE)
     n_bytes = sum(file.size for file in files.values())
     what = f"a {kind}: {len(files):,} files, {format_bytes(n_bytes)}"
@@ -110,7 +140,11 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
 def drafter_card(facts: dict[str, Any]) -> str:
     """Write the model card of a drafter from its ``drafter.json``: kind, sizes, and the target that it belongs to."""
     target = facts.get("target") or {}
-    sizes = {key: value for key, value in facts.items() if key != "target" and isinstance(value, int | float | str)}
+    sizes = {
+        key: value
+        for key, value in facts.items()
+        if key != "target" and isinstance(value, int | float | str)
+    }
     lines = [
         "---", "library_name: moa-data", "pipeline_tag: text-generation", "tags:", "- speculative-decoding",
         "- drafter", "- moa-data", "---", "", f"# A drafter of kind {facts.get('kind', 'unknown')}", "",
@@ -133,7 +167,9 @@ def _what(path: Path) -> tuple[Path, str, str]:
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
         if what := summary.missing or ", ".join(summary.unfinished):
-            raise DatasetError(f"{path} is incomplete: {what}. Finish it with the command that began it, then push.")
+            raise DatasetError(
+                f"{path} is incomplete: {what}. Finish it with the command that began it, then push."
+            )
         return path, MANIFEST_NAME, "dataset"
     for folder in (path, path / "drafter"):
         if (folder / DRAFTER_FILE).is_file():
@@ -160,14 +196,24 @@ def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, i
     strange = [name for name in there if name not in files]
     if MANIFEST_NAME in there:
         found = api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset")
-        strange += [MANIFEST_NAME] * (Path(found).read_bytes() != (folder / MANIFEST_NAME).read_bytes())
+        strange += [MANIFEST_NAME] * (
+            Path(found).read_bytes() != (folder / MANIFEST_NAME).read_bytes()
+        )
     if strange:
-        raise DatasetError(f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name.")
+        raise DatasetError(
+            f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name."
+        )
 
 
-def _remote_files(api: HfApi, repo: str, repo_type: str, revision: str | None = None) -> dict[str, RepoFile]:
+def _remote_files(
+    api: HfApi, repo: str, repo_type: str, revision: str | None = None
+) -> dict[str, RepoFile]:
     entries = api.list_repo_tree(repo, recursive=True, repo_type=repo_type, revision=revision)
-    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile) and entry.path not in _NOT_OURS}
+    return {
+        entry.path: entry
+        for entry in entries
+        if isinstance(entry, RepoFile) and entry.path not in _NOT_OURS
+    }
 
 
 def _connect() -> HfApi:
@@ -185,11 +231,14 @@ def _one_line(repo: str) -> Iterator[None]:
             f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN in the environment."
         ) from error
     except HFValidationError as error:
-        raise DatasetError(f"{repo!r} is not the name of a repository, expected OWNER/NAME.") from error
+        raise DatasetError(
+            f"{repo!r} is not the name of a repository, expected OWNER/NAME."
+        ) from error
     except MoaDataError:
         raise
     except Exception as error:  # of many unrelated types
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
-        reason = first_line(error.__cause__ or error).rstrip(".")  # a failed upload's cause says why
+        # a failed upload's cause says why
+        reason = first_line(error.__cause__ or error).rstrip(".")
         raise DatasetError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error

@@ -38,14 +38,26 @@ from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.model_files import read_config
-from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_source
+from ..moa.targets.template import (
+    TEMPLATE_TIME,
+    ChatTemplate,
+    parse_template_arguments,
+    template_source,
+)
 from ..storage.backend import names_in, open_path, read_file
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import committed_bytes, has_parts
 from ..storage.paths import StorePath
 from ..storage.plan import numbers, plan_counts, plan_parts
 from ..storage.read.store import read_manifest
-from ..storage.schema import ALIGNMENT_TOKENS, KV, LATENTS, ROTATED_IN_SOME, RUNS_NAME, StoreManifest
+from ..storage.schema import (
+    ALIGNMENT_TOKENS,
+    KV,
+    LATENTS,
+    ROTATED_IN_SOME,
+    RUNS_NAME,
+    StoreManifest,
+)
 from ..text import Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
@@ -67,13 +79,15 @@ class ExtractPlan(WritePlan):
     """What an extraction will do."""
 
     config: ExtractConfig
-    manifest: StoreManifest  # content of store.json; of a codec that learns, without what it will learn
+    # content of store.json; of a codec that learns, without what it will learn
+    manifest: StoreManifest
     sequences: Sequences = field(repr=False)
     # The origin of the sequences (``texts_origin``); None where only reading all rows tells it.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     keeps_texts: bool  # whether the output folder holds them
     dataset: str  # the dataset, and which split and files of it were read, as text
-    ends_last_turn: bool  # whether the chat template writes an end of turn after the last message of a chat
+    # whether the chat template writes an end of turn after the last message of a chat
+    ends_last_turn: bool
 
     def rows_read(self) -> list[str]:
         """Return lines about the rows of the dataset."""
@@ -99,7 +113,9 @@ class ExtractPlan(WritePlan):
         n_response = int(numbers(self.table, "n_response_tokens").sum())
         lengths = np.sort(numbers(self.table, "n_tokens"))
         bits = ", ".join(
-            f"{name} {own.expected_bits:.1f}" for name, own in codec.fields.items() if own.spec.token_shape
+            f"{name} {own.expected_bits:.1f}"
+            for name, own in codec.fields.items()
+            if own.spec.token_shape
         )
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
         model_config = self.forward.model_config
@@ -139,11 +155,17 @@ class ExtractPlan(WritePlan):
         """Advise what suits the target and the chats."""
         config = self.forward.model_config
         width = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
-        is_on_cpu = torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm"
-        return advise(self.n_tokens, is_on_cpu, width > 0, 1 + width / self.manifest.target["hidden_size"])
+        is_on_cpu = (
+            torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm"
+        )
+        return advise(
+            self.n_tokens, is_on_cpu, width > 0, 1 + width / self.manifest.target["hidden_size"]
+        )
 
 
-def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
+def build_plan(
+    config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False
+) -> ExtractPlan:
     """Plan an extraction without running the target or writing anything; equal inputs give equal plans.
 
     Args:
@@ -155,11 +177,15 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         "template_kwargs": parse_template_arguments(config.data.template_kwargs),
     }
     if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise OptionInvalid("--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'.")
+        raise OptionInvalid(
+            "--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'."
+        )
     out = open_path(config.out)
     sources = stored_sources(out)
     folder = find_target(config.model, sources, config.revision, with_weights=False)
-    config, forward, engine = _plan_forwards(config, folder, with_weights, _stored_extraction(out) or {})
+    config, forward, engine = _plan_forwards(
+        config, folder, with_weights, _stored_extraction(out) or {}
+    )
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
@@ -177,7 +203,9 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     counts = plan_counts(table)
     if with_weights:
         identities |= weight_identities(folder, progress)
-    extraction = _extraction(config, forward, engine) | {name: given for name, given in texts.items() if given}
+    extraction = _extraction(config, forward, engine) | {
+        name: given for name, given in texts.items() if given
+    }
     if sequences.asked_the_time:
         extraction["template_time"] = TEMPLATE_TIME.isoformat()
     manifest = StoreManifest(
@@ -235,17 +263,21 @@ def _plan_forwards(
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
-        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))  # which needs one more
+        # which needs one more
+        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
     longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
     engine = check_vllm(model_config, longest) if uses_vllm else None
-    # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.
+    # What stays of transformers where vLLM runs the target, its weights for the store, is on the
+    # host.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
     compute_dtype: str = config.forward.compute_dtype
     if compute_dtype == "auto":
         compute_dtype = _choose_compute_dtype(config, model_config, device, stored)
     try:
-        codec = StoreCodec(config.storage.codec, field_specs(spec, sizes, config.storage.dtype, groups))
+        codec = StoreCodec(
+            config.storage.codec, field_specs(spec, sizes, config.storage.dtype, groups)
+        )
     except CodecUnknown as error:
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
@@ -261,10 +293,13 @@ def _plan_forwards(
         device=device,
         dtype=config.storage.dtype,
         compute_dtype=compute_dtype,
-        batch_tokens=config.forward.batch_tokens or (65_536 if uses_vllm else 2048 if is_cpu else 16_384),
+        batch_tokens=config.forward.batch_tokens
+        or (65_536 if uses_vllm else 2048 if is_cpu else 16_384),
         longest_tokens=longest,
         uses_cache=spec.kv,
-        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, config.scale.n_local_workers),
+        n_encode_threads=resolve_encode_threads(
+            config.forward.encode_threads, config.scale.n_local_workers
+        ),
         n_workers=config.scale.n_local_workers,
     )
     if with_weights and has_device(device):
@@ -272,12 +307,18 @@ def _plan_forwards(
     return config, forward, engine
 
 
-def _choose_compute_dtype(config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]) -> str:
+def _choose_compute_dtype(
+    config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]
+) -> str:
     """Choose the dtype of forwards that was left open."""
     kind = torch.device(device).type
     dtype = config.storage.dtype
     # Another machine that goes on with the store, or joins in, may have another kind of CPU.
-    if stored.get("device") == kind and stored.get("compute_dtype") in ("float32", "bfloat16", "float16"):
+    if stored.get("device") == kind and stored.get("compute_dtype") in (
+        "float32",
+        "bfloat16",
+        "float16",
+    ):
         return str(stored["compute_dtype"])
     if kind != "cpu" or config.forward.source == "vllm":
         return dtype
@@ -292,12 +333,16 @@ def _pick_device(config: ExtractConfig) -> str:
     n_gpus = config.scale.gpus_per_worker
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
-            raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")
+            raise OptionInvalid(
+                f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them."
+            )
         return "cuda" if n_gpus else "cpu"
     return pick_device(wanted)
 
 
-def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str, str] | None) -> dict[str, Any]:
+def _extraction(
+    config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str, str] | None
+) -> dict[str, Any]:
     """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
@@ -340,7 +385,8 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     return {
         kind: entry
         for kind, entry in entries
-        if isinstance(entry, Mapping) and all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
+        if isinstance(entry, Mapping)
+        and all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
     }
 
 
@@ -360,23 +406,35 @@ def stored_sources(store: StorePath) -> Sources | None:
     return None if extraction is None else recorded_sources(extraction)
 
 
-def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str | None) -> str | None:
+def pinned_revision(
+    sources: Sources | None, kind: str, name: str, revision: str | None
+) -> str | None:
     """Return the recorded commit of a model or dataset that is asked for, else the revision that is asked for."""
     entry = (sources or {}).get(kind)
-    if entry and entry["id"] == name and (revision or _MAIN) in (entry["revision"], entry["commit"]):
+    if (
+        entry
+        and entry["id"] == name
+        and (revision or _MAIN) in (entry["revision"], entry["commit"])
+    ):
         return entry["commit"]
     return revision
 
 
-def find_target(model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True) -> Path:
+def find_target(
+    model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True
+) -> Path:
     """Return the folder of a target, a Hub model at the commit that a store records; refuse one without weights."""
-    folder = resolve_model_folder(model, with_weights, pinned_revision(sources, "model", model, revision))
+    folder = resolve_model_folder(
+        model, with_weights, pinned_revision(sources, "model", model, revision)
+    )
     if with_weights:
         weight_files(folder)  # refuses a folder without weights
     return folder
 
 
-def sources_record(config: ExtractConfig, folder: Path, dataset: ChatSource, before: Sources | None) -> dict[str, Any]:
+def sources_record(
+    config: ExtractConfig, folder: Path, dataset: ChatSource, before: Sources | None
+) -> dict[str, Any]:
     """Return the record of the sources for ``extraction``.
 
     Args:
@@ -386,14 +444,22 @@ def sources_record(config: ExtractConfig, folder: Path, dataset: ChatSource, bef
     """
     now: dict[str, dict[str, str]] = {}
     if not Path(config.model).expanduser().exists():
-        now["model"] = {"id": config.model, "revision": config.revision or _MAIN, "commit": folder.name}
+        now["model"] = {
+            "id": config.model,
+            "revision": config.revision or _MAIN,
+            "commit": folder.name,
+        }
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
         now["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
     if before is None:
         return {"sources": now} if now else {}
     kept = {kind: dict(entry) for kind, entry in before.items()}
-    changed = {kind: new for kind, new in now.items() if kind in kept and kept[kind]["commit"] != new["commit"]}
+    changed = {
+        kind: new
+        for kind, new in now.items()
+        if kind in kept and kept[kind]["commit"] != new["commit"]
+    }
     return {"sources": kept | changed} if kept else {}
 
 
@@ -416,7 +482,9 @@ def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
 def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping[str, str]) -> None:
     """Refuse inputs whose identities are not those of a store; what its manifest lacks is not compared."""
     changes = {
-        f"identities.{key}": (stored[key], value) for key, value in found.items() if stored.get(key, value) != value
+        f"identities.{key}": (stored[key], value)
+        for key, value in found.items()
+        if stored.get(key, value) != value
     }
     if changes:
         raise StoreMismatch(str(store), changes, "Give the --model that it was made with.")
@@ -430,7 +498,9 @@ def recorded_config(store: StorePath) -> ExtractConfig:
     for path in (runs / name for name in sorted(records, reverse=True)):
         try:
             settings = parse_object(read_file(path))["config"]
-            return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
+            return ExtractConfig.of(
+                **{name: value for name, value in settings.items() if name in names}
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise WorkerError(

@@ -29,7 +29,8 @@ from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
-_METRIC_TOKENS = 60_000  # tokens of the sequences on which metrics of keys and values are measured, roughly
+# tokens of the sequences on which metrics of keys and values are measured, roughly
+_METRIC_TOKENS = 60_000
 _MIN_RESPONSE = 8  # tokens of a response that draft rounds fit into
 
 
@@ -77,20 +78,33 @@ def recode(
                 f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
                 "codec has lost another cannot bring back. Extract again, or give the lossless store."
             )
-        is_folder = isinstance(target_store, Path) and target_store.exists() and isinstance(source.path, Path)
-        if target_store == source.path or (is_folder and os.path.samefile(str(target_store), str(source.path))):
+        is_folder = (
+            isinstance(target_store, Path)
+            and target_store.exists()
+            and isinstance(source.path, Path)
+        )
+        if target_store == source.path or (
+            is_folder and os.path.samefile(str(target_store), str(source.path))
+        ):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
-        manifest = dataclasses.replace(source.manifest, identities={**source.manifest.identities, **metric})
+        manifest = dataclasses.replace(
+            source.manifest, identities={**source.manifest.identities, **metric}
+        )
         new = _learned_codec(source, codec, target_store, manifest, progress, kv_metrics)
         manifest = dataclasses.replace(manifest, codec=new.describe())
         plan = source.sequences
-        with StoreWriter.create_or_resume(target_store, manifest, plan, new.files(), begins_anew=True) as writer:
+        with StoreWriter.create_or_resume(
+            target_store, manifest, plan, new.files(), begins_anew=True
+        ) as writer:
             rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
             try:
                 _copy_target(source, writer)
                 timings = write_parts(
-                    writer, lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec), "recode", progress
+                    writer,
+                    lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
+                    "recode",
+                    progress,
                 )
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
@@ -103,7 +117,10 @@ def recode(
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
             report.compared = f", {report.stored_bytes / source_bytes:.3f} of {source.path}"
             report.lines = [f"codec        {new.name}"]
-            writer.record_run(report.record(provenance) | {"recode": {"source": str(source.path), "codec": new.name}})
+            writer.record_run(
+                report.record(provenance)
+                | {"recode": {"source": str(source.path), "codec": new.name}}
+            )
     report.lines += compare(store, target_store, progress=progress).lines()
     return report
 
@@ -123,7 +140,9 @@ def _learned_codec(
         raise OptionInvalid(f"{error} Change --codec.") from error
     kv = codec.fields.get("kv")
     if kv_metrics is not None and kv is None:
-        raise OptionInvalid(f"{source.path} has no keys and values for a drafter to read. Leave --drafter out.")
+        raise OptionInvalid(
+            f"{source.path} has no keys and values for a drafter to read. Leave --drafter out."
+        )
     if kv_metrics is not None and not isinstance(kv, TransformCodec):
         raise OptionInvalid(
             f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to say. Give "
@@ -135,7 +154,10 @@ def _learned_codec(
         return before
 
     def read(row: int) -> dict[str, np.ndarray]:
-        values = {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
+        values = {
+            field: to_float32(source.read(row, field), source.fields[field].dtype)
+            for field in codec.learned
+        }
         return values | {TOKENS: source.read(row, TOKENS)}
 
     if kv_metrics is not None and isinstance(kv, TransformCodec):
@@ -148,9 +170,18 @@ def _learned_codec(
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)  # a drafter needs room before
+    # a drafter needs room before
+    frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", existing_parent(out), progress)
-    calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight, learning)
+    calibrate(
+        codec,
+        source.lengths,
+        read,
+        frozen.config,
+        frozen.lm_head_weight,
+        frozen.embed_tokens.weight,
+        learning,
+    )
     return codec
 
 
@@ -173,7 +204,10 @@ def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, An
 
 
 def write_parts(
-    store: StoreWriter, read: Callable[[Mapping[str, Any]], Mapping[str, Any]], message: str, progress: Progress | None
+    store: StoreWriter,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    message: str,
+    progress: Progress | None,
 ) -> Timings:
     """Write and commit every pending part, sequence by sequence.
 
@@ -185,7 +219,9 @@ def write_parts(
     start = time.perf_counter()
     pending = store.pending_parts()
     n_tokens = numbers(store.plan, "n_tokens")
-    n_done = timings.n_before_tokens = int(n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum())
+    n_done = timings.n_before_tokens = int(
+        n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum()
+    )
     for part in pending:
         with store.part(part) as out:
             for row in out.sequences.to_pylist():
@@ -193,7 +229,9 @@ def write_parts(
                     out.write(name, row["first_token"], values)
                 n_done += row["n_tokens"]
                 if progress:
-                    progress(n_done, int(n_tokens.sum()), f"{message} part {part + 1}/{store.n_parts}")
+                    progress(
+                        n_done, int(n_tokens.sum()), f"{message} part {part + 1}/{store.n_parts}"
+                    )
             out.commit()
             timings.add_part(int(numbers(out.sequences, "n_tokens").sum()), out.was_first)
     timings.extract_s = time.perf_counter() - start

@@ -54,7 +54,8 @@ _FILE = "chats.jsonl"  # name of the file in a folder
 _TIMED_TOKENS = 16  # tokens of each text by which `preview` measures the speed
 _MOST_DROPPED = 9  # unusable questions of the target for each usable one, before it is given up
 _FEW_DROPPED = 64  # unusable questions that are not too many, whatever the others are
-_SEED_FACTOR = 0x9E3779B97F4A7C15  # keeps the seeds of questions apart from each other's and the answers'
+# keeps the seeds of questions apart from each other's and the answers'
+_SEED_FACTOR = 0x9E3779B97F4A7C15
 _WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
 
 
@@ -81,14 +82,18 @@ class Row:
     """One row of the dataset: what is asked, and the answers so far."""
 
     row: int  # its number in the dataset, from 0
-    messages: list[Message] = field(default_factory=list)  # up to its last answer; none where it is rejected
+    # up to its last answer; none where it is rejected
+    messages: list[Message] = field(default_factory=list)
     n_answers: int = 0
     n_tokens: int = 0  # tokens of the answers
     is_cut: bool = False  # whether the last answer reached a limit
-    reason: str = ""  # why the row is rejected, or its later turns were not answered; empty where all were
+    # why the row is rejected, or its later turns were not answered; empty where all were
+    reason: str = ""
     detail: str = ""
-    turns: list[list[Message]] = field(default_factory=list)  # before each answer to come, after the one before it
-    prompt: list[Message] = field(default_factory=list)  # the messages of the turn that is being asked
+    # before each answer to come, after the one before it
+    turns: list[list[Message]] = field(default_factory=list)
+    # the messages of the turn that is being asked
+    prompt: list[Message] = field(default_factory=list)
 
     @classmethod
     def read(cls, row: int, content: Any, columns: Columns) -> "Row":
@@ -98,7 +103,9 @@ class Row:
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
         # The target would call them otherwise than the dataset's assistant did.
-        if chat.tools or any(message["role"] == "tool" or "tool_calls" in message for message in chat.messages):
+        if chat.tools or any(
+            message["role"] == "tool" or "tool_calls" in message for message in chat.messages
+        ):
             return cls(row, reason=LossReason.TOOLS.value)
         try:
             json.dumps(chat.messages, ensure_ascii=False).encode()
@@ -177,11 +184,16 @@ class RowCounts(BaseModel):
         self.n_at_limit += row.is_cut
         if row.reason:
             (self.cut if row.messages else self.rejected)[row.reason] += 1
-            self.examples.setdefault(row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else ""))
+            self.examples.setdefault(
+                row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else "")
+            )
 
     def lines(self, counts: Counter[str], start: str = "") -> list[str]:
         """Return one line for each reason, the most frequent first, with an example."""
-        return [f"{start}{n:,}  {reason} (first: {self.examples[reason]})" for reason, n in counts.most_common()]
+        return [
+            f"{start}{n:,}  {reason} (first: {self.examples[reason]})"
+            for reason, n in counts.most_common()
+        ]
 
 
 class Work(NamedTuple):
@@ -200,11 +212,15 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
     asked = config.questions
     if config.self_prompted is not None:
         n_rows = config.self_prompted
-        settings = asked.model_dump(include={"question_temperature", "question_top_p", "question_tokens"})
+        settings = asked.model_dump(
+            include={"question_temperature", "question_top_p", "question_tokens"}
+        )
         text = f"{counted(n_rows, 'question')} that the target writes, and answers {limits}"
         most_tokens = n_rows * (config.max_new_tokens + asked.question_tokens)
         return Work(None, n_rows, most_tokens, settings, text)
-    source = ChatSource(config.dataset or "", asked.split, asked.dataset_config, asked.dataset_revision)
+    source = ChatSource(
+        config.dataset or "", asked.split, asked.dataset_config, asked.dataset_revision
+    )
     total = source.count_rows()
     n_rows = 0
     n_chats = 0
@@ -256,7 +272,9 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
     out = out if out.suffix == ".jsonl" else out / _FILE
     folder = Path(config.dataset or out).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
-        raise OptionInvalid(f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it.")
+        raise OptionInvalid(
+            f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it."
+        )
     work = count_work(config, progress)
     answering = LocalTarget(config) if config.server is None else Server(config)
     settings = {
@@ -271,7 +289,9 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
     }
     settings = json.loads(json.dumps(settings))
     limit = config.questions.max_rejected_fraction
-    with open_answers(out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress) as answers:
+    with open_answers(
+        out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress
+    ) as answers:
         n_done = answers.counts.n_rows
         if progress and isinstance(answering, LocalTarget):
             most_tokens = work.most_tokens * (1 - n_done / work.n_rows)
@@ -281,14 +301,18 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
 
 
 @contextmanager
-def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int, **others: Any) -> "Iterator[Answers]":
+def open_answers(
+    path: Path, settings: Mapping[str, Any], n_rows: int, **others: Any
+) -> "Iterator[Answers]":
     """Lock a file of answered chats, made if missing; one that was begun with other settings is refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OutputOccupied(f"{path} is being written by another process; wait for it to end.") from error
+            raise OutputOccupied(
+                f"{path} is being written by another process; wait for it to end."
+            ) from error
         yield Answers(path, file, settings, n_rows, **others)
 
 
@@ -320,7 +344,10 @@ class Answers:
         self._keeps_questions = "question_tokens" in self.settings
         self.asked = set[str]()  # questions of the chats, if the target writes them
         if self._keeps_questions:
-            self.asked = {_as_one_line(json.loads(line)["messages"]) for line in self.path.read_bytes().splitlines()}
+            self.asked = {
+                _as_one_line(json.loads(line)["messages"])
+                for line in self.path.read_bytes().splitlines()
+            }
         self._n_tokens_before = self.counts.n_tokens
         self._began_s = time.monotonic()
         self._check_rejected()  # an earlier run may have rejected too many already
@@ -335,19 +362,31 @@ class Answers:
         n_bytes = self.path.stat().st_size
         if not self.record.exists():
             if n_bytes:
-                raise OutputOccupied(f"{self.path} exists, and no regeneration wrote it. Choose another --out.")
+                raise OutputOccupied(
+                    f"{self.path} exists, and no regeneration wrote it. Choose another --out."
+                )
             self._save()
             return
-        with parsing(f"{self.record} is not a record of a regeneration", OutputOccupied, "Choose another --out."):
+        with parsing(
+            f"{self.record} is not a record of a regeneration",
+            OutputOccupied,
+            "Choose another --out.",
+        ):
             found = _Record.model_validate_json(self.record.read_bytes())
         now = self._record.settings
         begun = found.settings
         changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
         if changed and found.rows.n_rows:  # without a row nothing was answered by those settings
-            listed = ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed)
-            raise OutputOccupied(f"{self.path} was begun with {listed}. Give those settings, or another --out.")
+            listed = ", ".join(
+                f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed
+            )
+            raise OutputOccupied(
+                f"{self.path} was begun with {listed}. Give those settings, or another --out."
+            )
         if n_bytes < found.n_bytes or (found.sha256 and n_bytes > found.n_bytes):
-            raise OutputOccupied(f"{self.path} was changed after it was written. Choose another --out, or delete it.")
+            raise OutputOccupied(
+                f"{self.path} was changed after it was written. Choose another --out, or delete it."
+            )
         self.file.truncate(found.n_bytes)
         if changed:
             self._save()
@@ -358,7 +397,11 @@ class Answers:
         """Add a batch, and wait until it is on the disk."""
         kept = [row for row in rows if row.messages]
         lines = [
-            {"row": row.row, "messages": row.messages, "finish_reason": "length" if row.is_cut else "stop"}
+            {
+                "row": row.row,
+                "messages": row.messages,
+                "finish_reason": "length" if row.is_cut else "stop",
+            }
             for row in kept
         ]
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
@@ -366,7 +409,8 @@ class Answers:
             self.file.write(data)
             self.file.flush()
             os.fsync(self.file.fileno())
-            # The record comes after the chats that it counts: what a kill leaves beyond them is cut off.
+            # The record comes after the chats that it counts: what a kill leaves beyond them is cut
+            # off.
             self._record.n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
@@ -374,8 +418,12 @@ class Answers:
         if self._keeps_questions:
             self.asked.update(_as_one_line(row.messages) for row in kept)
         if self.progress:
-            tokens_per_s = (self.counts.n_tokens - self._n_tokens_before) / (time.monotonic() - self._began_s)
-            self.progress(self.counts.n_rows, self.n_rows, f"regenerate at {tokens_per_s:.3g} answer tokens/s")
+            tokens_per_s = (self.counts.n_tokens - self._n_tokens_before) / (
+                time.monotonic() - self._began_s
+            )
+            self.progress(
+                self.counts.n_rows, self.n_rows, f"regenerate at {tokens_per_s:.3g} answer tokens/s"
+            )
         self._check_rejected()
 
     def _save(self) -> None:
@@ -427,13 +475,17 @@ class LocalTarget:
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
         self._config = config
-        self._target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+        self._target = Target.load(
+            config.model, getattr(torch, config.dtype), config.device, config.revision
+        )
         self._target.prepare()
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         sampling = SamplingConfig(**config.sampling.arguments())
         proposer = shape = None
         folders = () if config.drafter is None else (config.drafter,)
-        for drafter in ready_drafters(self._target, folders, config.template_kwargs, config.model).values():
+        for drafter in ready_drafters(
+            self._target, folders, config.template_kwargs, config.model
+        ).values():
             proposer = DrafterProposer(self._target, drafter, sampling)
             shape = config.shape()
             if config.tree is None and proposer.max_depth is not None:
@@ -441,7 +493,9 @@ class LocalTarget:
         self._template = self._target.template
         if config.self_prompted is not None:
             self._user_turn, self._user_end = self._template.open_user_turn()
-        self._decode = partial(generate_batch, self._target, proposer=proposer, tree=shape, sampling=sampling)
+        self._decode = partial(
+            generate_batch, self._target, proposer=proposer, tree=shape, sampling=sampling
+        )
         self.facts: dict[str, Any] = {
             "target": dict(self._target.identity),
             "template_kwargs": self._template.arguments,
@@ -453,7 +507,8 @@ class LocalTarget:
 
     def answer(self, rows: Iterator[Row], answers: Answers) -> None:
         """Answer all turns of the rows, a batch at a time; each batch is committed."""
-        # A batch that was interrupted is asked again as a whole, because rounding in a batch depends on its rows.
+        # A batch that was interrupted is asked again as a whole, because rounding in a batch
+        # depends on its rows.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, answers)
@@ -563,7 +618,10 @@ class Server:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._arguments = parse_template_arguments(config.template_kwargs)
         self._model = asyncio.run(self._find_model())
-        self.facts: dict[str, Any] = {"server_model": self._model, "template_kwargs": self._arguments}
+        self.facts: dict[str, Any] = {
+            "server_model": self._model,
+            "template_kwargs": self._arguments,
+        }
 
     def answer(self, rows: Iterable[Row], answers: Answers) -> None:
         """Ask all rows; each is committed as soon as those before it are there."""
@@ -583,7 +641,8 @@ class Server:
             try:
                 for row in rows:
                     waiting.append(asyncio.create_task(self._converse(client, row)))
-                    # Some rows ahead of the requests, so that one long answer does not hold up those after it.
+                    # Some rows ahead of the requests, so that one long answer does not hold up
+                    # those after it.
                     if len(waiting) == 4 * self._config.n_together:
                         await commit_finished()
                 while waiting:
@@ -604,12 +663,16 @@ class Server:
         async with self._client() as client:
             answer = await self._request(client, "GET", "/models")
         status = f"{answer.status_code}: {_message(answer)}"
-        with parsing(f"{self._url}/models gives no list of models, but {status}", ServingError, _ADVICE):
+        with parsing(
+            f"{self._url}/models gives no list of models, but {status}", ServingError, _ADVICE
+        ):
             names = [str(item["id"]) for item in answer.json()["data"]]
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
-        raise ServingError(f"{self._url} has {', '.join(names) or 'no model'}. Name one of them by --model.")
+        raise ServingError(
+            f"{self._url} has {', '.join(names) or 'no model'}. Name one of them by --model."
+        )
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
         while row.begin_turn():
@@ -621,7 +684,9 @@ class Server:
             if answer.status_code in _REFUSALS:
                 row.end(LossReason.REFUSED, _message(answer))
             elif answer.status_code != 200:
-                raise ServingError(f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
+                raise ServingError(
+                    f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}"
+                )
             else:
                 self._take(row, answer)
         return row
@@ -649,7 +714,9 @@ class Server:
             message = choice["message"]
             ended = choice["finish_reason"]
             usage = document.get("usage") or {}
-            n_tokens, n_prompt = (int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt"))
+            n_tokens, n_prompt = (
+                int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt")
+            )
             text = message.get("content") or ""
         # A drafter would learn answers without what led to them.
         if message.get("reasoning_content") or message.get("reasoning"):
@@ -662,7 +729,10 @@ class Server:
             is_cut = ended == "length" or n_prompt + n_tokens > asked.max_length
             row.take(text, n_tokens, is_cut, asked.keep_cut)
         else:
-            row.end(LossReason.TOOLS if ended == "tool_calls" else LossReason.REFUSED, f"finish_reason {ended}")
+            row.end(
+                LossReason.TOOLS if ended == "tool_calls" else LossReason.REFUSED,
+                f"finish_reason {ended}",
+            )
 
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None

@@ -60,7 +60,10 @@ class Timings:
 
     def record(self) -> dict[str, float]:
         """Return the values for runs/."""
-        return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
+        return asdict(self) | {
+            "padding_fraction": self.padding_fraction,
+            "tokens_per_s": self.tokens_per_s,
+        }
 
     def describe(self) -> str:
         """Return what the run wrote as text."""
@@ -69,7 +72,11 @@ class Timings:
         if self.n_padded_tokens:
             text += f"; forwards {format_hours(self.forward_s)}, waiting for the writer {format_hours(self.wait_s)}"
             text += f", padding {self.padding_fraction:.1%}"
-        return text + (f", {counted(self.n_late, 'part')} that another run committed first" if self.n_late else "")
+        return text + (
+            f", {counted(self.n_late, 'part')} that another run committed first"
+            if self.n_late
+            else ""
+        )
 
 
 @dataclass
@@ -84,13 +91,16 @@ class WriteReport:
     timings: Timings = field(repr=False)
     compared: str = ""  # what ``stored_bytes`` is a fraction of, as text; empty for nothing
     lines: list[str] = field(default_factory=list)  # what the command adds to the text
-    has_begun_anew: bool = False  # whether the folder held a store of other inputs, without any part
+    # whether the folder held a store of other inputs, without any part
+    has_begun_anew: bool = False
     restored: str = ""  # what this run wrote beside parts, of a store whose parts were all there
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
         """Count what the commits of a store list."""
-        commits = [read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()]
+        commits = [
+            read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()
+        ]
         return cls(
             writer.path,
             sum(commit.n_sequences for commit in commits),
@@ -142,7 +152,9 @@ class PartProgress:
         self._store = store
         self._progress = progress
         lengths = numbers(store.plan, "n_tokens").astype(np.int64)
-        self._tokens = np.bincount(numbers(store.plan, "part"), lengths, store.n_parts).astype(np.int64)
+        self._tokens = np.bincount(numbers(store.plan, "part"), lengths, store.n_parts).astype(
+            np.int64
+        )
         self._parts = store.committed_parts()
         self._n_parts = self._n_before_parts = len(self._parts)
         self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())
@@ -162,6 +174,10 @@ class PartProgress:
             self._looked_s = time.monotonic()
         committed = int(self._tokens[self._parts].sum())
         total = int(self._tokens.sum())
-        self._n_done = max(self._n_done, committed, min(self.n_before_tokens + timings.n_computed_tokens, total))
+        self._n_done = max(
+            self._n_done, committed, min(self.n_before_tokens + timings.n_computed_tokens, total)
+        )
         self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + timings.n_parts)
-        self._progress(self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}")
+        self._progress(
+            self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}"
+        )

@@ -45,10 +45,19 @@ Tokenised = tuple[TokenizedChat | Rejection, bool]
 """The sequence of a row or its rejection, and whether the chat template has asked for the time in this process."""
 Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
-_COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
+_COUNTS = (
+    "n_rows",
+    "n_duplicates",
+    "n_truncated",
+    "asked_the_time",
+    "dataset_sha256",
+    "rejections",
+    "examples",
+)
 _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
-_ORIGIN_VERSION = 3  # part of the origin; raise it when a change of the code makes equal chats give other tokens
+# part of the origin; raise it when a change of the code makes equal chats give other tokens
+_ORIGIN_VERSION = 3
 
 
 @dataclass
@@ -57,15 +66,18 @@ class Sequences:
 
     # Sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
     ids: dict[str, int] = field(default_factory=dict)
-    source_rows: "array[int]" = field(default_factory=lambda: array("q"))  # row in the dataset of each sequence
-    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))  # n_sequences + 1 positions on the flat axis
+    # row in the dataset of each sequence
+    source_rows: "array[int]" = field(default_factory=lambda: array("q"))
+    # n_sequences + 1 positions on the flat axis
+    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0  # sequences that were cut
     asked_the_time: bool = False
     dataset_sha256: str = ""  # hash of what was read of the dataset (``ChatSource.identity``)
     rejections: Counter[str] = field(default_factory=Counter)  # reason -> rows
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first row that had it, with details
+    # reason -> the first row that had it, with details
+    examples: dict[str, str] = field(default_factory=dict)
     _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
     _mask: Any = field(default_factory=bytearray, repr=False)
 
@@ -102,18 +114,24 @@ class Sequences:
         """Count a row that gives no sequence."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
-        self.examples.setdefault(reason, f"row {row}" + (f": {rejection.detail}" if rejection.detail else ""))
+        self.examples.setdefault(
+            reason, f"row {row}" + (f": {rejection.detail}" if rejection.detail else "")
+        )
 
     def rejection_lines(self) -> list[str]:
         """Return one line for each reason, the most frequent first, with an example."""
         found = self.rejections.most_common()
-        return [f"               {count:,}  {reason} (first: {self.examples[reason]})" for reason, count in found]
+        return [
+            f"               {count:,}  {reason} (first: {self.examples[reason]})"
+            for reason, count in found
+        ]
 
     def table(self) -> pa.Table:
         """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))  # response tokens before each token
+        # response tokens before each token
+        n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {
                 "sequence_id": text_column(self.ids),
@@ -129,8 +147,12 @@ class Sequences:
         columns = {
             "sequence_id": text_column(self.ids),
             "source_row": column(np.frombuffer(self.source_rows, np.int64)),
-            "tokens": pa.LargeListArray.from_arrays(offsets, column(np.frombuffer(self._tokens, np.int32))),
-            "response_mask": pa.LargeListArray.from_arrays(offsets, column(np.frombuffer(self._mask, np.uint8))),
+            "tokens": pa.LargeListArray.from_arrays(
+                offsets, column(np.frombuffer(self._tokens, np.int32))
+            ),
+            "response_mask": pa.LargeListArray.from_arrays(
+                offsets, column(np.frombuffer(self._mask, np.uint8))
+            ),
         }
         counts = {name: getattr(self, name) for name in _COUNTS}
         return pa.table(columns).replace_schema_metadata({_COUNTS_KEY: json.dumps(counts)})
@@ -179,7 +201,9 @@ def read_sequences(
 
     n_processes = (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1
     contents = (content for _, content in source.rows())
-    results = tokenise_rows(contents, tokenise, n_processes, lambda: limit and limit - len(sequences))
+    results = tokenise_rows(
+        contents, tokenise, n_processes, lambda: limit and limit - len(sequences)
+    )
     for row, (chat, asked_the_time) in enumerate(results):
         source.count_row()
         sequences.n_rows += 1
@@ -210,7 +234,11 @@ def tokenise_rows(
     """
     while n_processes > 1:
         block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())
-        yield from _in_forks(block, tokenise, n_processes) if len(block) >= MIN_ROWS else map(tokenise, block)
+        yield from (
+            _in_forks(block, tokenise, n_processes)
+            if len(block) >= MIN_ROWS
+            else map(tokenise, block)
+        )
         if isinstance(end, DatasetError):
             raise end
         if end:
@@ -218,7 +246,9 @@ def tokenise_rows(
     yield from map(tokenise, rows)
 
 
-def _read_block(rows: Iterator[Any], n_rows: int, n_left: int | None) -> tuple[list[Any], bool | DatasetError]:
+def _read_block(
+    rows: Iterator[Any], n_rows: int, n_left: int | None
+) -> tuple[list[Any], bool | DatasetError]:
     """Read the next rows; also return whether they are the last ones, or what kept the next one from being read."""
     if n_left is not None:  # a few may be rejected
         n_rows = min(n_rows, n_left + n_left // 16 + 64)
@@ -238,12 +268,14 @@ def _read_block(rows: Iterator[Any], n_rows: int, n_left: int | None) -> tuple[l
 
 def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
     """Yield the result of each row; fork k has every n-th row from row k on."""
-    # Forks have rows, tokenizer and template already. They are killed when the caller needs no more, and end by
+    # Forks have rows, tokenizer and template already. They are killed when the caller needs no
+    # more, and end by
     # themselves where this process is killed, as their pipe breaks.
     forks: list[tuple[int, Connection]] = []
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forks of a process with threads. Ours need no lock that another thread may hold.
+            # Python 3.12 warns of forks of a process with threads. Ours need no lock that another
+            # thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             for first in range(n_processes):
                 receiver, sender = Pipe(duplex=False)
@@ -296,7 +328,9 @@ def tokenize_row(
     return tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
 
 
-def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:
+def _check_fits(
+    row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig
+) -> None:
     n_positions = sizes["max_position_embeddings"]
     largest = int(chat.tokens.max())
     if len(chat.tokens) > n_positions:
@@ -314,9 +348,13 @@ def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config:
 def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig) -> None:
     """Refuse a dataset without usable rows, or with too many rejected ones."""
     if sequences.n_rows == 0:
-        raise DatasetError(f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats.")
+        raise DatasetError(
+            f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats."
+        )
     rejections = sequences.rejections
-    reasons = "; ".join(f"{n:,} x {reason} ({sequences.examples[reason]})" for reason, n in rejections.most_common())
+    reasons = "; ".join(
+        f"{n:,} x {reason} ({sequences.examples[reason]})" for reason, n in rejections.most_common()
+    )
     if len(sequences) == 0:
         hint = "Choose another --dataset or convert it."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:
@@ -371,12 +409,16 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
         if json.loads(metadata[_ORIGIN_KEY]) != origin:
             return None
         table.validate(full=True)
-        return Sequences.from_arrow(table) if texts_sha256(table) == metadata[TEXTS_SHA256] else None
+        return (
+            Sequences.from_arrow(table) if texts_sha256(table) == metadata[TEXTS_SHA256] else None
+        )
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
+def keep_texts(
+    store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None
+) -> Sequences:
     """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory."""
     if origin is None:
         return sequences

@@ -37,28 +37,33 @@ SETTINGS_NAME = "settings.yaml"
 TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
 _LOOK_EVERY_S = 1.0  # seconds between two looks at the commits of other workers
-_PATIENCE_S = 600.0  # seconds without any commit after which a part that another worker has begun is done here too
+# seconds without any commit after which a part that another worker has begun is done here too
+_PATIENCE_S = 600.0
 _POLL_EVERY_S = 0.5  # seconds between two looks at the workers
 _LEAVE_S = 2.0  # seconds that a worker has to discard its parts; an interrupted command has three
-_END_S = 10.0  # seconds that workers have to end once everything is committed; tasks of Ray may never have started
+# seconds that workers have to end once everything is committed; tasks of Ray may never have started
+_END_S = 10.0
 _MAX_LOST = 5  # times that each worker of Ray may be lost, on average, before anything is committed
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "token",  # as Ray does by itself for one that it starts, but then with a warning
+    # as Ray does by itself for one that it starts, but then with a warning
+    "RAY_AUTH_MODE": "token",
 }
 
 Outcome = Timings | str  # what a worker spent, or how it was lost
-Poll = Callable[[], Outcome | None]  # None while the worker runs or waits for room; raises the error of a worker
+# None while the worker runs or waits for room; raises the error of a worker
+Poll = Callable[[], Outcome | None]
 
 
 @dataclass(frozen=True)
 class Worker:
     """One of the workers of a command."""
 
-    config: ExtractConfig  # the settings of the command, for one process and with the worker's device
+    # the settings of the command, for one process and with the worker's device
+    config: ExtractConfig
     index: int
     n_workers: int
 
@@ -75,7 +80,8 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
     """
     left = store.pending_parts()
     if store.joined:
-        # Another order than other workers have: a bucket has no locks that tell what they are writing.
+        # Another order than other workers have: a bucket has no locks that tell what they are
+        # writing.
         random.Random(store.attempt).shuffle(left)
     left.sort(key=lambda part: part % n_workers != index)
     moved_s = time.monotonic()
@@ -105,10 +111,20 @@ def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.P
         "OMP_NUM_THREADS": str(n_threads),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-P", "-m", "moa_data", "extract", "--config", str(folder / SETTINGS_NAME)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "moa_data",
+        "extract",
+        "--config",
+        str(folder / SETTINGS_NAME),
+    ]
     share = ["--worker", str(worker.index), str(worker.n_workers)]
     with (folder / TIMINGS_NAME).open("wb") as timings, (folder / LOG_NAME).open("wb") as log:
-        return subprocess.Popen([*command, *share], stdin=subprocess.PIPE, stdout=timings, stderr=log, env=environment)
+        return subprocess.Popen(
+            [*command, *share], stdin=subprocess.PIPE, stdout=timings, stderr=log, env=environment
+        )
 
 
 class WorkerProcess:
@@ -119,7 +135,9 @@ class WorkerProcess:
         start: starts a process that writes a log, and its timings as JSON, to files of a folder.
     """
 
-    def __init__(self, worker: Worker, n_here: int, start: Callable[..., Any] = start_command) -> None:
+    def __init__(
+        self, worker: Worker, n_here: int, start: Callable[..., Any] = start_command
+    ) -> None:
         n_encode_threads = resolve_encode_threads(worker.config.forward.encode_threads, n_here)
         settings = worker.config.replaced(encode_threads=n_encode_threads).to_yaml()
         self._folder = Path(tempfile.mkdtemp(prefix=f"moa-data-worker-{worker.index}-"))
@@ -138,7 +156,11 @@ class WorkerProcess:
             output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
             return code, output.splitlines()[-1]  # Libraries may print before it.
         log = self._folder / LOG_NAME
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+        lines = [
+            line
+            for line in log.read_text(encoding="utf-8", errors="replace").split("\n")
+            if line.strip()
+        ]
         reason = lines[-1].strip() if lines else f"exit code {code}"
         if code == WorkerError.exit_code:
             return code, reason
@@ -271,7 +293,10 @@ def run_on_ray(
     try:
         with _connected(scale) as ray:
             task = ray.remote(ray_task).options(
-                num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_retries=0, scheduling_strategy="SPREAD"
+                num_cpus=needs["CPU"],
+                num_gpus=needs["GPU"],
+                max_retries=0,
+                scheduling_strategy="SPREAD",
             )
 
             def start(worker: Worker) -> Poll:
@@ -301,7 +326,9 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
     import ray
 
     node = ray.get_runtime_context().get_node_id()
-    resources: Mapping[str, float] = next(item["Resources"] for item in ray.nodes() if item["NodeID"] == node)
+    resources: Mapping[str, float] = next(
+        item["Resources"] for item in ray.nodes() if item["NodeID"] == node
+    )
     process = WorkerProcess(worker, workers_that_fit(resources, needs))
     try:
         return process.ended()
@@ -311,7 +338,9 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
 
 def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
     """Return how many workers with these needs a machine can hold, which share its cores; at least one."""
-    return max(1, int(min(resources.get(name, 0.0) // need for name, need in needs.items() if need)))
+    return max(
+        1, int(min(resources.get(name, 0.0) // need for name, need in needs.items() if need))
+    )
 
 
 @contextmanager
@@ -325,11 +354,22 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
 
     if ray.is_initialized():
         raise OptionInvalid("This process is connected to Ray already. Call ray.shutdown() first.")
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "moa-data"}
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "configure_logging": False,
+        "namespace": "moa-data",
+    }
     if not address:
         n_cpus = max(usable_cores(), scale.workers * scale.cpus_per_worker)
-        options |= {"include_dashboard": False, "num_cpus": n_cpus, "object_store_memory": 128 << 20}
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        options |= {
+            "include_dashboard": False,
+            "num_cpus": n_cpus,
+            "object_store_memory": 128 << 20,
+        }
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         ray.init(address=address or "local", **options)
     except ConnectionError as error:

@@ -42,20 +42,30 @@ from .config import LimitOptions
 _LOG = logging.getLogger(__name__)
 _SCHEME = "bearer "
 _RETRY_S = 0.1  # seconds without accepting connections where the process may open no more files
-_YOUNG_S = 1.0  # seconds in which the request of a new connection is expected to be read, however busy the process is
+# seconds in which the request of a new connection is expected to be read, however busy the process
+# is
+_YOUNG_S = 1.0
 _BURST = 3  # how many times the bound may come at once beyond it, for that long
-_STUCK_S = 1.0  # seconds after which a reader that takes nothing may lose its place to another request
+# seconds after which a reader that takes nothing may lose its place to another request
+_STUCK_S = 1.0
 
 
 def read_tokens(path: str | Path) -> list[str]:
     """Read a file of tokens, one a line; empty lines and those that begin with # are skipped."""
     try:
-        lines = [line.strip() for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
+        lines = [
+            line.strip()
+            for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        ]
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestInvalid(f"the tokens in {path} cannot be read: {error}. Give a text file.") from error
+        raise RequestInvalid(
+            f"the tokens in {path} cannot be read: {error}. Give a text file."
+        ) from error
     if tokens := [line for line in lines if line and not line.startswith("#")]:
         return tokens
-    raise RequestInvalid(f"{path} holds no token; write one a line, or start without a file of tokens.")
+    raise RequestInvalid(
+        f"{path} holds no token; write one a line, or start without a file of tokens."
+    )
 
 
 class BearerTokens:
@@ -74,12 +84,15 @@ class BearerTokens:
         if self.is_open:
             return ""
         if len(authorization) > 1:  # a proxy may have checked another one
-            raise NotAllowed(f"the request has {len(authorization)} authorization headers; send one.")
+            raise NotAllowed(
+                f"the request has {len(authorization)} authorization headers; send one."
+            )
         given = authorization[0] if authorization else ""
         if given[: len(_SCHEME)].lower() != _SCHEME:
             raise NotAllowed("this server asks for a token; send `authorization: Bearer TOKEN`.")
         digest = _hash(given[len(_SCHEME) :].strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._hashes]  # all of them, whichever is right
+        # all of them, whichever is right
+        matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
             raise NotAllowed("this token is not known here; ask the owner of the server for one.")
         return digest.hex()[:16]
@@ -115,7 +128,9 @@ class Guard:
         checks_pages: whether web pages of other sites are kept out.
     """
 
-    def __init__(self, app: ASGIApp, names: frozenset[str], checks_hosts: bool, checks_pages: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, names: frozenset[str], checks_hosts: bool, checks_pages: bool
+    ) -> None:
         self._app = app
         self._names = names
         self._checks_hosts = checks_hosts
@@ -131,14 +146,19 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
-        if {b"transfer-encoding", b"content-length"} <= names:  # a proxy may have believed the other one
+        # a proxy may have believed the other one
+        if {b"transfer-encoding", b"content-length"} <= names:
             message = "a request has either a content-length or a transfer-encoding; send one."
             return ApiError(400, message, None, "invalid_request")
         if scope["path"] == "/health":
             return None
         if scope["moa_data.connection"].is_surplus:
-            return ApiError(503, "too many connections are open; try again later.", None, "overloaded", 1)
-        return self._refusal_of_page(scope["method"], scope["headers"]) if self._checks_pages else None
+            return ApiError(
+                503, "too many connections are open; try again later.", None, "overloaded", 1
+            )
+        return (
+            self._refusal_of_page(scope["method"], scope["headers"]) if self._checks_pages else None
+        )
 
     def _refusal_of_page(self, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         hosts, origins, types = (
@@ -148,7 +168,9 @@ class Guard:
         foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
         if foreign:
             message = f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it with "
-            return ApiError(403, message + "--allowed-host NAME or a token file.", None, "foreign_host")
+            return ApiError(
+                403, message + "--allowed-host NAME or a token file.", None, "foreign_host"
+            )
         authorities = {origin: origin.partition("://")[2] for origin in origins}
         foreign = [
             origin for origin, authority in authorities.items()
@@ -157,8 +179,15 @@ class Guard:
         if foreign:
             message = f"web pages of {foreign[0][:120]!r} may not use this server; start it with --allowed-host NAME "
             return ApiError(403, message + "or a token file.", None, "foreign_origin")
-        if method == "POST" and [value.partition(";")[0].strip() for value in types] != ["application/json"]:
-            return ApiError(415, "send the body as `content-type: application/json`.", None, "unsupported_media_type")
+        if method == "POST" and [value.partition(";")[0].strip() for value in types] != [
+            "application/json"
+        ]:
+            return ApiError(
+                415,
+                "send the body as `content-type: application/json`.",
+                None,
+                "unsupported_media_type",
+            )
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -177,7 +206,9 @@ def _name_of(authority: str) -> str:
 class Connection(H11Protocol):
     """One connection, by uvicorn's protocol. Times are of ``time.monotonic()``."""
 
-    def __init__(self, pool: "Connections", sock: socket.socket, address: str, **options: Any) -> None:
+    def __init__(
+        self, pool: "Connections", sock: socket.socket, address: str, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.pool = pool
         self.address = address
@@ -189,7 +220,8 @@ class Connection(H11Protocol):
         self.is_malformed = False  # whether its request was refused since the body is not HTTP
         self.has_asked = False  # whether it has ever sent the head of a request
         self.since = time.monotonic()  # from which it waits
-        self.ends_s = self.blocked_s = float("inf")  # when its answer has to end; since when its reader takes nothing
+        # when its answer has to end; since when its reader takes nothing
+        self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -290,7 +322,9 @@ class Connections:
         """Count a new connection; where there are too many, those that wait give way."""
         own = {each for each in self.open if each.address == connection.address}
         has_room = self.make_room(own, self.limits.max_connections_each)
-        connection.is_surplus = not (has_room and self.make_room(self.open, self.limits.max_connections))
+        connection.is_surplus = not (
+            has_room and self.make_room(self.open, self.limits.max_connections)
+        )
         self.open.add(connection)
         connection.wait()
 
@@ -302,8 +336,12 @@ class Connections:
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
             return True
-        waiting = sorted((each for each in crowd if not each.is_working), key=lambda each: (each.has_asked, each.since))
-        # The requests of many that come at once have not been read yet, so those of the last second stay, while they
+        waiting = sorted(
+            (each for each in crowd if not each.is_working),
+            key=lambda each: (each.has_asked, each.since),
+        )
+        # The requests of many that come at once have not been read yet, so those of the last second
+        # stay, while they
         # are at most some times the bound.
         late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
         for each in waiting[:n_surplus]:
@@ -319,7 +357,8 @@ class Connections:
         stuck.abort()
         return True
 
-    # What uvicorn asks of an ``asyncio.Server``, which knows a connection only when its TLS handshake has ended.
+    # What uvicorn asks of an ``asyncio.Server``, which knows a connection only when its TLS
+    # handshake has ended.
 
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
         """Accept connections from now on."""
@@ -335,7 +374,9 @@ class Connections:
         """Wait for the end of that."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
+    async def _accept(
+        self, listener: socket.socket, make: Callable[..., Connection], tls: Any
+    ) -> None:
         while True:
             try:
                 sock, peer = await asyncio.get_running_loop().sock_accept(listener)
@@ -354,7 +395,10 @@ class Connections:
         self.add(connection)
         try:
             await connection.loop.connect_accepted_socket(
-                lambda: connection, sock, ssl=tls, ssl_handshake_timeout=self.limits.head_s if tls else None
+                lambda: connection,
+                sock,
+                ssl=tls,
+                ssl_handshake_timeout=self.limits.head_s if tls else None,
             )
         except OSError:  # no TLS, or it took too long
             sock.close()
@@ -378,6 +422,8 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         state = {"server_state": self.server_state, "app_state": self.lifespan.state}
         for listener in sockets or ():
-            self._pool.listen(listener, partial(Connection, config=self.config, **state), self.config.ssl)
+            self._pool.listen(
+                listener, partial(Connection, config=self.config, **state), self.config.ssl
+            )
         self.servers: list[Any] = [self._pool]
         self.started = True

@@ -28,11 +28,13 @@ from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-_HOLD_AT, _RELEASE_AT = 64, 8  # commits that wait for a reader when its sequence is held, and when it is released
+# commits that wait for a reader when its sequence is held, and when it is released
+_HOLD_AT, _RELEASE_AT = 64, 8
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 
-# Settings of OpenAI's API and of vLLM's that this server lacks -> values, besides null, at which they change nothing.
+# Settings of OpenAI's API and of vLLM's that this server lacks -> values, besides null, at which
+# they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
@@ -81,8 +83,12 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
         kinds = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = kinds.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 class _StreamOptions(BaseModel):
@@ -92,16 +98,20 @@ class _StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-# A body of a megabyte can hold half a million wrong items, and each would become an error, for seconds.
+# A body of a megabyte can hold half a million wrong items, and each would become an error, for
+# seconds.
 _FAILS_FAST = Field(fail_fast=True)
 _MAX_MESSAGES = 10_000
 _MAX_CHOICES = 128  # texts of one request
 _MAX_LOGPROBS = 20
 _MIN_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON lacks; as in vLLM
-_MAX_CONTAINERS = 100_000  # lists and objects of a body, counted by their brackets: Python takes 0.2 s to make them
+# lists and objects of a body, counted by their brackets: Python takes 0.2 s to make them
+_MAX_CONTAINERS = 100_000
 
 
-_Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST]
+_Messages = Annotated[
+    list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST
+]
 
 
 class _Body(BaseModel):
@@ -114,7 +124,9 @@ class _Body(BaseModel):
         """Read the body of a request, or raise ApiError."""
         if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
             raise ApiError(
-                400, f"the body has more than {_MAX_CONTAINERS:,} brackets; send less.", code="invalid_value"
+                400,
+                f"the body has more than {_MAX_CONTAINERS:,} brackets; send less.",
+                code="invalid_value",
             )
         try:
             request = cls.model_validate_json(body)
@@ -177,7 +189,9 @@ class AnswerRequest(_Body):
                 return "json", schema
             case ((None | {"type": "text"}), {"regex": str(regex), **rest}) if not rest:
                 return "regex", regex
-            case ((None | {"type": "text"}), {"choice": [str(), *others] as texts, **rest}) if not rest:
+            case ((None | {"type": "text"}), {"choice": [str(), *others] as texts, **rest}) if (
+                not rest
+            ):
                 if all(isinstance(text, str) for text in others):
                     return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
@@ -193,14 +207,22 @@ class AnswerRequest(_Body):
     @override
     def parse(cls, body: bytes) -> Self:
         request = super().parse(body)
-        if len(request.stops) > _MAX_STOPS or not all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops):
+        if len(request.stops) > _MAX_STOPS or not all(
+            1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops
+        ):
             message = f"stop takes up to {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters."
             raise ApiError(400, message, "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
-            raise ApiError(400, "stream_options needs stream to be true.", "stream_options", "invalid_value")
-        for name, value in ((request.stream_options and request.stream_options.model_extra) or {}).items():
+            raise ApiError(
+                400, "stream_options needs stream to be true.", "stream_options", "invalid_value"
+            )
+        for name, value in (
+            (request.stream_options and request.stream_options.model_extra) or {}
+        ).items():
             if value:
-                message = f"stream_options: {name[:60]} is not supported by this server. Leave it out."
+                message = (
+                    f"stream_options: {name[:60]} is not supported by this server. Leave it out."
+                )
                 raise ApiError(400, message, "stream_options", "unsupported_parameter")
         return request
 
@@ -217,12 +239,20 @@ class ChatRequest(AnswerRequest):
 
     @override
     def model_post_init(self, context: Any) -> None:
-        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        self.max_tokens = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs", "invalid_value")
+            raise ApiError(
+                400, "top_logprobs needs logprobs to be true.", "top_logprobs", "invalid_value"
+            )
         if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
-            message = 'tools are called by nobody here. Leave them out, or give "none" as tool_choice.'
-            raise ApiError(400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter")
+            message = (
+                'tools are called by nobody here. Leave them out, or give "none" as tool_choice.'
+            )
+            raise ApiError(
+                400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter"
+            )
 
 
 class CompletionRequest(AnswerRequest):
@@ -236,11 +266,17 @@ class CompletionRequest(AnswerRequest):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, as texts or as tokens, at least one."""
         prompt = self.prompt
-        prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+        prompts = (
+            prompt
+            if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+            else [prompt]
+        )
         are_texts = isinstance(prompts[0], str)
         # By hand: pydantic would try each kind of prompt on half a million items.
         are_right = len(prompts) * (self.n or 1) <= _MAX_CHOICES and all(
-            isinstance(one, str) if are_texts else isinstance(one, list) and all(type(token) is int for token in one)
+            isinstance(one, str)
+            if are_texts
+            else isinstance(one, list) and all(type(token) is int for token in one)
             for one in prompts
         )
         if not are_right:
@@ -269,10 +305,24 @@ class TokenizeRequest(_Body):
         }  # fmt: skip
         kind = next((name for name in kinds if getattr(self, name) is not None), None)
         if kind is None:
-            raise ApiError(400, f"the request lacks {' or '.join(kinds)}.", kinds[0], "missing_required_parameter")
+            raise ApiError(
+                400,
+                f"the request lacks {' or '.join(kinds)}.",
+                kinds[0],
+                "missing_required_parameter",
+            )
         for name in type(self).model_fields:
-            if name not in ("model", kind, *own[kind]) and getattr(self, name) not in (None, False, []):
-                raise ApiError(400, f"{name} says nothing about {kind}. Leave it out.", name, "unsupported_parameter")
+            if name not in ("model", kind, *own[kind]) and getattr(self, name) not in (
+                None,
+                False,
+                [],
+            ):
+                raise ApiError(
+                    400,
+                    f"{name} says nothing about {kind}. Leave it out.",
+                    name,
+                    "unsupported_parameter",
+                )
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -283,13 +333,22 @@ def _invalid(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {reason}.", code="invalid_json")
     if first["type"] == "missing":
         return ApiError(400, f"the request lacks {param}.", param, "missing_required_parameter")
-    return ApiError(400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value")
+    return ApiError(
+        400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value"
+    )
 
 
 class AnswerText:
     """One text of a request on its way from the engine's thread to a reader in the event loop."""
 
-    def __init__(self, engine: Engine, request: Request, index: int, stops: Sequence[str], news: asyncio.Event) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        index: int,
+        stops: Sequence[str],
+        news: asyncio.Event,
+    ) -> None:
         self.index = index
         self._engine = engine
         loop = asyncio.get_running_loop()
@@ -301,10 +360,14 @@ class AnswerText:
         self._text = Detokenizer(decode)
         self._stops = StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
-        self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
+        # the latter stop or length when the answer has ended
+        self.n_tokens, self.finish_reason = 0, ""
         self.first_s: float | None = None  # seconds from the request to its first token
-        self.scored: list[tuple[int, Logprobs]] = []  # tokens with their log-probabilities, which were not shown yet
-        self._id: int | None = engine.add(request, lambda commit: call_in(loop, self._arrive, commit))
+        # tokens with their log-probabilities, which were not shown yet
+        self.scored: list[tuple[int, Logprobs]] = []
+        self._id: int | None = engine.add(
+            request, lambda commit: call_in(loop, self._arrive, commit)
+        )
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     def pieces(self) -> Iterator[str]:
@@ -355,7 +418,9 @@ class AnswerText:
 class Answers:
     """The texts of one request, which end at ``ends_s`` of time.monotonic(), the loop's clock, complete or not."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], stops: Sequence[str], ends_s: float) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], stops: Sequence[str], ends_s: float
+    ) -> None:
         self._has_come = asyncio.Event()
         self._is_late = False
         self.texts: list[AnswerText] = []
@@ -389,7 +454,9 @@ class Answers:
         while not self.finish_reason:
             await self._has_come.wait()
             if self._is_late:
-                raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
+                raise ApiError(
+                    408, "the answer took too long; ask for fewer tokens.", None, "timeout"
+                )
             self._has_come.clear()
             for text in self.texts:
                 for piece in text.pieces():
@@ -416,13 +483,17 @@ class Answers:
 class AnswerForm:
     """Writes the answer to a request as JSON, whole or as server-sent events."""
 
-    def __init__(self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any) -> None:
+    def __init__(
+        self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any
+    ) -> None:
         self._is_chat = isinstance(asked, ChatRequest)
         self._n_prompt = n_prompt
         self._decode = tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        self._offsets: Counter[int] = Counter()  # of each text with log-probabilities: characters of the tokens shown
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # of each text: its events before and after what they add
+        # of each text with log-probabilities: characters of the tokens shown
+        self._offsets: Counter[int] = Counter()
+        # of each text: its events before and after what they add
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
             "model": asked.model, "system_fingerprint": fingerprint,
@@ -433,14 +504,20 @@ class AnswerForm:
         choices = []
         for text, answer in zip(texts, answers.texts, strict=True):
             message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(self._choice(answer, message if self._is_chat else {"text": text}, answer.finish_reason))
+            choices.append(
+                self._choice(
+                    answer, message if self._is_chat else {"text": text}, answer.finish_reason
+                )
+            )
         name = "chat.completion" if self._is_chat else "text_completion"
         return self._facts | {"object": name, "choices": choices, "usage": self._usage(answers)}
 
     def first(self, answers: Answers) -> bytes:
         """The events before all text, which name the role of a chat."""
         texts = answers.texts if self._is_chat else ()
-        return b"".join(self._delta(text, {"role": "assistant", "content": ""}, None) for text in texts)
+        return b"".join(
+            self._delta(text, {"role": "assistant", "content": ""}, None) for text in texts
+        )
 
     def piece(self, answer: AnswerText, text: str) -> bytes:
         """The events of a piece of text, and of the end where it is the last one."""
@@ -451,7 +528,9 @@ class AnswerForm:
 
     def last(self, answers: Answers) -> bytes:
         """The events after all text: where asked for, how many tokens it has."""
-        events = event(self._chunk([]) | {"usage": self._usage(answers)}) if self._has_usage else b""
+        events = (
+            event(self._chunk([]) | {"usage": self._usage(answers)}) if self._has_usage else b""
+        )
         return events + b"data: [DONE]\n\n"
 
     def _text(self, answer: AnswerText, text: str) -> bytes:
@@ -466,15 +545,23 @@ class AnswerForm:
         return head + _ENCODER.encode(text).encode() + tail
 
     def _delta(self, answer: AnswerText, delta: Any, finish_reason: str | None) -> bytes:
-        chunk = self._chunk([self._choice(answer, {"delta" if self._is_chat else "text": delta}, finish_reason)])
+        chunk = self._chunk(
+            [self._choice(answer, {"delta" if self._is_chat else "text": delta}, finish_reason)]
+        )
         return event(chunk | {"usage": None} if self._has_usage else chunk)
 
-    def _choice(self, answer: AnswerText, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    def _choice(
+        self, answer: AnswerText, content: dict[str, Any], finish_reason: str | None
+    ) -> dict[str, Any]:
         logprobs = None
         if answer.scored:
             logprobs = self._chat_logprobs(answer) if self._is_chat else self._logprobs(answer)
             answer.scored.clear()
-        return {"index": answer.index} | content | {"logprobs": logprobs, "finish_reason": finish_reason}
+        return (
+            {"index": answer.index}
+            | content
+            | {"logprobs": logprobs, "finish_reason": finish_reason}
+        )
 
     def _chat_logprobs(self, answer: AnswerText) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -498,9 +585,17 @@ class AnswerForm:
         for text, (_, (own, likeliest)) in zip(tokens, answer.scored, strict=True):
             values.append(max(own, _MIN_LOGPROB))
             # Parts of characters are shown alike: the likeliest of them, or the text's own.
-            top = {self._decode([token]): max(logprob, _MIN_LOGPROB) for token, logprob in reversed(likeliest)}
+            top = {
+                self._decode([token]): max(logprob, _MIN_LOGPROB)
+                for token, logprob in reversed(likeliest)
+            }
             tops.append(top | {text: values[-1]})
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._facts | {
@@ -510,7 +605,11 @@ class AnswerForm:
     def _usage(self, answers: Answers) -> dict[str, int]:
         n_prompt = self._n_prompt
         n_new = answers.n_tokens
-        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_new,
+            "total_tokens": n_prompt + n_new,
+        }
 
 
 def event(value: dict[str, Any]) -> bytes:

@@ -120,7 +120,11 @@ class ServeConfig(TargetSettings):
 
     @override
     def problems(self) -> list[str]:
-        return ["tls_cert and tls_key belong together"] if bool(self.tls_cert) != bool(self.tls_key) else []
+        return (
+            ["tls_cert and tls_key belong together"]
+            if bool(self.tls_cert) != bool(self.tls_key)
+            else []
+        )
 
     @property
     def tls(self) -> tuple[Path, Path] | None:

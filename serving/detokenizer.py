@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Sequence
 
-# Tokens after which text that ends inside a character is shown as it is: no character has that many bytes.
+# Tokens after which text that ends inside a character is shown as it is: no character has that many
+# bytes.
 _LONGEST = 16
 
 
 class Detokenizer:
     """The text of an answer that grows by tokens and may shrink again; ``decode`` leaves special tokens out."""
 
-    # What a token adds depends on those before it: a byte may complete a character, and some tokenizers drop the space
-    # of a text's first word. So each step decodes the tokens since the last one that ended a text, with and without the
+    # What a token adds depends on those before it: a byte may complete a character, and some
+    # tokenizers drop the space
+    # of a text's first word. So each step decodes the tokens since the last one that ended a text,
+    # with and without the
     # new token, and no earlier ones.
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # Of each token: where the window that it was decoded in begins, and where the tokens that are not shown begin.
+        # Of each token: where the window that it was decoded in begins, and where the tokens that
+        # are not shown begin.
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:
@@ -57,10 +61,13 @@ class StopStrings:
             return "" if self.is_found else text
         n_held = len(self._held)
         text = self._held + text
-        ends = ((text.find(stop, max(0, n_held + 1 - len(stop))), len(stop)) for stop in self._stops)
+        ends = (
+            (text.find(stop, max(0, n_held + 1 - len(stop))), len(stop)) for stop in self._stops
+        )
         found = [(at + n, at) for at, n in ends if at >= 0]
         self._n_before -= 1
-        if found and self._n_before < 0:  # the one that is complete first; of those that end together the longest
+        # the one that is complete first; of those that end together the longest
+        if found and self._n_before < 0:
             self.is_found = True
             self._held = ""
             return text[: min(found)[1]]

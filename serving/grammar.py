@@ -38,7 +38,9 @@ class Grammar:
             taken.append(token)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            raise ServingError(f"the form cannot be followed further ({matcher.get_error().splitlines()[0]})")
+            raise ServingError(
+                f"the form cannot be followed further ({matcher.get_error().splitlines()[0]})"
+            )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
 
@@ -62,8 +64,14 @@ class Grammars:
 
     def make(self, kind: str, form: Any, n: int) -> list[Grammar]:
         """Make grammars of one form for n answers; RequestInvalid where it cannot be followed."""
-        grammar = self._matcher.grammar_from_json_schema if kind == "json" else self._matcher.grammar_from_regex
+        grammar = (
+            self._matcher.grammar_from_json_schema
+            if kind == "json"
+            else self._matcher.grammar_from_regex
+        )
         matcher = self._matcher(self._tokenizer, grammar(form), log_level=0)
         if matcher.is_error():
-            raise RequestInvalid(f"this {kind} cannot be followed: {matcher.get_error().splitlines()[0]}.")
+            raise RequestInvalid(
+                f"this {kind} cannot be followed: {matcher.get_error().splitlines()[0]}."
+            )
         return [Grammar(matcher.deep_copy(), self._n_vocab) for _ in range(n)]

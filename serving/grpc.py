@@ -17,7 +17,14 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ..errors import DrafterError, MoaDataError, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ..errors import (
+    DrafterError,
+    MoaDataError,
+    Overloaded,
+    ProtocolMismatch,
+    RequestInvalid,
+    ServingError,
+)
 from ..moa.decoding.sampling import SamplingConfig
 from ..text import first_line
 from . import moa_v1_pb2 as pb
@@ -31,7 +38,8 @@ from .wire import ERRORS, PROTOCOL, STATUSES, check_codec
 _LOG = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 8192  # open connections; further ones are closed at once
-# Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another.
+# Seconds after which a session of which nothing is heard, and that takes nothing, may give way to
+# another.
 _SILENT_S = 10.0
 
 
@@ -41,7 +49,8 @@ class Identities:
 
     target: str = ""
     tokenizer: str = ""
-    drafters: Mapping[str, str] = field(default_factory=dict)  # by name; the first drafts for clients that name none
+    # by name; the first drafts for clients that name none
+    drafters: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, body: pb.Open) -> None:
         """Raise ProtocolMismatch for an Open of another protocol, target or tokenizer."""
@@ -78,13 +87,21 @@ class Identities:
 class DraftingCounts:
     """What the server has done and holds."""
 
-    n_sessions: int = count("moa_drafting_sessions", "Drafting sessions, with a stream or without.", True)
+    n_sessions: int = count(
+        "moa_drafting_sessions", "Drafting sessions, with a stream or without.", True
+    )
     n_streams: int = count("moa_drafting_streams", "Open streams.", True)
     n_opened: int = count("moa_drafting_opened", "Sessions that were opened.")
     n_resumed: int = count("moa_drafting_resumed", "Times that a session was resumed.")
-    n_rebuilt: int = count("moa_drafting_rebuilt", "Times that a resumed text had to be read again.")
-    n_messages: Counter[str] = count("moa_drafting_messages", "Messages of clients by kind.", labels=("kind",))  # noqa: RUF009
-    n_failures: Counter[str] = count("moa_drafting_failures", "Failures told to clients by code.", labels=("code",))  # noqa: RUF009
+    n_rebuilt: int = count(
+        "moa_drafting_rebuilt", "Times that a resumed text had to be read again."
+    )
+    n_messages: Counter[str] = count(  # noqa: RUF009
+        "moa_drafting_messages", "Messages of clients by kind.", labels=("kind",)
+    )
+    n_failures: Counter[str] = count(  # noqa: RUF009
+        "moa_drafting_failures", "Failures told to clients by code.", labels=("code",)
+    )
     n_bytes_in: int = count("moa_drafting_bytes_in", "Bytes of messages from clients.")
     n_bytes_out: int = count("moa_drafting_bytes_out", "Bytes of messages to clients.")
 
@@ -92,7 +109,9 @@ class DraftingCounts:
 class DraftingServer:
     """Serves streams, and keeps the sessions."""
 
-    def __init__(self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens) -> None:
+    def __init__(
+        self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens
+    ) -> None:
         self.port = 0
         self.counts = DraftingCounts()
         self._engine = engine
@@ -111,16 +130,20 @@ class DraftingServer:
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_body_bytes),
-                ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),  # of one connection
+                # of one connection
+                ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
-                ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else one that swallows pings stays for a minute
+                # else one that swallows pings stays for a minute
+                ("grpc.http2.ping_timeout_ms", keepalive_ms),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.server_handshake_timeout_ms", round(self._limits.head_s * 1000)),
-                ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),  # none is open
+                # none is open
+                ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
+                # clients may try the connection, too
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.so_reuseport", 0),  # a port in use is an error
             ],
             # Twice the sessions: one that is resumed has two streams for a moment.
@@ -128,14 +151,20 @@ class DraftingServer:
         )
         # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
         methods = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("moa.v1.Drafting", methods),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("moa.v1.Drafting", methods),)
+        )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             self.port = (
-                server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+                server.add_secure_port(address, credentials)
+                if credentials
+                else server.add_insecure_port(address)
             )
         except RuntimeError as error:
-            raise ServingError(f"cannot listen on {address}: {first_line(error)}. Choose another port.") from error
+            raise ServingError(
+                f"cannot listen on {address}: {first_line(error)}. Choose another port."
+            ) from error
         await server.start()
         self._sweeper = asyncio.create_task(self._sweep())
 
@@ -168,9 +197,12 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            with contextlib.suppress(TimeoutError):  # a client that reads nothing gets its status when it does
+            # a client that reads nothing gets its status when it does
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    message_ = f"nothing was read for {self._limits.write_s:g} s; open the session again."
+                    message_ = (
+                        f"nothing was read for {self._limits.write_s:g} s; open the session again."
+                    )
                     await context.abort(STATUSES["idle"], message_)
             raise asyncio.CancelledError from error  # for grpc the stream has been broken off
         finally:
@@ -189,7 +221,11 @@ class DraftingServer:
             await asyncio.sleep(min(5.0, idle_s / 4))
             late = time.monotonic() - idle_s
             for session in [each for each in self._sessions.values() if each.used_s < late]:
-                session.send_failure("idle", f"nothing was heard for {idle_s:g} s; open the session again.", ends=True)
+                session.send_failure(
+                    "idle",
+                    f"nothing was heard for {idle_s:g} s; open the session again.",
+                    ends=True,
+                )
                 self._forget(session)
 
     # Reading
@@ -204,7 +240,9 @@ class DraftingServer:
         late = asyncio.get_running_loop().call_later(open_s, end_unopened)
         try:
             metadata = context.invocation_metadata() or ()
-            stream.owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
+            stream.owner = self._tokens.check(
+                [str(value) for name, value in metadata if name == "authorization"]
+            )
             stream.counted_by = stream.owner or context.peer().rpartition(":")[0]
             await self._take_messages(stream, requests)
         except MoaDataError as error:
@@ -260,7 +298,11 @@ class DraftingServer:
                 self.counts.n_failures[_code(error)] += 1
                 session.send_failure(_code(error), str(error), answers=message.sequence)
         else:
-            what = "the session is open already" if kind == "open" else "the message is of no known kind"
+            what = (
+                "the session is open already"
+                if kind == "open"
+                else "the message is of no known kind"
+            )
             session.send_failure("invalid", f"{what}; it is ignored.", answers=message.sequence)
         if session is not None:
             session.used_s = time.monotonic()
@@ -290,18 +332,29 @@ class DraftingServer:
             drafter = self._identities.drafter(body.identities.drafter)
             wants_context = self._engine.drafters[drafter].context_width != 0
         given = body.sampling
-        sampling = SamplingConfig(given.temperature, given.top_p or 1.0, given.top_k, given.repetition_penalty or 1.0)
+        sampling = SamplingConfig(
+            given.temperature, given.top_p or 1.0, given.top_k, given.repetition_penalty or 1.0
+        )
         return Request(
             tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, given.seed, drafter, wants_context,
             body.n_context,
         )  # fmt: skip
 
     def _answer_open(
-        self, stream: Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
+        self,
+        stream: Stream,
+        session: DraftingSession,
+        body: pb.Open,
+        request: Request,
+        was_rebuilt: bool,
     ) -> None:
         engine = self._engine
         own = self._identities
-        width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
+        width = (
+            engine.drafters[request.drafter].context_width
+            if request.drafter and request.wants_context
+            else 0
+        )
         drafter = own.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
@@ -332,7 +385,11 @@ class DraftingServer:
         return True
 
     def _new_session(self, stream: Stream, request: Request) -> DraftingSession:
-        own = [session for session in self._sessions.values() if session.counted_by == stream.counted_by]
+        own = [
+            session
+            for session in self._sessions.values()
+            if session.counted_by == stream.counted_by
+        ]
         if len(own) >= self._settings.max_sessions_each:
             self._make_room(own)
         if len(self._sessions) >= self._settings.max_sessions:
@@ -356,9 +413,13 @@ class DraftingServer:
             if each.stream is None or (each.used_s < late and (each.stopped.is_set() or each.stream.is_full))
         ]  # fmt: skip
         if not silent:
-            raise Overloaded(f"{len(sessions)} sessions are open, which is the most; close one, or try again later.")
+            raise Overloaded(
+                f"{len(sessions)} sessions are open, which is the most; close one, or try again later."
+            )
         session = min(silent, key=lambda session: (session.stream is not None, session.used_s))
-        session.send_failure("unavailable", "the session gave way to another; open it again.", ends=True)
+        session.send_failure(
+            "unavailable", "the session gave way to another; open it again.", ends=True
+        )
         self._forget(session)
 
     def _forget(self, session: DraftingSession) -> None:

@@ -37,7 +37,16 @@ from ..moa.targets.chat import Message, Rejection, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
-from .api import AnswerForm, AnswerRequest, Answers, ApiError, ChatRequest, CompletionRequest, TokenizeRequest, event
+from .api import (
+    AnswerForm,
+    AnswerRequest,
+    Answers,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    event,
+)
 from .config import ServeConfig
 from .engine.engine import Engine
 from .engine.sequence import Request
@@ -71,15 +80,22 @@ class Service:
         self.model_name = config.name or Path(config.model).name
         self.limits = config.limits
         weights = target_identity(self.target.identity)
-        self._fingerprint = f"fp_{weights[:12]}" if weights else None  # stands for the weights in answers
-        self.is_draining, self._created = False, int(time.time())  # draining: the server ends, requests are refused
+        # stands for the weights in answers
+        self._fingerprint = f"fp_{weights[:12]}" if weights else None
+        # draining: the server ends, requests are refused
+        self.is_draining, self._created = False, int(time.time())
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
         self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
-        self._max_chars = engine.max_positions * max(len(token) for token in self.target.tokenizer.get_vocab())
+        self._max_chars = engine.max_positions * max(
+            len(token) for token in self.target.tokenizer.get_vocab()
+        )
         self._grammars = cache(lambda: Grammars(self.target))
-        # Long prompts and forms have threads of their own, so that short prompts never wait for them.
-        self._tokenizers = [_Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING]
+        # Long prompts and forms have threads of their own, so that short prompts never wait for
+        # them.
+        self._tokenizers = [
+            _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
+        ]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
         """Make the application; ``access.Guard`` explains the arguments."""
@@ -94,7 +110,9 @@ class Service:
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
         for kind in (ApiError, ServingError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, _show_error)
-        app.add_middleware(Guard, names=names, checks_hosts=checks_hosts, checks_pages=self.tokens.is_open)
+        app.add_middleware(
+            Guard, names=names, checks_hosts=checks_hosts, checks_pages=self.tokens.is_open
+        )
         app.add_middleware(RequestLog, metrics=self.metrics)
         return app
 
@@ -103,12 +121,17 @@ class Service:
     async def _chat(self, request: HttpRequest) -> Response:
         asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        return await self._answer(request, asked, [await self._chat_prompt(request, asked.messages, asked.tools, True)])
+        return await self._answer(
+            request, asked, [await self._chat_prompt(request, asked.messages, asked.tools, True)]
+        )
 
     async def _completions(self, request: HttpRequest) -> Response:
         asked = CompletionRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        prompts = [one if isinstance(one, list) else await self._prompt(request, one) for one in asked.prompts]
+        prompts = [
+            one if isinstance(one, list) else await self._prompt(request, one)
+            for one in asked.prompts
+        ]
         return await self._answer(request, asked, prompts)
 
     async def _tokens(self, request: HttpRequest) -> Response:
@@ -116,11 +139,15 @@ class Service:
         self._check_model(asked.model or self.model_name)
         asked.check("prompt", "messages")
         if asked.messages is None:
-            tokens = await self._prompt(request, asked.prompt or "", asked.add_special_tokens is not False)
+            tokens = await self._prompt(
+                request, asked.prompt or "", asked.add_special_tokens is not False
+            )
         else:
             is_open = asked.add_generation_prompt is not False
             tokens = await self._chat_prompt(request, asked.messages, asked.tools, is_open)
-        names = self.target.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        names = (
+            self.target.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        )
         found = {"count": len(tokens), "max_model_len": self.engine.max_positions, "tokens": tokens}
         return JSONResponse(found | {"token_strs": names})
 
@@ -129,7 +156,9 @@ class Service:
         self._check_model(asked.model or self.model_name)
         asked.check("tokens")
         self.engine.check_tokens(tokens := asked.tokens or [])
-        decoding = self._tokenizers[len(tokens) > _SHORT_CHARS].run(lambda template: template.tokenizer.decode(tokens))
+        decoding = self._tokenizers[len(tokens) > _SHORT_CHARS].run(
+            lambda template: template.tokenizer.decode(tokens)
+        )
         return JSONResponse({"prompt": await decoding})
 
     async def _models(self, request: HttpRequest) -> Response:
@@ -142,14 +171,25 @@ class Service:
         return JSONResponse(self._description())
 
     async def _health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"status": "draining"}, 503) if self.is_draining else JSONResponse({"status": "ok"})
+        return (
+            JSONResponse({"status": "draining"}, 503)
+            if self.is_draining
+            else JSONResponse({"status": "ok"})
+        )
 
     async def _metrics(self, request: HttpRequest) -> Response:
         self._check_token(request)
-        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(
+            self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     def _description(self) -> dict[str, Any]:
-        facts = {"id": self.model_name, "object": "model", "created": self._created, "owned_by": "moa-data"}
+        facts = {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "moa-data",
+        }
         return facts | {"drafters": list(self.engine.drafters)}
 
     # What is refused: ApiError or ServingError says why
@@ -161,7 +201,9 @@ class Service:
             return
         owner = owner or (request.client.host if request.client else "")
         if wait_s := self._rate_of(owner).take():
-            raise ApiError(429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s)
+            raise ApiError(
+                429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s
+            )
 
     def _check_token(self, request: HttpRequest) -> str:
         return self.tokens.check(request.headers.getlist("authorization"))
@@ -175,10 +217,14 @@ class Service:
         """Read the body of a request that may be answered: else 400, 401, 408, 413, 429 or 503."""
         self._admit(request)
         if self.is_draining:
-            raise ApiError(503, "the server is about to end; ask another, or later.", None, "draining", 5)
+            raise ApiError(
+                503, "the server is about to end; ask another, or later.", None, "draining", 5
+            )
         limits = self.limits
         most = self.limits.max_body_bytes
-        too_large = ApiError(413, f"the body has more than {most} bytes; send less.", None, "request_too_large")
+        too_large = ApiError(
+            413, f"the body has more than {most} bytes; send less.", None, "request_too_large"
+        )
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
             raise too_large
@@ -196,19 +242,31 @@ class Service:
             raise ApiError(408, message, None, "timeout") from error
         return b"".join(parts)
 
-    async def _prompt(self, request: HttpRequest, text: str, adds_special: bool = True) -> list[int]:
+    async def _prompt(
+        self, request: HttpRequest, text: str, adds_special: bool = True
+    ) -> list[int]:
         encode = partial(_text_tokens, text=text, adds_special=adds_special)
         return await _while_connected(request, self._tokenize(len(text), encode))
 
-    async def _chat_prompt(self, request: HttpRequest, messages: list[Message], tools: Any, is_open: bool) -> list[int]:
+    async def _chat_prompt(
+        self, request: HttpRequest, messages: list[Message], tools: Any, is_open: bool
+    ) -> list[int]:
         encode = partial(_chat_tokens, messages=messages, tools=tools, is_open=is_open)
         contents = [message.get("content") for message in messages]
-        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        parts = [
+            part
+            for content in contents
+            for part in (content if isinstance(content, list) else [content])
+        ]
         found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        n_chars = sum(len(text) for text in found if isinstance(text, str)) + (len(str(tools)) if tools else 0)
+        n_chars = sum(len(text) for text in found if isinstance(text, str)) + (
+            len(str(tools)) if tools else 0
+        )
         return await _while_connected(request, self._tokenize(n_chars, encode))
 
-    async def _tokenize(self, n_chars: int, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
+    async def _tokenize(
+        self, n_chars: int, encode: Callable[[ChatTemplate], list[int]]
+    ) -> list[int]:
         """Make the tokens of a prompt of so many characters; 400 where it cannot be used, 503 where too many wait."""
         if n_chars > self._max_chars:  # whatever its tokens are
             message = f"the prompt has {n_chars} characters, far more than fit; shorten it."
@@ -216,11 +274,15 @@ class Service:
         try:
             return await self._tokenizers[n_chars > _SHORT_CHARS].run(encode)
         except (PromptUnusable, TemplateError, UnicodeError) as error:
-            raise ApiError(400, f"the prompt cannot be used: {error}", None, "invalid_prompt") from error
+            raise ApiError(
+                400, f"the prompt cannot be used: {error}", None, "invalid_prompt"
+            ) from error
 
     # Answers
 
-    async def _answer(self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]) -> Response:
+    async def _answer(
+        self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]
+    ) -> Response:
         """Complete prompts; the log's middleware closes the answers in any case."""
         answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
@@ -229,17 +291,28 @@ class Service:
         form = AnswerForm(asked, self._fingerprint, facts.n_prompt, self.target.tokenizer)
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            return StreamingResponse(_events(request, answers, form), 200, headers, "text/event-stream")
+            return StreamingResponse(
+                _events(request, answers, form), 200, headers, "text/event-stream"
+            )
         return JSONResponse(form.whole(await _while_connected(request, answers.whole()), answers))
 
-    async def _begin(self, asked: AnswerRequest, prompts: list[list[int]], connection: Connection) -> Answers:
+    async def _begin(
+        self, asked: AnswerRequest, prompts: list[list[int]], connection: Connection
+    ) -> Answers:
         """Start the answers; where the engine is full, one whose reader takes nothing gives way."""
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        # As in vLLM the answers of a prompt have seeds that follow each other, and every prompt has the same ones.
-        requests = [self._request(asked, tokens, seed + k) for tokens in prompts for k in range(asked.n or 1)]
+        # As in vLLM the answers of a prompt have seeds that follow each other, and every prompt has
+        # the same ones.
+        requests = [
+            self._request(asked, tokens, seed + k)
+            for tokens in prompts
+            for k in range(asked.n or 1)
+        ]
         if (form := asked.form) is not None:
             make = self._tokenizers[-1].run(lambda _: self._grammars().make(*form, len(requests)))
-            requests = [replace(one, allowed=each) for one, each in zip(requests, await make, strict=True)]
+            requests = [
+                replace(one, allowed=each) for one, each in zip(requests, await make, strict=True)
+            ]
         now = time.monotonic()
         has_room = False
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
@@ -277,7 +350,12 @@ class Service:
         most = self._max_new_tokens(asked, len(tokens))
         least = asked.min_tokens or 0
         if least > most:
-            raise ApiError(400, f"min_tokens is {least}, above the most tokens, {most}.", "min_tokens", "invalid_value")
+            raise ApiError(
+                400,
+                f"min_tokens is {least}, above the most tokens, {most}.",
+                "min_tokens",
+                "invalid_value",
+            )
         return Request(
             tuple(tokens), len(tokens), most, sampling, seed, drafter, n_logprobs=asked.n_logprobs,
             ignores_eos=bool(asked.ignore_eos), min_new_tokens=least,
@@ -287,7 +365,9 @@ class Service:
         found = asked.logit_bias or {}
         n_vocab = self.target.sizes["vocab_size"]
         for name, value in found.items():
-            is_token = name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < n_vocab
+            is_token = (
+                name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < n_vocab
+            )
             if not is_token or type(value) not in (int, float) or not -100 <= value <= 100:
                 message = f"logit_bias takes numbers from -100 to 100 for token ids from 0 to {n_vocab - 1}."
                 raise ApiError(400, message, "logit_bias", "invalid_value")
@@ -326,18 +406,27 @@ class _Tokenizer:
     async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:
         """Encode a prompt, or read what else takes long; when this is cancelled before its turn, never."""
         if self._n_waiting >= self._max_waiting:
-            raise ApiError(503, "too many prompts wait to be read; try again later.", None, "overloaded", 1)
+            raise ApiError(
+                503, "too many prompts wait to be read; try again later.", None, "overloaded", 1
+            )
         self._n_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self._template)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, encode, self._template
+            )
         finally:
             self._n_waiting -= 1
 
 
-def _chat_tokens(template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool) -> list[int]:
+def _chat_tokens(
+    template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool
+) -> list[int]:
     """Encode a chat, with tools that nobody calls, where the template shows them."""
     are_developers = [message.get("role") == "developer" for message in messages]
-    known = [m | {"role": "system"} if is_one else m for m, is_one in zip(messages, are_developers, strict=True)]
+    known = [
+        m | {"role": "system"} if is_one else m
+        for m, is_one in zip(messages, are_developers, strict=True)
+    ]
     chat = parse_prompt({"messages": known, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")

@@ -32,9 +32,14 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.requests = Counter(
-            "moa_http_requests", "Requests by path and status.", ("path", "status"), registry=self._registry
+            "moa_http_requests",
+            "Requests by path and status.",
+            ("path", "status"),
+            registry=self._registry,
         )
-        in_flight = Gauge("moa_http_requests_in_flight", "Requests being answered.", registry=self._registry)
+        in_flight = Gauge(
+            "moa_http_requests_in_flight", "Requests being answered.", registry=self._registry
+        )
         in_flight.set_function(lambda: self.n_in_flight)
         self.duration = Histogram(
             "moa_http_request_seconds", "Seconds until a request was answered completely.", ("path",),
@@ -54,9 +59,13 @@ class Metrics:
         for counts in (each() for each in self.counts):
             for one in fields(counts):
                 name, text, is_gauge, labels = one.metadata["metric"]
-                family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(name, text, labels=labels)
+                family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(
+                    name, text, labels=labels
+                )
                 value = getattr(counts, one.name)
-                for keys, n in [((key,), n) for key, n in value.items()] if labels else [((), value)]:
+                for keys, n in (
+                    [((key,), n) for key, n in value.items()] if labels else [((), value)]
+                ):
                     family.add_metric(keys, n)
                 yield family
 
@@ -88,7 +97,10 @@ class RequestLog:
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 facts.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", facts.id.encode())]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", facts.id.encode()),
+                ]
             await send(message)
 
         self._metrics.n_in_flight += 1
@@ -110,7 +122,8 @@ class RequestLog:
         if connection.is_malformed:
             facts.status = 400
             facts.error = "the request's body is not HTTP"
-        path = getattr(scope.get("route"), "path", "other")  # the route's, not the client's: there are few
+        # the route's, not the client's: there are few
+        path = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(path, str(facts.status)).inc()
         self._metrics.duration.labels(path).observe(seconds)
         line: dict[str, Any] = {
@@ -138,7 +151,8 @@ def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.L
     record the line of code that logs it; requests that were answered are all kept. The first record after a minute says
     in ``left_out`` how many of its kind were not.
     """
-    windows: dict[Hashable, tuple[float, int]] = {}  # kind -> when its minute began, records since then
+    # kind -> when its minute began, records since then
+    windows: dict[Hashable, tuple[float, int]] = {}
 
     def is_kept(record: logging.LogRecord) -> bool:
         status = getattr(record, "facts", {}).get("status")
@@ -162,9 +176,14 @@ class JsonLines(logging.Formatter):
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+        }
         facts = getattr(record, "facts", None)
-        line |= facts if facts is not None else {"logger": record.name, "message": record.getMessage()}
+        line |= (
+            facts if facts is not None else {"logger": record.name, "message": record.getMessage()}
+        )
         if (n_left_out := getattr(record, "left_out", 0)) > 0:
             line["left_out"] = n_left_out
         if record.exc_info:

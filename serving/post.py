@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_WAITING: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Callable[[], Any]]] = WeakKeyDictionary()
+_WAITING: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Callable[[], Any]]] = (
+    WeakKeyDictionary()
+)
 _LOCK = threading.Lock()
 
 
@@ -32,4 +34,6 @@ def _deliver(loop: asyncio.AbstractEventLoop) -> None:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - an error of one is not the others'
-            loop.call_exception_handler({"message": "a call from another thread failed", "exception": error})
+            loop.call_exception_handler(
+                {"message": "a call from another thread failed", "exception": error}
+            )

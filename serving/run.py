@@ -43,12 +43,15 @@ class ServerRun:
     drafting clients compare, gRPC is off, and its address is None.
     """
 
-    def __init__(self, service: Service, on_ready: OnReady, identities: Identities | None = None) -> None:
+    def __init__(
+        self, service: Service, on_ready: OnReady, identities: Identities | None = None
+    ) -> None:
         self._service = service
         self._config = service.config
         self._on_ready = on_ready
         self._identities = identities
-        self.signum: int | None = None  # the signal that ended it; None where :meth:`end` was called without one
+        # the signal that ended it; None where :meth:`end` was called without one
+        self.signum: int | None = None
         self.drafting: DraftingServer | None = None  # that of gRPC
         self._ending = asyncio.Event()
         self._breaking_off = asyncio.Event()
@@ -76,7 +79,8 @@ class ServerRun:
                     shown = f"[{host}]" if ":" in host else host
                     scheme = "https" if self._config.tls else "http"
                     self._on_ready(
-                        f"{scheme}://{shown}:{port}", f"{shown}:{self.drafting.port}" if self.drafting else None
+                        f"{scheme}://{shown}:{port}",
+                        f"{shown}:{self.drafting.port}" if self.drafting else None,
                     )
                     await _first_of(serving, self._ending.wait())
                 await self._drain(http, serving)
@@ -115,7 +119,8 @@ class ServerRun:
     async def _drain(self, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let what is being done end, or break it off."""
         self._service.is_draining = True
-        answering = list(http.server_state.tasks)  # later requests are refused, so nobody waits for them
+        # later requests are refused, so nobody waits for them
+        answering = list(http.server_state.tasks)
         _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
         asyncio.get_running_loop().call_later(self._config.grace_s, self._breaking_off.set)
         work: list[asyncio.Future[None]] = list(answering)
@@ -136,7 +141,8 @@ class ServerRun:
         """Let signals end the run, where the event loop is in the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
-            # Not by loop.add_signal_handler, which would replace the wakeup descriptor that commands/signals.py reads.
+            # Not by loop.add_signal_handler, which would replace the wakeup descriptor that
+            # commands/signals.py reads.
             end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.end)
             for number in _SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
@@ -159,7 +165,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise RequestInvalid(
             f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
         ) from error
-    # Connections inherit it. By itself the kernel would take megabytes for a reader that does not read.
+    # Connections inherit it. By itself the kernel would take megabytes for a reader that does not
+    # read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener

@@ -31,13 +31,17 @@ from .engine.sequence import Commit, Request, Work
 from .post import call_in
 from .wire import bytes_per_position, encode, n_common
 
-_MAX_PENDING = 16  # messages that wait for the engine. A client that drafts ahead has two on their way.
+# messages that wait for the engine. A client that drafts ahead has two on their way.
+_MAX_PENDING = 16
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-_CHUNK_BYTES = 8192  # contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
+# contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
+_CHUNK_BYTES = 8192
 _MAX_MESSAGES = 64  # answers that wait to be sent, at which their reader is slow
-# Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop its answer.
+# Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop
+# its answer.
 _MAX_UNSENT = 32 << 20
-_MAX_KEPT = 4 << 20  # bytes of contexts that are kept when they were sent: a cut takes with it what was on its way
+# bytes of contexts that are kept when they were sent: a cut takes with it what was on its way
+_MAX_KEPT = 4 << 20
 
 
 _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
@@ -47,18 +51,24 @@ class DraftingSession:
     """One text, which a stream has opened; ``on_lost`` is called when the engine has failed with it."""
 
     def __init__(
-        self, opener: "Stream", engine: Engine, request: Request, on_lost: Callable[["DraftingSession"], None]
+        self,
+        opener: "Stream",
+        engine: Engine,
+        request: Request,
+        on_lost: Callable[["DraftingSession"], None],
     ) -> None:
         self.id = secrets.token_urlsafe()
         self.owner = opener.owner
         self.counted_by = opener.counted_by
-        self.used_s = 0.0  # time.monotonic() of the last message from or to its client; kept by the streams
+        # time.monotonic() of the last message from or to its client; kept by the streams
+        self.used_s = 0.0
         self.stream: Stream | None = None
         self.resuming = asyncio.Lock()  # of the stream that attaches itself
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
+        # Of the Verify that is with the engine: its number, the tokens that the client knows, and
+        # drafts that were
         # committed before it came.
         self._asked = (0, 0, 0)
         self._state = _State.IDLE
@@ -67,7 +77,8 @@ class DraftingSession:
         self._is_held = self._ends_when_idle = False
         self.stopped = asyncio.Event()  # set while the engine does nothing for it
         self.stopped.set()
-        self._n_sent = 0  # tokens that the stream's client has, or will have when it has read what was sent
+        # tokens that the stream's client has, or will have when it has read what was sent
+        self._n_sent = 0
         self.begin(request)
 
     def begin(self, request: Request) -> None:
@@ -89,12 +100,21 @@ class DraftingSession:
 
     def check_text(self, request: Request) -> None:
         """Refuse another text with RequestInvalid."""
-        # A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
+        # A session that the server has lost cannot be compared: there the client's tokens are the
+        # text, as a prompt is.
         own = self.request
         n_both = min(len(self.tokens), len(request.tokens))
-        settings, asked = ((r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (own, request))
-        if settings != asked or n_both < own.n_prompt or list(request.tokens[:n_both]) != self.tokens[:n_both]:
-            raise RequestInvalid("the session has another prompt, other settings or other tokens; open a new one.")
+        settings, asked = (
+            (r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (own, request)
+        )
+        if (
+            settings != asked
+            or n_both < own.n_prompt
+            or list(request.tokens[:n_both]) != self.tokens[:n_both]
+        ):
+            raise RequestInvalid(
+                "the session has another prompt, other settings or other tokens; open a new one."
+            )
 
     def must_rebuild(self, request: Request) -> bool:
         """Whether the text must be read again: contexts are wanted that are gone, or the client knows more tokens."""
@@ -137,7 +157,9 @@ class DraftingSession:
                 f"{self.request.n_prompt} of them the prompt; open it again with the tokens that you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
-            raise RequestInvalid(f"{body.mode} is not a mode of a run; ask for a plain or a speculative one.")
+            raise RequestInvalid(
+                f"{body.mode} is not a mode of a run; ask for a plain or a speculative one."
+            )
         if len(self._pending) >= _MAX_PENDING:
             raise Overloaded(f"{_MAX_PENDING} messages wait to be done; wait for their answers.")
         self._pending.append((sequence, body))
@@ -206,7 +228,8 @@ class DraftingSession:
         self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
     def _hand_commit(self, commit: Commit) -> None:  # in the engine's thread
-        if commit.context is not None:  # copied here, so that the event loop never waits for a device
+        # copied here, so that the event loop never waits for a device
+        if commit.context is not None:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         call_in(self._loop, self._take_commit, commit)
 
@@ -216,7 +239,9 @@ class DraftingSession:
         if commit.error is not None:
             self._sequence_id = None
             # What exactly is in the server's log, and nobody else's affair.
-            self.send_failure("internal", "this text failed on the server; open the session again.", ends=True)
+            self.send_failure(
+                "internal", "this text failed on the server; open the session again.", ends=True
+            )
             self._on_lost(self)  # which closes this one
             return
         if commit.context is not None:
@@ -247,18 +272,27 @@ class DraftingSession:
     # What the client gets
 
     def _send_tokens(
-        self, start: int | None = None, n_accepted: int = 0, answers: int = 0, commit: Commit | None = None
+        self,
+        start: int | None = None,
+        n_accepted: int = 0,
+        answers: int = 0,
+        commit: Commit | None = None,
     ) -> None:
         """Send the tokens from ``start`` on, by default those that were not sent yet."""
         if self.stream is None:
             return
         start = self._n_sent if start is None else start
         committed = pb.Committed(
-            start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers, finish=self.finish
+            start=start,
+            tokens=self.tokens[start:],
+            n_accepted=n_accepted,
+            answers=answers,
+            finish=self.finish,
         )
         if commit is not None:
             committed.call_us, committed.queue_us = (
-                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1) for seconds in (commit.call_s, commit.queue_s)
+                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1)
+                for seconds in (commit.call_s, commit.queue_s)
             )
         self._n_sent = len(self.tokens)
         self.stream.put(pb.ServerMessage(committed=committed))
@@ -273,8 +307,10 @@ class ContextLog:
     """The contexts of one text, in order: those that wait to be sent, and the newest of those that were."""
 
     def __init__(self, start: int) -> None:
-        self.first = self.released = start  # the positions of the first that is here, and after the last to be sent
-        self._rows: list[Tensor] = []  # of each position from the first on [W], bfloat16 on the host
+        # the positions of the first that is here, and after the last to be sent
+        self.first = self.released = start
+        # of each position from the first on [W], bfloat16 on the host
+        self._rows: list[Tensor] = []
 
     @property
     def stop(self) -> int:
@@ -288,7 +324,8 @@ class ContextLog:
 
     def release(self) -> None:
         """Let all that is here be sent."""
-        # Not at once: those of a prompt come before the first token of its answer, and would fill a slow network.
+        # Not at once: those of a prompt come before the first token of its answer, and would fill a
+        # slow network.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
@@ -297,7 +334,9 @@ class ContextLog:
 
     def read(self, start: int, n: int) -> Tensor:
         """Return up to so many released contexts from a position on, which must be here: [n, W]."""
-        return torch.stack(self._rows[start - self.first : min(start + n, self.released) - self.first])
+        return torch.stack(
+            self._rows[start - self.first : min(start + n, self.released) - self.first]
+        )
 
     def drop_sent(self, sent: int) -> None:
         """Forget the oldest of the contexts before a position, but not the newest of them."""
@@ -313,11 +352,13 @@ class ContextLog:
 class Stream:
     """One stream: who reads it, and the messages that wait to be sent on it. Answers overtake contexts."""
 
-    # It is full when its reader is slow: then the text's decoding is held, and nothing more is read from the client.
+    # It is full when its reader is slow: then the text's decoding is held, and nothing more is read
+    # from the client.
 
     def __init__(self) -> None:
         self.owner = ""  # stands for the bearer token of the client; empty where there are none
-        self.counted_by = ""  # what bounds the sessions of one client: its owner, or its address, which may change
+        # what bounds the sessions of one client: its owner, or its address, which may change
+        self.counted_by = ""
         self.session: DraftingSession | None = None
         self.last_sequence = 0  # of the messages that came on it
         self.failure: pb.Failure | None = None  # that ended it
@@ -389,7 +430,9 @@ class Stream:
             return None
         part = self._contexts.read(self._n_context, self._chunk)
         values = encode(self._codec, part)
-        context = pb.Context(start=self._n_context, n_positions=len(part), codec=self._codec, values=values)
+        context = pb.Context(
+            start=self._n_context, n_positions=len(part), codec=self._codec, values=values
+        )
         self._n_context += len(part)
         self._contexts.drop_sent(self._n_context)
         return pb.ServerMessage(context=context)

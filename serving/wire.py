@@ -37,22 +37,28 @@ STATUSES = {
     "unavailable": StatusCode.UNAVAILABLE, "idle": StatusCode.DEADLINE_EXCEEDED, "internal": StatusCode.INTERNAL,
 }  # fmt: skip
 """Code of a failure that ends a stream -> the stream's status."""
-# gRPC would let it grow with the network, so that the contexts of a prompt fill a slow one, and the tokens after them
-# wait for seconds. With this, on 20 Mbit/s and a round trip of 42 ms, answers take 60 ms instead of 145, and the
+# gRPC would let it grow with the network, so that the contexts of a prompt fill a slow one, and the
+# tokens after them
+# wait for seconds. With this, on 20 Mbit/s and a round trip of 42 ms, answers take 60 ms instead of
+# 145, and the
 # contexts 1.4 s instead of 0.7.
 CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
 """What the server may send ahead of the client's reading: 64 kB, fixed."""
-# One scale a position would not do: some numbers, keys above all, are many times larger than the others, which would
+# One scale a position would not do: some numbers, keys above all, are many times larger than the
+# others, which would
 # all be rounded to 0.
 GROUP = 64
-_MAX_CODE = {"int8": 127, "int4": 7}  # largest code of each codec of integers; the smallest is its negative
+# largest code of each codec of integers; the smallest is its negative
+_MAX_CODE = {"int8": 127, "int4": 7}
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def check_codec(codec: str) -> None:
     """Refuse a name that is not of :data:`CODECS` with RequestInvalid."""
     if codec not in CODECS:
-        raise RequestInvalid(f"{codec[:20]!r} is not a codec of contexts; expected one of {', '.join(CODECS)}.")
+        raise RequestInvalid(
+            f"{codec[:20]!r} is not a codec of contexts; expected one of {', '.join(CODECS)}."
+        )
 
 
 def bytes_per_position(codec: str, width: int) -> int:
@@ -77,7 +83,11 @@ def encode(codec: str, context: Tensor) -> bytes:
     groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))  # [n, G, 64]
     scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)  # [n, G]
     steps = scales.float()[..., None]
-    codes = torch.where(steps > 0, groups / steps, 0.0).round().clamp(-_MAX_CODE[codec], _MAX_CODE[codec])
+    codes = (
+        torch.where(steps > 0, groups / steps, 0.0)
+        .round()
+        .clamp(-_MAX_CODE[codec], _MAX_CODE[codec])
+    )
     codes = codes.to(torch.int8).flatten(1)[:, :width]
     if codec == "int4":
         pairs = F.pad(codes + 8, (0, width % 2)).to(torch.uint8).unflatten(1, (-1, 2))
@@ -99,10 +109,14 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     if codec == "bf16":
         return _finite(found.view(torch.bfloat16))
     n_groups = -(-width // GROUP)
-    scales = _finite(found[:, : 2 * n_groups].reshape(-1).view(torch.bfloat16)).view(n_positions, n_groups)
+    scales = _finite(found[:, : 2 * n_groups].reshape(-1).view(torch.bfloat16)).view(
+        n_positions, n_groups
+    )
     codes = found[:, 2 * n_groups :]
     if codec == "int4":
-        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :width].to(torch.int8) - 8
+        codes = (
+            torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :width].to(torch.int8) - 8
+        )
     else:
         codes = codes.view(torch.int8)
     return (codes * scales.repeat_interleave(GROUP, dim=1)[:, :width]).nan_to_num()
@@ -116,7 +130,8 @@ def _finite(values: Tensor) -> Tensor:
     return values.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-# Identities: hashes by which client and server see whether they have the same. They do not depend on how a side loads
+# Identities: hashes by which client and server see whether they have the same. They do not depend
+# on how a side loads
 # its files.
 
 
@@ -136,11 +151,19 @@ def tokenizer_identity(tokenizer: Any) -> str:
 @torch.no_grad()
 def drafter_identity(drafter: Any) -> str:
     """Hash the sizes and weights of a loaded drafter."""
-    # Weights as bfloat16, so that a drafter that was loaded in bfloat16 and one in float32 are the same.
+    # Weights as bfloat16, so that a drafter that was loaded in bfloat16 and one in float32 are the
+    # same.
     digest = hashlib.sha256(json.dumps(drafter.config.to_dict(), sort_keys=True).encode())
     for name, weight in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {list(weight.shape)}".encode())
-        digest.update(weight.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).flatten().numpy().tobytes())
+        digest.update(
+            weight.to("cpu", torch.bfloat16)
+            .contiguous()
+            .view(torch.uint8)
+            .flatten()
+            .numpy()
+            .tobytes()
+        )
     return digest.hexdigest()
 
 

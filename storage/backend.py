@@ -89,7 +89,8 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
                 os.link(own, path)  # unlike a rename it never replaces a file
             except FileExistsError:
                 raise
-            except OSError:  # a file system without hard links; the store's lock keeps other writers out
+            # a file system without hard links; the store's lock keeps other writers out
+            except OSError:
                 if path.exists():
                     raise FileExistsError(path) from None
                 os.replace(own, path)
@@ -152,14 +153,21 @@ def names_below(folder: StorePath) -> list[str]:
     """Return the names of all files below a folder, relative to it; a bucket's list may be older than its files."""
     if isinstance(folder, RemotePath):
         return folder.names()
-    found = (root / name for root, _, names in files.walk(folder) for name in names) if folder.is_dir() else ()
+    found = (
+        (root / name for root, _, names in files.walk(folder) for name in names)
+        if folder.is_dir()
+        else ()
+    )
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:
     """Yield documents with what reads each; remote ones are read ahead, all at once."""
     paths = list(paths)
-    ahead = [requests().submit(read_file, path) if isinstance(path, RemotePath) else None for path in paths]
+    ahead = [
+        requests().submit(read_file, path) if isinstance(path, RemotePath) else None
+        for path in paths
+    ]
     for path, future in zip(paths, ahead, strict=True):
         yield path, partial(read_file, path) if future is None else future.result
 
@@ -202,7 +210,8 @@ def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> i
 
 def file_crc32(path: StorePath) -> int:
     """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it."""
-    # Not CRC-32C: the chunks of a shard end with their own CRC-32C, and a CRC of such chunks depends on their lengths
+    # Not CRC-32C: the chunks of a shard end with their own CRC-32C, and a CRC of such chunks
+    # depends on their lengths
     # alone. It would not notice a shard in the place of another.
     crc = 0
     for block in blocks_of(path):
@@ -220,7 +229,9 @@ def reason(error: OSError | MemoryError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1) -> StorageUnavailable:
+def check_incomplete(
+    store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1
+) -> StorageUnavailable:
     """Return the error for what could not be checked; ``path``, the first file, is absolute or in the store."""
     what = path if n_files == 1 else f"{n_files} files, the first of them {path},"
     return StorageUnavailable(
@@ -266,7 +277,8 @@ class LocalFile:
 
     max_read_bytes = 512 << 10
     """Longest useful read: what is read should still be in the core's cache when it is decoded."""
-    # The kernel cuts one request for read-ahead at the device's largest transfer, and drops the rest.
+    # The kernel cuts one request for read-ahead at the device's largest transfer, and drops the
+    # rest.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
@@ -287,7 +299,9 @@ class LocalFile:
         """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
         n_read = 0
         file = self._open()
-        while n_read < len(buffer) and (got := os.preadv(file.fd, [buffer[n_read:].data], offset + n_read)):
+        while n_read < len(buffer) and (
+            got := os.preadv(file.fd, [buffer[n_read:].data], offset + n_read)
+        ):
             n_read += got
         return n_read
 
@@ -296,7 +310,9 @@ class LocalFile:
         if hasattr(os, "posix_fadvise"):
             file = self._open()
             for at in range(start, stop, self._prefetch_bytes):
-                os.posix_fadvise(file.fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(
+                    file.fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED
+                )
 
 
 _scratch = threading.local()

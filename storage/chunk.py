@@ -33,7 +33,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from ..errors import StoreDamaged
 from .backend import crc32c, scratch_bytes
 
-# Blosc's own threads would make the order of blocks depend on timing and do not survive a fork; callers run threads.
+# Blosc's own threads would make the order of blocks depend on timing and do not survive a fork;
+# callers run threads.
 numcodecs.blosc.use_threads = False
 
 BLOSC_BLOCK_BYTES = 1 << 20
@@ -41,7 +42,8 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The chain in words, as ``store.json`` records it."""
 
-_BLOSC_HEADER = struct.Struct("<4xI4xI")  # raw bytes and frame bytes; what lies between them is blosc's own business
+# raw bytes and frame bytes; what lies between them is blosc's own business
+_BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
 """CRC-32C of any bytes that end with their own CRC-32C, little endian: what makes a chunk whole."""
@@ -49,7 +51,13 @@ _CRC_OF_CHECKED = 0x48674BC7
 
 def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
     """Return the byte chain after ``bytes`` as zarr-python codecs, for an array's metadata."""
-    blosc = BloscCodec(typesize=dtype.itemsize, cname="zstd", clevel=1, shuffle="shuffle", blocksize=BLOSC_BLOCK_BYTES)
+    blosc = BloscCodec(
+        typesize=dtype.itemsize,
+        cname="zstd",
+        clevel=1,
+        shuffle="shuffle",
+        blocksize=BLOSC_BLOCK_BYTES,
+    )
     return blosc, Crc32cCodec()
 
 
@@ -61,7 +69,12 @@ def encode_chunk(values: np.ndarray) -> bytes:
     if pieces is None:
         pieces = [
             numcodecs.blosc.compress(
-                little, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=little.dtype.itemsize
+                little,
+                b"zstd",
+                1,
+                shuffle=1,
+                blocksize=BLOSC_BLOCK_BYTES,
+                typesize=little.dtype.itemsize,
             )
         ]
     crc = 0
@@ -74,9 +87,12 @@ def encode_chunk(values: np.ndarray) -> bytes:
 def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     """Check one inner chunk, uint8 [n_bytes] with its checksum, and decode it into a C-contiguous array."""
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
-        raise StoreDamaged(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
+        raise StoreDamaged(
+            f"chunk of {len(buffer)} bytes is shorter than its own header and checksum"
+        )
     n_bytes = len(buffer) - CRC_BYTES
-    # After a big decompression Python is out of the caches, so few steps: no slice, one checksum of the whole.
+    # After a big decompression Python is out of the caches, so few steps: no slice, one checksum of
+    # the whole.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
@@ -100,7 +116,8 @@ _MIN_PLANE_BYTES = 128  # blosc splits a block only where each plane has at leas
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
-# Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0 repeats is below this.
+# Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0
+# repeats is below this.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -136,12 +153,14 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         return low, low
     words = values.view(np.uint16).reshape(-1)
     n = len(words)
-    # Fresh arrays of this size would come from the kernel page by page, at more than the cost of coding them.
+    # Fresh arrays of this size would come from the kernel page by page, at more than the cost of
+    # coding them.
     scratch = scratch_bytes("planes", 2 * n)
     low = scratch[:n]
     high = scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    # Words read from the second byte on have the high bytes below: half the time of shifting all of them.
+    # Words read from the second byte on have the high bytes below: half the time of shifting all of
+    # them.
     shifted = words.view(np.uint8)[1:-1].view("<u2")
     np.copyto(high[:-1], shifted, casting="unsafe")
     high[-1] = words[-1] >> 8
@@ -157,13 +176,16 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Plain Python here: what a NumPy call costs where its code has left the caches, this costs in all.
+    # Plain Python here: what a NumPy call costs where its code has left the caches, this costs in
+    # all.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # padding
     n_same = len(words) - n_zeros - len(set(words) - {0})
     # 256 bytes of noise have about 162 different values.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
-    is_noise = not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
+    is_noise = (
+        not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
+    )
     return n_same > _REPEATED_SHARE * len(words), is_noise
 
 
@@ -179,7 +201,9 @@ def _literals(plane: np.ndarray) -> bytes | np.ndarray:
     return packed if len(packed) < len(plane) else plane
 
 
-def _frame(values: np.ndarray, flags: int, planes: list[bytes | np.ndarray]) -> list[bytes | np.ndarray]:
+def _frame(
+    values: np.ndarray, flags: int, planes: list[bytes | np.ndarray]
+) -> list[bytes | np.ndarray]:
     first_block = _HEADER.size + _U32.size
     n_bytes = first_block + sum(_U32.size + len(plane) for plane in planes)
     pieces: list[bytes | np.ndarray] = [
@@ -204,7 +228,8 @@ class EncodePool(AbstractContextManager["EncodePool"]):
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Tasks that may be under way in one shard before its writer waits for the oldest; this bounds memory.
+        # Tasks that may be under way in one shard before its writer waits for the oldest; this
+        # bounds memory.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0  # seconds of CPU that encoding has taken, over all threads
         self._counting = threading.Lock()

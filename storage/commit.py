@@ -98,11 +98,15 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
     """Read, in order, the commits of those parts that have one; each must be whole and name its own part."""
     commits: dict[int, PartCommit] = {}
     wanted = sorted(parts)
-    for part, (path, read) in zip(wanted, reads_of(schema.commit_path(store, part) for part in wanted), strict=True):
+    for part, (path, read) in zip(
+        wanted, reads_of(schema.commit_path(store, part) for part in wanted), strict=True
+    ):
         with contextlib.suppress(*MISSING):
             commits[part] = read_part_commit(path, read)
             if commits[part].part != part:
-                raise StoreDamaged(f"{path} is the commit of part {commits[part].part}. Delete it. {_REDO}")
+                raise StoreDamaged(
+                    f"{path} is the commit of part {commits[part].part}. Delete it. {_REDO}"
+                )
     return commits
 
 
@@ -112,13 +116,19 @@ def committed_bytes(store: StorePath) -> int:
     folder = store / schema.COMMITS_NAME
     for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
         with contextlib.suppress(ValueError, OSError):  # what is damaged is written again
-            n_bytes += sum(record.bytes for record in _FILE_LIST.validate_json(read(), strict=True)["files"].values())
+            n_bytes += sum(
+                record.bytes
+                for record in _FILE_LIST.validate_json(read(), strict=True)["files"].values()
+            )
     return n_bytes
 
 
 def has_parts(store: StorePath) -> bool:
     """Whether a store, whatever it was made from, has a commit of any part; what has none may be begun anew."""
-    return any(name.startswith("part-") and name.endswith(".json") for name in names_in(store / schema.COMMITS_NAME))
+    return any(
+        name.startswith("part-") and name.endswith(".json")
+        for name in names_in(store / schema.COMMITS_NAME)
+    )
 
 
 def array_of(file: str) -> str | None:
@@ -142,7 +152,9 @@ def find_size_damage(
         try:
             found = path.stat()
         except MISSING:
-            damage.append((path, StoreDamaged(f"{path} is missing although it was committed. {_REDO}")))
+            damage.append(
+                (path, StoreDamaged(f"{path} is missing although it was committed. {_REDO}"))
+            )
             continue
         if not stat.S_ISREG(found.st_mode):
             damage.append((path, StoreDamaged(f"{path} is not a regular file. {_REDO}")))
@@ -173,7 +185,10 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
 
     def compare(files: Mapping[str, FileRecord]) -> Damage:
         return find_size_damage(folder, files) or [
-            (folder / name, StoreDamaged(f"{folder / name} is not the file that {commit} lists. {_RESTORE}"))
+            (
+                folder / name,
+                StoreDamaged(f"{folder / name} is not the file that {commit} lists. {_RESTORE}"),
+            )
             for name, record in files.items()
             if file_crc32(folder / name) != record.crc32
         ]
@@ -182,7 +197,9 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
         raise error
 
 
-def _find_damage(commit: StorePath, compare: Callable[[Mapping[str, FileRecord]], Damage]) -> Damage:
+def _find_damage(
+    commit: StorePath, compare: Callable[[Mapping[str, FileRecord]], Damage]
+) -> Damage:
     """Compare files with a commit that lists them; again where another process replaces both meanwhile."""
     while True:
         before = content_of(commit)
@@ -224,16 +241,32 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
 
     def compare(records: Mapping[str, FileRecord]) -> Damage:
         if lacking := {schema.MANIFEST_NAME, schema.PLAN_NAME} - records.keys():
-            return [(commit, StoreDamaged(f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"))]
+            return [
+                (
+                    commit,
+                    StoreDamaged(
+                        f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"
+                    ),
+                )
+            ]
         if others := [
-            name for name in records if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name)
+            name
+            for name in records
+            if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name)
         ]:
-            return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
+            return [
+                (
+                    commit,
+                    StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"),
+                )
+            ]
         damage = []
         for name, record in records.items():
             path = store / name
             advice = _WRITE_ANEW if is_metadata(name) else _RESTORE
-            if (metadata or not is_metadata(name)) and record_of(content_of(path, MAX_PLAN_BYTES) or b"") != record:
+            if (metadata or not is_metadata(name)) and record_of(
+                content_of(path, MAX_PLAN_BYTES) or b""
+            ) != record:
                 message = f"{path} is not the file that was written: its checksum differs from its commit's. {advice}"
                 damage.append((path, StoreDamaged(message)))
         return damage
@@ -282,6 +315,8 @@ def _reading(path: StorePath) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise StoreDamaged(f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}") from error
+        raise StoreDamaged(
+            f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
+        ) from error
     except ValueError as error:  # from `read_file`
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error

@@ -101,7 +101,9 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
     most = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
     # Equal shards: the Zarr grid is regular, so that a part must be a whole number of them.
-    shards = next(n for n in range(1, n_chunk_rows + 1) if n_chunk_rows % n == 0 and n_chunk_rows // n <= most)
+    shards = next(
+        n for n in range(1, n_chunk_rows + 1) if n_chunk_rows % n == 0 and n_chunk_rows // n <= most
+    )
     part_rows = n_chunk_rows * chunk_shape[0]
     shard_shape = (part_rows // shards, *array.row_shape)
     return ArrayGrid((n_parts * part_rows, *array.row_shape), chunk_shape, shard_shape, part_rows)
@@ -109,7 +111,8 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Pieces of the same tokens lie side by side and are read at once: one costs less than a chunk that lies alone.
+        # Pieces of the same tokens lie side by side and are read at once: one costs less than a
+        # chunk that lies alone.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -128,7 +131,9 @@ def chunk_tokens(token_bytes: float) -> int:
     choices = [MIN_CHUNK_TOKENS << step for step in range(8)]
 
     def cost(n: int) -> float:
-        return (1 + (SEQUENCE_TOKENS - MIN_CHUNK_TOKENS) / n) * (CHUNK_OVERHEAD_BYTES + n * token_bytes)
+        return (1 + (SEQUENCE_TOKENS - MIN_CHUNK_TOKENS) / n) * (
+            CHUNK_OVERHEAD_BYTES + n * token_bytes
+        )
 
     return min(choices, key=cost)
 
@@ -137,7 +142,9 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     """Return the smallest divisor of ``n_layers`` that makes a chunk big enough, else the largest that fits."""
     layer_bytes = row_bytes // n_layers
     fitting = [
-        d for d in range(1, n_layers + 1) if n_layers % d == 0 and (d == 1 or d * layer_bytes <= MAX_CHUNK_BYTES)
+        d
+        for d in range(1, n_layers + 1)
+        if n_layers % d == 0 and (d == 1 or d * layer_bytes <= MAX_CHUNK_BYTES)
     ]
     return next((d for d in fitting if d * layer_bytes >= MIN_CHUNK_BYTES), fitting[-1])
 
@@ -170,9 +177,13 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
     try:
         text = read_file(path)
     except MISSING as error:
-        raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
+        raise StoreDamaged(
+            f"{path} is missing. Run extract again: it writes what is missing."
+        ) from error
     except ValueError as error:
-        raise StoreDamaged(f"{path} is not the metadata of an array: {error}. {_RESTORE}") from error
+        raise StoreDamaged(
+            f"{path} is not the metadata of an array: {error}. {_RESTORE}"
+        ) from error
     grid = grid_from_metadata(text, array, str(path))
     n_rows = max(1, array.n_rows(longest_part))
     if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:
@@ -191,7 +202,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
         grid = ArrayGrid(
             shape=whole_numbers(document["shape"], "shape"),
             chunk_shape=whole_numbers(sharding["chunk_shape"], "the inner chunk's shape"),
-            shard_shape=whole_numbers(document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"),
+            shard_shape=whole_numbers(
+                document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"
+            ),
             part_rows=whole_number(document["attributes"]["part_rows"], "part_rows", 1),
         )
         key_encoding = document["chunk_key_encoding"]
@@ -202,7 +215,10 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
             "codecs": [codec_entry["name"] for codec_entry in document["codecs"]],
             "inner codecs": sharding["codecs"],
             "index_location": sharding.get("index_location", "end"),
-            "chunk keys": (key_encoding["name"], key_encoding.get("configuration", {}).get("separator", "/")),
+            "chunk keys": (
+                key_encoding["name"],
+                key_encoding.get("configuration", {}).get("separator", "/"),
+            ),
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise StoreDamaged(
@@ -222,7 +238,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
     }
     for key, value in expected.items():
         if got[key] != value:
-            raise StoreDamaged(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}. {_RESTORE}")
+            raise StoreDamaged(
+                f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}. {_RESTORE}"
+            )
     if not _is_usable(grid, array.storage_dtype.itemsize):
         shapes = f"shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}"
         raise StoreDamaged(f"{source}: {shapes}. {_RESTORE}")

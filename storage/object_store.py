@@ -36,7 +36,8 @@ from .paths import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
 """Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
-COPY_BYTES = 5 << 30  # longest file that S3 copies by one request; a longer one is read and written again
+# longest file that S3 copies by one request; a longer one is read and written again
+COPY_BYTES = 5 << 30
 UPLOADS_AT_ONCE = 8  # pieces of one file that are uploaded at the same time; each is held in memory
 NOTICE_S = 5.0  # time without an answer after which a process logs, once, that it waits
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
@@ -81,7 +82,11 @@ class ObjectStore:
     def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Backend)
         def list_all() -> dict[str, Entry]:
             pages = obstore.list(self.connection, folder or None, chunk_size=1000)
-            return {item["path"]: Entry(item["size"], item["last_modified"]) for page in pages for item in page}
+            return {
+                item["path"]: Entry(item["size"], item["last_modified"])
+                for page in pages
+                for item in page
+            }
 
         return self._asked(folder, list_all)
 
@@ -126,7 +131,8 @@ class ObjectStore:
         n_bytes = obstore.head(self.connection, name)["size"]
         if n_bytes >= stop:
             raise failure
-        # The file is shorter than the caller believes, for which servers have answers of many kinds.
+        # The file is shorter than the caller believes, for which servers have answers of many
+        # kinds.
         if start >= n_bytes:
             return memoryview(b"")
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
@@ -138,7 +144,9 @@ class ObjectStore:
         def found() -> tuple[bytes, Any]:
             answer = obstore.get(self.connection, name)
             versions = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
-            return answer.bytes().to_bytes(), {key: value for key, value in versions.items() if value is not None}
+            return answer.bytes().to_bytes(), {
+                key: value for key, value in versions.items() if value is not None
+            }
 
         content, version = self._asked(name, found)
         return content == old and self._settled(name, new, version)
@@ -157,10 +165,13 @@ class ObjectStore:
                     found = self._asked(name, lambda: self._get(name))
                 except FileNotFoundError:
                     found = None
-                # S3 answers 409 to both of two that meet, and then neither may have won: then ask once more.
+                # S3 answers 409 to both of two that meet, and then neither may have won: then ask
+                # once more.
                 if found == data:
                     return True
-                is_conflict = isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError)
+                is_conflict = isinstance(
+                    error, exceptions.AlreadyExistsError | exceptions.PreconditionError
+                )
                 if found is not None and (is_conflict or mode == "create"):
                     return False
                 if not next(pauses):
@@ -168,7 +179,13 @@ class ObjectStore:
 
     def put(self, name: str, data: bytes | Path) -> None:  # noqa: D102
         def upload() -> None:
-            obstore.put(self.connection, name, data, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+            obstore.put(
+                self.connection,
+                name,
+                data,
+                chunk_size=REQUEST_BYTES,
+                max_concurrency=UPLOADS_AT_ONCE,
+            )
 
         self._repeated(name, upload)
 
@@ -177,11 +194,21 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # On a thread: obstore panics where a call of it is made while it takes the pieces of another one.
+            # On a thread: obstore panics where a call of it is made while it takes the pieces of
+            # another one.
             with ThreadPoolExecutor(1) as reader:
-                ranges = ((at, min(at + REQUEST_BYTES, n_bytes)) for at in range(0, n_bytes, REQUEST_BYTES))
+                ranges = (
+                    (at, min(at + REQUEST_BYTES, n_bytes))
+                    for at in range(0, n_bytes, REQUEST_BYTES)
+                )
                 pieces = (reader.submit(self._get_range, source, *each).result() for each in ranges)
-                obstore.put(self.connection, target, pieces, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+                obstore.put(
+                    self.connection,
+                    target,
+                    pieces,
+                    chunk_size=REQUEST_BYTES,
+                    max_concurrency=UPLOADS_AT_ONCE,
+                )
 
         self._repeated(source, copy)
 
@@ -210,7 +237,9 @@ class ObjectStore:
                 return request()
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
-                    raise StorageUnavailable(f"{self.url}: the bucket does not exist. Make it first.") from error
+                    raise StorageUnavailable(
+                        f"{self.url}: the bucket does not exist. Make it first."
+                    ) from error
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
                 raise
@@ -226,7 +255,8 @@ def _connect(url: str) -> Connection:
     try:
         return from_url(
             url,
-            # A stalled transfer ends, a slow one does not: the time of a whole request says nothing where links differ.
+            # A stalled transfer ends, a slow one does not: the time of a whole request says nothing
+            # where links differ.
             client_options={
                 "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
                 "connect_timeout": timedelta(seconds=5), **({"allow_http": True} if is_plain else {}),
@@ -268,7 +298,11 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
         if group:
             first = ranges[group[0]]
             last = ranges[group[-1]]
-            fits = name == first[0] and start - last[2] <= GAP_BYTES and stop - first[1] <= REQUEST_BYTES
+            fits = (
+                name == first[0]
+                and start - last[2] <= GAP_BYTES
+                and stop - first[1] <= REQUEST_BYTES
+            )
             if not fits:
                 yield group
                 group = []
@@ -285,7 +319,10 @@ def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
             "environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         ) from error
     if isinstance(
-        error, exceptions.InvalidPathError | exceptions.NotSupportedError | exceptions.UnknownConfigurationKeyError
+        error,
+        exceptions.InvalidPathError
+        | exceptions.NotSupportedError
+        | exceptions.UnknownConfigurationKeyError,
     ):
         raise _unavailable(url, name, error) from error
 

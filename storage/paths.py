@@ -8,7 +8,8 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol, TypeVar
 
-REQUEST_BYTES = 8 << 20  # longest range of one request to a server, and size of the blocks in which a file is uploaded
+# longest range of one request to a server, and size of the blocks in which a file is uploaded
+REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
 """Requests that one process has under way at the same time: with 20 ms to the first byte and 8 MiB each, more than a
 link of 100 Gbit/s carries."""
@@ -111,7 +112,9 @@ class RemotePath:
         """Return the names of all files below it, relative to it and sorted -> bytes."""
         start = f"{self.key}/" if self.key else ""
         found = sorted(self.backend.list_files(self.key).items())
-        return {name[len(start) :]: entry.n_bytes for name, entry in found if name.startswith(start)}
+        return {
+            name[len(start) :]: entry.n_bytes for name, entry in found if name.startswith(start)
+        }
 
     def names(self) -> list[str]:
         """Return the names of all files below it, relative to it and sorted."""
@@ -123,7 +126,8 @@ class RemotePath:
 
 
 StorePath = Path | RemotePath  # a store, or a file or folder of one
-AnyPath = TypeVar("AnyPath", bound=StorePath)  # the type of a path of which another one of the same kind is made
+# the type of a path of which another one of the same kind is made
+AnyPath = TypeVar("AnyPath", bound=StorePath)
 
 
 def name_below(folder: StorePath, path: StorePath) -> str:
@@ -138,7 +142,8 @@ def requests() -> ThreadPoolExecutor:
 
 def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
     """Return this process's threads of that name; they start on first use, and anew after a fork."""
-    # Two threads that meet here make two pools; the threads of the one that loses end with their work.
+    # Two threads that meet here make two pools; the threads of the one that loses end with their
+    # work.
     if (key := (name, os.getpid())) not in _pools:
         _pools[key] = ThreadPoolExecutor(n_threads, name)
     return _pools[key]

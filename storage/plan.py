@@ -32,7 +32,9 @@ SEQUENCE_SCHEMA = pa.schema(
 )
 """Columns of the table that is planned: content hash, row in the dataset, counts."""
 
-PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(pa.field("first_token", pa.int64()))
+PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(
+    pa.field("first_token", pa.int64())
+)
 """Columns of plan.parquet: the above, the part, and the sequence's first position on the part's token axis."""
 
 TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]  # columns of texts.arrow
@@ -41,12 +43,14 @@ TEXTS_SHA256 = b"sha256"  # key of the metadata of texts.arrow that holds ``text
 
 MAX_ID_BYTES = 1024  # longest sequence id that is read
 
-MAX_PLAN_BYTES = 1 << 30  # longest plan.parquet that is read: about 100 bytes for each of ten million sequences
+# longest plan.parquet that is read: about 100 bytes for each of ten million sequences
+MAX_PLAN_BYTES = 1 << 30
 
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:
     """Return a column of numbers without nulls, [n_rows]."""
-    # Not by to_numpy: pyarrow imports pandas for it, and for pa.array, which takes half a second of a command.
+    # Not by to_numpy: pyarrow imports pandas for it, and for pa.array, which takes half a second of
+    # a command.
     chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
@@ -58,7 +62,9 @@ def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
 
 def column(values: np.ndarray) -> pa.Array:
     """Return numbers [n_rows] as a column, without a copy."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+    )
 
 
 def text_column(values: Iterable[str]) -> pa.Array:
@@ -81,7 +87,9 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
         The table with columns of ``PLAN_SCHEMA``, ordered by part and position.
     """
     if part_tokens < 1 or alignment_tokens < 1:
-        raise StoreDamaged(f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1.")
+        raise StoreDamaged(
+            f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1."
+        )
     _check_sequences(table)
     table = table.select(SEQUENCE_SCHEMA.names).cast(SEQUENCE_SCHEMA)
     table = table.take(pc.sort_indices(table, sort_keys=[("source_row", "ascending")]))
@@ -110,10 +118,17 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
 def _check_sequences(table: pa.Table) -> None:
     missing = [name for name in SEQUENCE_SCHEMA.names if name not in table.column_names]
     if missing:
-        raise StoreDamaged(f"The table of sequences lacks the columns {missing}; it has {table.column_names}.")
+        raise StoreDamaged(
+            f"The table of sequences lacks the columns {missing}; it has {table.column_names}."
+        )
     if table.num_rows == 0:
-        raise StoreDamaged("The dataset gave no sequences to plan. Check the dataset and the counts of rejected rows.")
-    if any(table[name].null_count for name in table.column_names) or pc.min(table["n_tokens"]).as_py() < 1:
+        raise StoreDamaged(
+            "The dataset gave no sequences to plan. Check the dataset and the counts of rejected rows."
+        )
+    if (
+        any(table[name].null_count for name in table.column_names)
+        or pc.min(table["n_tokens"]).as_py() < 1
+    ):
         raise StoreDamaged("Every sequence needs an id, a row and counts, and at least one token.")
     if len(pc.unique(table["sequence_id"])) != table.num_rows:
         counts = pc.value_counts(table["sequence_id"].combine_chunks())
@@ -141,7 +156,9 @@ def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
     n_sequences = np.bincount(part, minlength=len(lengths))
     n_tokens = np.bincount(part, numbers(plan, "n_tokens"), len(lengths)).astype(np.int64)
     names = ("part", "n_sequences", "n_tokens", "allocated_tokens")
-    rows = zip(range(len(lengths)), n_sequences.tolist(), n_tokens.tolist(), lengths.tolist(), strict=True)
+    rows = zip(
+        range(len(lengths)), n_sequences.tolist(), n_tokens.tolist(), lengths.tolist(), strict=True
+    )
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
@@ -155,12 +172,16 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     part = numbers(plan, "part").astype(np.int64)
     first = numbers(plan, "first_token")
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
-        raise StoreDamaged(f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts.")
+        raise StoreDamaged(
+            f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts."
+        )
     ends = first + numbers(plan, "n_tokens")
     same = part[1:] == part[:-1]
     wrong = first % alignment_tokens != 0
     wrong[0] |= part[0] != 0 or first[0] != 0
-    wrong[1:] |= np.where(same, first[1:] < ends[:-1], (part[1:] != part[:-1] + 1) | (first[1:] != 0))
+    wrong[1:] |= np.where(
+        same, first[1:] < ends[:-1], (part[1:] != part[:-1] + 1) | (first[1:] != 0)
+    )
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise StoreDamaged(
@@ -183,27 +204,59 @@ def read_plan(path: StorePath) -> pa.Table:
     except MISSING as error:
         raise StoreDamaged(f"{path} is missing. Restore it.") from error
     except ValueError as error:
-        raise StoreDamaged(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
+        raise StoreDamaged(
+            f"{path} cannot be read as the plan of a store: {error}. Restore it."
+        ) from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         metadata = file.metadata
-        # What a file claims is checked before anything is allocated. Ids differ, so that a row takes at least a byte.
-        columns = [metadata.row_group(i).column(k) for i in range(metadata.num_row_groups) for k in range(6)]
-        n_bytes = sum(max(column.total_uncompressed_size, column.total_compressed_size) for column in columns)
-        if metadata.num_rows > len(content) or n_bytes > 2 * MAX_ID_BYTES * metadata.num_rows + (1 << 20):
-            raise ValueError(f"{metadata.num_rows} rows, {len(content)} bytes that unpack to {n_bytes}")
-        plan = file.read(use_threads=False)  # a thread that can't be started would look like a damaged file
-        if max(pc.max(pc.binary_length(ids.dictionary)).as_py() for ids in plan["sequence_id"].chunks) > MAX_ID_BYTES:
+        # What a file claims is checked before anything is allocated. Ids differ, so that a row
+        # takes at least a byte.
+        columns = [
+            metadata.row_group(i).column(k)
+            for i in range(metadata.num_row_groups)
+            for k in range(6)
+        ]
+        n_bytes = sum(
+            max(column.total_uncompressed_size, column.total_compressed_size) for column in columns
+        )
+        if metadata.num_rows > len(content) or n_bytes > 2 * MAX_ID_BYTES * metadata.num_rows + (
+            1 << 20
+        ):
+            raise ValueError(
+                f"{metadata.num_rows} rows, {len(content)} bytes that unpack to {n_bytes}"
+            )
+        # a thread that can't be started would look like a damaged file
+        plan = file.read(use_threads=False)
+        if (
+            max(
+                pc.max(pc.binary_length(ids.dictionary)).as_py()
+                for ids in plan["sequence_id"].chunks
+            )
+            > MAX_ID_BYTES
+        ):
             raise ValueError("a sequence id is too long")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
-    except MemoryError:  # of pyarrow too, whose class is also an ArrowException: it says nothing about the bytes
+    # of pyarrow too, whose class is also an ArrowException: it says nothing about the bytes
+    except MemoryError:
         raise
-    except (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        pa.ArrowException,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         reason = first_line(error)
-        raise StoreDamaged(f"{path} cannot be read as the plan of a store: {reason}. Restore it.") from error
+        raise StoreDamaged(
+            f"{path} cannot be read as the plan of a store: {reason}. Restore it."
+        ) from error
     if not plan.schema.equals(PLAN_SCHEMA):
-        raise StoreDamaged(f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}.")
+        raise StoreDamaged(
+            f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}."
+        )
     return plan
 
 
@@ -220,10 +273,13 @@ def map_texts(path: StorePath) -> pa.Table:
 def texts_sha256(texts: pa.Table) -> bytes:
     """Return the sha256 of counts, ids, rows, tokens and masks of texts.arrow, in hex; ValueError for another table."""
     counts = json.loads((texts.schema.metadata or {}).get(b"counts", b"null"))
-    if texts.column_names != TEXTS_COLUMNS or any(column.num_chunks != 1 for column in texts.columns):
+    if texts.column_names != TEXTS_COLUMNS or any(
+        column.num_chunks != 1 for column in texts.columns
+    ):
         raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
     digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
-    # One chunk each, as written: combining even one would copy it, and the table may be as large as the memory.
+    # One chunk each, as written: combining even one would copy it, and the table may be as large as
+    # the memory.
     ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
     for key in ids.to_pylist():
         digest.update(key.encode())

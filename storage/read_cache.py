@@ -29,7 +29,8 @@ from .paths import REQUEST_BYTES, RemotePath, requests
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
-BLOCK_BYTES = 1 << 20  # a reader of a whole sequence asks for many times as much; smaller blocks only make more files
+# a reader of a whole sequence asks for many times as much; smaller blocks only make more files
+BLOCK_BYTES = 1 << 20
 _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
 
@@ -44,7 +45,9 @@ class RemoteFile:
 
     max_read_bytes = REQUEST_BYTES
 
-    def __init__(self, path: RemotePath, record: FileRecord, cache: "ReadCache | None" = None) -> None:
+    def __init__(
+        self, path: RemotePath, record: FileRecord, cache: "ReadCache | None" = None
+    ) -> None:
         self.path = path
         self.n_bytes = record.bytes
         self.cache = cache
@@ -58,7 +61,8 @@ class RemoteFile:
         return len(data)
 
 
-Ranges = Sequence[tuple[RemoteFile, int, int]]  # byte ranges [start, stop) of remote files of one store
+# byte ranges [start, stop) of remote files of one store
+Ranges = Sequence[tuple[RemoteFile, int, int]]
 
 
 def fetch_ranges(ranges: Ranges) -> list[memoryview]:
@@ -91,16 +95,24 @@ class ReadCache:
 
     def read(self, ranges: Ranges) -> list[memoryview]:
         """Return the bytes of ranges, from blocks that are kept and by fetching the others, which are kept then."""
-        keys = [[(file, block) for block in _blocks(file, start, stop)] for file, start, stop in ranges]
-        wanted = list(dict.fromkeys(key for own in keys for key in own))  # several ranges may lie in one block
+        keys = [
+            [(file, block) for block in _blocks(file, start, stop)] for file, start, stop in ranges
+        ]
+        # several ranges may lie in one block
+        wanted = list(dict.fromkeys(key for own in keys for key in own))
         loads = requests().map(lambda key: self._load(*key), wanted)
         found = {key: data for key, data in zip(wanted, loads, strict=True) if data is not None}
         missing = [key for key in wanted if key not in found]
-        fetched = _request([(file, *_span(file, block)) for file, block in missing]) if missing else []
+        fetched = (
+            _request([(file, *_span(file, block)) for file, block in missing]) if missing else []
+        )
         found |= {key: bytes(data) for key, data in zip(missing, fetched, strict=True)}
         for _ in requests().map(lambda key: self._keep(key[0], key[1], found[key]), missing):
             pass
-        return [_cut([found[key] for key in own], *each[1:]) for own, each in zip(keys, ranges, strict=True)]
+        return [
+            _cut([found[key] for key in own], *each[1:])
+            for own, each in zip(keys, ranges, strict=True)
+        ]
 
     def _path(self, file: RemoteFile, block: int) -> Path:
         return self.folder / "blocks" / file.digest[:2] / f"{file.digest}-{block:06d}"
@@ -124,7 +136,9 @@ class ReadCache:
         start, stop = _span(file, block)
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
-            return  # a file shorter than its commit says, which its reader will notice; or a cache of less than a block
+            # a file shorter than its commit says, which its reader will notice; or a cache of less
+            # than a block
+            return
         path = self._path(file, block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
         with suppress(OSError):
@@ -181,12 +195,16 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
         if not 0 < n_gb < 1e9:
             raise ValueError
     except ValueError as error:
-        raise OptionInvalid(f"{SIZE_VARIABLE} is {text!r}, expected a number of gigabytes above 0.") from error
+        raise OptionInvalid(
+            f"{SIZE_VARIABLE} is {text!r}, expected a number of gigabytes above 0."
+        ) from error
     return ReadCache(folder, int(n_gb * 1e9))
 
 
 def _blocks(file: RemoteFile, start: int, stop: int) -> range:
-    return range(start // BLOCK_BYTES, -(-min(stop, file.n_bytes) // BLOCK_BYTES) if stop > start else 0)
+    return range(
+        start // BLOCK_BYTES, -(-min(stop, file.n_bytes) // BLOCK_BYTES) if stop > start else 0
+    )
 
 
 def _span(file: RemoteFile, block: int) -> tuple[int, int]:

@@ -50,7 +50,8 @@ PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
-ANSWERS_BY = "answers_by"  # in a run's record: weights_sha256 of the model that wrote the chats' answers, or null
+# in a run's record: weights_sha256 of the model that wrote the chats' answers, or null
+ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
@@ -121,18 +122,23 @@ LATENTS: dict[str, str] = {
 """What takes the place of :data:`CONVENTIONS` where layers cache latents."""
 
 MAX_LAYERS = 1 << 12
-MAX_TOKEN_VALUES = 1 << 26  # most values that one token of a field may have; the largest models have about a million
+# most values that one token of a field may have; the largest models have about a million
+MAX_TOKEN_VALUES = 1 << 26
 
 Array = Any  # a NumPy array or a torch tensor; what takes either has one definition for both
 
-TOKENS = "tokens"  # the field of the token ids, of which some codecs need rows to decode another field
-KV = "kv"  # the field of the keys and values of all layers; where layers are not alike, those of some are below it
+# the field of the token ids, of which some codecs need rows to decode another field
+TOKENS = "tokens"
+# the field of the keys and values of all layers; where layers are not alike, those of some are
+# below it
+KV = "kv"
 HIDDEN_LAST = "hidden/last"  # the field of the states after the final norm
 
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
 BLOCK_AXIS = "block"  # name of axis 0 of a stored array that has one row for several tokens
-PIECE_AXIS = "piece"  # name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own
+# name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own
+PIECE_AXIS = "piece"
 KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # axes of one token's keys and values
 UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
 """The same where keys and values are of unequal widths, and stand one after the other on the last axis."""
@@ -147,7 +153,8 @@ class FieldSpec:
     token_shape: tuple[int, ...]  # shape of one token's values; ``()`` for one number per token
     axes: tuple[str, ...]  # names of all axes, the first of them ``"token"``
     description: str = ""
-    layers: tuple[int, ...] | None = None  # of the target, on the layer axis of keys and values; None for all
+    # of the target, on the layer axis of keys and values; None for all
+    layers: tuple[int, ...] | None = None
     # How much of the last axis is the key, where the value after it is of another width; else None.
     key_width: int | None = None
 
@@ -156,20 +163,34 @@ class FieldSpec:
         object.__setattr__(self, "token_shape", tuple(int(size) for size in self.token_shape))
         object.__setattr__(self, "axes", tuple(self.axes))
         storage_dtype(self.dtype)
-        if not self.axes or self.axes[0] != TOKEN_AXIS or len(self.axes) != 1 + len(self.token_shape):
+        if (
+            not self.axes
+            or self.axes[0] != TOKEN_AXIS
+            or len(self.axes) != 1 + len(self.token_shape)
+        ):
             raise ValueError(
                 f"Field {self.name!r}: axes {self.axes} must be 'token' and one name for each axis of "
                 f"token_shape {self.token_shape}."
             )
         if math.prod(self.token_shape) > MAX_TOKEN_VALUES:
-            raise ValueError(f"Field {self.name!r} has {math.prod(self.token_shape)} values per token.")
+            raise ValueError(
+                f"Field {self.name!r} has {math.prod(self.token_shape)} values per token."
+            )
         if any(size < 1 for size in self.token_shape):
-            raise ValueError(f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1.")
-        fits = self.layers is None or (self.layer_axis == 1 and len(self.layers) == self.token_shape[0])
+            raise ValueError(
+                f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1."
+            )
+        fits = self.layers is None or (
+            self.layer_axis == 1 and len(self.layers) == self.token_shape[0]
+        )
         has_width = self.axes[1:] == UNEQUAL_KV_AXES
         fits &= has_width == (self.key_width is not None)
-        if not fits or (self.key_width is not None and not 0 < self.key_width < self.token_shape[-1]):
-            raise ValueError(f"Field {self.name!r}: layers or key_width do not fit token_shape {self.token_shape}.")
+        if not fits or (
+            self.key_width is not None and not 0 < self.key_width < self.token_shape[-1]
+        ):
+            raise ValueError(
+                f"Field {self.name!r}: layers or key_width do not fit token_shape {self.token_shape}."
+            )
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -196,7 +217,8 @@ _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 _Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # of activations
 _EXACT = ConfigDict(strict=True, extra="forbid")
-_WITH_OTHERS = ConfigDict(strict=True, extra="allow")  # stores of other programs may have other keys besides
+# stores of other programs may have other keys besides
+_WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
 class _FieldDocument(BaseModel):
@@ -278,7 +300,8 @@ class StoredArray:
     axes: tuple[str, ...]  # names of all axes, ``"token"`` or ``"block"`` first
     block_tokens: int = 1  # tokens that one row stands for; divides the alignment of sequences
     layer_axis: int | None = None  # index of the layer axis in the whole array (1), or None
-    logical_dtype: str = ""  # what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16)
+    # what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16)
+    logical_dtype: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
@@ -305,7 +328,9 @@ def tokens_field() -> FieldSpec:
 
 def response_mask_field() -> FieldSpec:
     """Return the field of the response mask, uint8 [token]."""
-    return FieldSpec("response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0")
+    return FieldSpec(
+        "response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0"
+    )
 
 
 def kv_field(
@@ -316,11 +341,18 @@ def kv_field(
     ``is_rotated``: whether all of the layers rotate their keys.
     """
     meaning = f"attention keys{' after RoPE' * is_rotated} (0) and values (1) of every layer"
-    return FieldSpec(KV, dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning)
+    return FieldSpec(
+        KV, dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning
+    )
 
 
 def kv_group_field(
-    name: str, layers: Sequence[int], n_kv_heads: int, key_width: int, value_width: int, dtype: str = "bfloat16"
+    name: str,
+    layers: Sequence[int],
+    n_kv_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype: str = "bfloat16",
 ) -> FieldSpec:
     """Return the field of the keys and values of some layers, [token, layer, kv_head, 2, head_dim].
 
@@ -331,7 +363,9 @@ def kv_group_field(
     if key_width == value_width:
         equal = kv_field(len(layers), n_kv_heads, key_width, dtype)
         return replace(equal, name=name, layers=tuple(layers), description=meaning)
-    meaning = f"{of_layers}: {key_width} numbers as the key of each head, then {value_width} as its value"
+    meaning = (
+        f"{of_layers}: {key_width} numbers as the key of each head, then {value_width} as its value"
+    )
     shape = (len(layers), n_kv_heads, key_width + value_width)
     axes = (TOKEN_AXIS, *UNEQUAL_KV_AXES)
     return FieldSpec(name, dtype, shape, axes, meaning, tuple(layers), key_width)
@@ -344,7 +378,11 @@ def layer_field(layer: int) -> str:
 
 def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:
     """Return the field ``hidden/<name>``, [token, width]; ``name`` is ``"last"`` or ``"layer_<k>"``."""
-    meaning = "hidden state after the final norm" if name == "last" else f"hidden state, output of decoder {name}"
+    meaning = (
+        "hidden state after the final norm"
+        if name == "last"
+        else f"hidden state, output of decoder {name}"
+    )
     return FieldSpec(f"hidden/{name}", dtype, (width,), (TOKEN_AXIS, "width"), meaning)
 
 
@@ -353,21 +391,29 @@ class StoreManifest:
     """Everything that shapes the data of a store, as recorded in ``store.json``."""
 
     fields: tuple[FieldSpec, ...]
-    target: Mapping[str, Any]  # the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture
-    identities: Mapping[str, str]  # hashes of target, tokenizer, template, dataset: ``"target.weights_sha256"``, ...
-    extraction: Mapping[str, Any]  # what else shapes the data, e.g. max_length, compute dtype, truncation
+    # the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture
+    target: Mapping[str, Any]
+    # hashes of target, tokenizer, template, dataset: ``"target.weights_sha256"``, ...
+    identities: Mapping[str, str]
+    # what else shapes the data, e.g. max_length, compute dtype, truncation
+    extraction: Mapping[str, Any]
     n_sequences: int
     n_parts: int
     n_tokens: int  # planned tokens without alignment padding
     codec: Mapping[str, Any]  # ``StoreCodec.describe()``
-    conventions: Mapping[str, str] = field(default_factory=dict)  # besides those of the schema, which are added
+    # besides those of the schema, which are added
+    conventions: Mapping[str, str] = field(default_factory=dict)
     alignment_tokens: int = ALIGNMENT_TOKENS  # every sequence starts at a multiple of this
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", tuple(self.fields))
         for key, value in CONVENTIONS.items():
-            if self.conventions.get(key, value) not in (value, ROTATED_IN_SOME.get(key), LATENTS.get(key)):
+            if self.conventions.get(key, value) not in (
+                value,
+                ROTATED_IN_SOME.get(key),
+                LATENTS.get(key),
+            ):
                 raise StoreDamaged(
                     f"Convention {key!r} is {self.conventions[key]!r}, but schema version {self.schema_version} means "
                     f"{value!r}. Read this store with the release that wrote it."
@@ -388,7 +434,10 @@ class StoreManifest:
             for name in ("layers", "key_width"):
                 if spec[name] is None:
                     del spec[name]
-        return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+        return (
+            json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+            + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "store.json") -> "StoreManifest":
@@ -396,9 +445,13 @@ class StoreManifest:
         try:
             document = parse_object(text)
         except ValueError as error:
-            raise StoreDamaged(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
+            raise StoreDamaged(
+                f"{source} is not valid JSON ({error}). Restore the file from a copy."
+            ) from error
         if document.get("format") != FORMAT_NAME:
-            raise StoreDamaged(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
+            raise StoreDamaged(
+                f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r})."
+            )
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
             raise SchemaVersionError(
@@ -411,7 +464,9 @@ class StoreManifest:
             del document["format"]
             return cls(**(document | {"fields": specs}))
         except ValidationError as error:
-            raise StoreDamaged(f"{source} does not fit its schema version: {first_problem(error)}.") from error
+            raise StoreDamaged(
+                f"{source} does not fit its schema version: {first_problem(error)}."
+            ) from error
         except ValueError as error:
             if isinstance(error, StoreDamaged):
                 raise
@@ -438,8 +493,10 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Logical dtypes say what the numbers mean, storage dtypes what NumPy and Zarr hold. They differ only for bfloat16,
-# which neither has: its bits are stored as uint16, unchanged, in an array with the attribute "logical_dtype".
+# Logical dtypes say what the numbers mean, storage dtypes what NumPy and Zarr hold. They differ
+# only for bfloat16,
+# which neither has: its bits are stored as uint16, unchanged, in an array with the attribute
+# "logical_dtype".
 
 STORAGE_DTYPES = {
     "bfloat16": "uint16",
@@ -450,7 +507,8 @@ STORAGE_DTYPES = {
 }
 """Logical dtype name -> NumPy dtype name on disk (always little endian)."""
 
-FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})  # logical dtypes that can hold NaN or infinity
+# logical dtypes that can hold NaN or infinity
+FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 # All exponent bits set means infinity or NaN; testing the bits needs no conversion.
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
@@ -460,7 +518,9 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
     """Return the NumPy dtype in which a logical dtype is stored."""
     name = STORAGE_DTYPES.get(logical_dtype)
     if name is None:
-        raise ValueError(f"Cannot store dtype {logical_dtype!r}. Use one of: {', '.join(sorted(STORAGE_DTYPES))}.")
+        raise ValueError(
+            f"Cannot store dtype {logical_dtype!r}. Use one of: {', '.join(sorted(STORAGE_DTYPES))}."
+        )
     return np.dtype(name).newbyteorder("<")
 
 

@@ -15,8 +15,10 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-# Tiny matrices are slower on several threads, and the bytes must not depend on how many there are. Set before the first
-# import of torch, which nothing at the top of this file does: pytest-xdist reads it in a process that runs no test.
+# Tiny matrices are slower on several threads, and the bytes must not depend on how many there are.
+# Set before the first
+# import of torch, which nothing at the top of this file does: pytest-xdist reads it in a process
+# that runs no test.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -45,7 +47,9 @@ def seed_generators(config: pytest.Config, name: str) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> None:
     """Let a fixture draw the same numbers whichever test or fixture ran before it."""
     seed_generators(request.config, f"{request.node.nodeid} {fixturedef.argname}")
 
@@ -111,7 +115,9 @@ def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Draw no pictures but in tests marked as ``draws``."""
     with pytest.MonkeyPatch.context() as patch:
         # Where a GPU is, there may be no package for pictures.
-        if request.node.get_closest_marker("draws") is None and importlib.util.find_spec("matplotlib"):
+        if request.node.get_closest_marker("draws") is None and importlib.util.find_spec(
+            "matplotlib"
+        ):
             patch.setattr("matplotlib.figure.Figure.savefig", blank_picture)
         yield
 
@@ -128,10 +134,17 @@ def devices_of_autograd() -> None:
 @pytest.fixture
 def heeded_signals() -> Iterator[None]:
     """Let this process and those that it starts heed SIGINT and SIGHUP, which shells and ``nohup`` ignore for it."""
-    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    ignored = [
+        number
+        for number in (signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_IGN
+    ]
     for number in ignored:
-        # A handler, not SIG_DFL: a real hangup must not end the tests. Started processes have the default action.
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)
+        # A handler, not SIG_DFL: a real hangup must not end the tests. Started processes have the
+        # default action.
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None
+        )
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)

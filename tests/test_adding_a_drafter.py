@@ -54,12 +54,16 @@ def changed(text: str, diff: str) -> str:
 ], ids=["run", "contract"])  # fmt: skip
 def test_the_page_word_for_word(tmp_path: Path, tests: tuple[str, ...]) -> None:
     package = tmp_path / "moa_data"
-    ignored = shutil.ignore_patterns(".*", "data", "docs", "benchmarks", "__pycache__", "build", "runs", "*.egg-info")
+    ignored = shutil.ignore_patterns(
+        ".*", "data", "docs", "benchmarks", "__pycache__", "build", "runs", "*.egg-info"
+    )
     shutil.copytree(ROOT, package, ignore=ignored)
     for file, text in blocks("python"):
         (package / file).write_text(text, encoding="utf-8")
     for file, diff in blocks("diff"):
-        (package / file).write_text(changed((package / file).read_text(encoding="utf-8"), diff), encoding="utf-8")
+        (package / file).write_text(
+            changed((package / file).read_text(encoding="utf-8"), diff), encoding="utf-8"
+        )
     (package / "tests" / "trainer" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],

@@ -15,7 +15,8 @@ OTHERS = {"tests", "benchmarks", "build", "docs"}
 LEAVES = {"errors", "files", "machine", "text"}
 """Modules of the root that all rooms may import. Together they are the room "root"."""
 MOA = {"root", "moa.nn", "moa.targets", "moa.drafters"}
-# Room (a module of the root, or a folder with those of its folders that are no rooms) -> what it may import besides.
+# Room (a module of the root, or a folder with those of its folders that are no rooms) -> what it
+# may import besides.
 ALLOWED: dict[str, set[str]] = {
     "root": set(),
     "config": {"root"},
@@ -31,7 +32,16 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"config", "moa.decoding", "moa.formats", "pipeline", "trainer"} | MOA,
     "serving": {"config", "moa.decoding"} | MOA,
     "serving.client": {"config", "moa.decoding", "moa.formats", "serving"} | MOA,
-    "demo": {"config", "storage", "moa.decoding", "pipeline", "trainer", "evaluation", "serving.client"} | MOA,
+    "demo": {
+        "config",
+        "storage",
+        "moa.decoding",
+        "pipeline",
+        "trainer",
+        "evaluation",
+        "serving.client",
+    }
+    | MOA,
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
 """What stands on top may import everything below; nothing imports it."""
@@ -119,11 +129,15 @@ def test_imports_between_rooms_run_one_way(room: str) -> None:
         for line, target in own_imports(module)
         if room_of(target) not in ALLOWED[room] | {room} and target != "__init__"
     ]
-    assert not offences, f"{room} may import {sorted(ALLOWED[room]) or 'nothing of this package'}: {offences}"
+    assert not offences, (
+        f"{room} may import {sorted(ALLOWED[room]) or 'nothing of this package'}: {offences}"
+    )
 
 
 def test_no_circles_between_files() -> None:
-    graph = {module: {target for _, target in own_imports(module)} - {module} for module in modules()}
+    graph = {
+        module: {target for _, target in own_imports(module)} - {module} for module in modules()
+    }
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -134,7 +148,9 @@ def test_every_folder_says_what_lives_there() -> None:
     for module, path in modules().items():
         if module.endswith(".__init__"):
             text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            assert len(text.splitlines()) >= 2, f"{path.relative_to(ROOT)}: what lives here, and what may not?"
+            assert len(text.splitlines()) >= 2, (
+                f"{path.relative_to(ROOT)}: what lives here, and what may not?"
+            )
 
 
 @pytest.mark.parametrize("room", sorted(OUTSIDE))
@@ -143,7 +159,11 @@ def test_outside_imports_are_the_declared_ones(room: str) -> None:
     for module in in_room(room):
         for line, name in imports(module):
             top = name.split(".")[0]
-            if top != "moa_data" and top not in sys.stdlib_module_names and top not in OUTSIDE[room]:
+            if (
+                top != "moa_data"
+                and top not in sys.stdlib_module_names
+                and top not in OUTSIDE[room]
+            ):
                 offences.append(f"{modules()[module].relative_to(ROOT)}:{line} imports {name}")
     assert not offences, f"{room} may import {sorted(OUTSIDE[room])}: {offences}"
 
@@ -154,6 +174,13 @@ def test_only_commands_print_and_exit() -> None:
         if module.split(".")[0] in ABOVE:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "click.echo"}:
-                offences.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+                "print",
+                "sys.exit",
+                "exit",
+                "click.echo",
+            }:
+                offences.append(
+                    f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}"
+                )
     assert not offences, f"only commands print and exit: {offences}"

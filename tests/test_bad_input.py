@@ -84,7 +84,9 @@ def drop_parts(room: Path) -> None:
 
 def put_stranger(room: Path) -> None:
     config = Target.load(str(room / "model"), torch.float32, "cpu").config
-    save_drafter(MoADrafter(MoASizes.from_target(config, {"weights_sha256": "0" * 64})), room / "strange")
+    save_drafter(
+        MoADrafter(MoASizes.from_target(config, {"weights_sha256": "0" * 64})), room / "strange"
+    )
 
 
 def ask_much(room: Path) -> None:
@@ -93,7 +95,10 @@ def ask_much(room: Path) -> None:
 
 def ask_for_control(room: Path) -> None:
     token = AutoTokenizer.from_pretrained(room / "model").all_special_tokens[0]
-    write_jsonl(room / "prompts.jsonl", [{"turns": turns} for turns in (["Hi?", "Why?"], ["Hi?", f"Why?{token}"])])
+    write_jsonl(
+        room / "prompts.jsonl",
+        [{"turns": turns} for turns in (["Hi?", "Why?"], ["Hi?", f"Why?{token}"])],
+    )
 
 
 def split(room: Path) -> None:
@@ -138,7 +143,9 @@ def shrink_vocabulary(room: Path) -> None:
     (store / "store.json").write_text(StoreManifest.from_json(json.dumps(document)).to_json())
     write_manifest_commit(store)
     weights = load_file(store / "target/frozen.safetensors")
-    weights |= {name: weights[name][:60].contiguous() for name in ("embed_tokens.weight", "lm_head.weight")}
+    weights |= {
+        name: weights[name][:60].contiguous() for name in ("embed_tokens.weight", "lm_head.weight")
+    }
     save_file(weights, store / "target/frozen.safetensors")
     changed("store/target/config.json", vocab_size=60)(room)
 
@@ -174,7 +181,9 @@ def put_bomb(room: Path) -> None:
 
 
 CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
-AUTO_MAP: dict[str, Any] = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil")
+AUTO_MAP: dict[str, Any] = dict.fromkeys(
+    ("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil"
+)
 AUTO_MAP |= {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
 # Every command that takes --model, and every one that loads a store's target/.
 WITH_MODEL = (
@@ -281,7 +290,8 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
         {GENERATE: ("adapter_config.json: an adapter would change the weights",)},
     ),
-    # The attention of the file would win over the one that is asked for; one of the Hub is downloaded and run.
+    # The attention of the file would win over the one that is asked for; one of the Hub is
+    # downloaded and run.
     **{f"kernels of the Hub for {key}": (
         changed(CONFIG, **{key: "kernels-community/flash-attn"}),
         {PLAN: (f"config.json: {key} overrides the attention", f"Take {key} out")},
@@ -366,10 +376,14 @@ def test_code_beside_a_model_that_transformers_has_is_left_alone(work: Path) -> 
         done = run(*shlex.split(command))
         assert done.exit_code == 0, done.output
     assert not list(work.rglob("ran"))
-    assert not [file for file in (work / "out/target").iterdir() if b"auto_map" in file.read_bytes()]
+    assert not [
+        file for file in (work / "out/target").iterdir() if b"auto_map" in file.read_bytes()
+    ]
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+)
 @pytest.mark.parametrize("kind", ["fifo", "sparse"])
 def test_files_of_a_model_folder_that_never_end(work: Path, name: str, kind: str) -> None:
     with bounded_memory(), endless(work / "model" / name, kind):
@@ -382,11 +396,16 @@ def test_what_is_given_in_place_of_a_folder_is_named(work: Path, kind: str) -> N
     (work / "a device").symlink_to("/dev/null")
     (work / "a file").write_text("")
     refused(run("inspect", kind), f"it is {kind}")
-    refused(run(*shlex.split(EXTRACT), "--model", kind), f"{kind} is {kind}, expected a model folder")
+    refused(
+        run(*shlex.split(EXTRACT), "--model", kind), f"{kind} is {kind}, expected a model folder"
+    )
     refused(run(*shlex.split(EXTRACT), "--out", kind), f"is {kind}, not a folder")
     refused(run(*shlex.split(TRAINING), "--out", kind), f"is {kind}, expected a folder")
     if kind != "a file":
-        refused(run(*shlex.split(EXTRACT), "--dataset", kind), f"{kind} is {kind}, expected a file of chats")
+        refused(
+            run(*shlex.split(EXTRACT), "--dataset", kind),
+            f"{kind} is {kind}, expected a file of chats",
+        )
 
 
 def test_repair_says_what_it_needs_and_what_is_whole(work: Path) -> None:
@@ -417,10 +436,13 @@ def test_outputs_that_hold_something_else(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "standard_input"), [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")]
+    ("given", "standard_input"),
+    [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")],
 )
 def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
-    result = run("generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input)
+    result = run(
+        "generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input
+    )
     refused(result, "the prompt is not UTF-8 text", "convert it")
 
 
@@ -437,14 +459,21 @@ def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(module, "open", refuse)
     line = "parts/hidden/last/c.1.0 could not be checked (Input/output error)"
-    refused(run("verify", "store"), line, "which says nothing about damage", "run the same command again")
+    refused(
+        run("verify", "store"),
+        line,
+        "which says nothing about damage",
+        "run the same command again",
+    )
     for options in ((), ("--drop",), ("--model", "model")):
         refused(run("repair", "store", *options), line, "so nothing was deleted")
     monkeypatch.undo()
     assert everything(work) == before
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "drafter/drafter.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model/model.safetensors", "model/config.json", "drafter/drafter.safetensors"]
+)
 def test_files_without_the_right_to_read_are_called_that(
     work: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -467,13 +496,21 @@ def test_a_read_only_output_is_refused_in_one_line(work: Path, tmp_path: Path) -
 
 
 def test_other_inputs_for_a_store_are_named_in_a_line_that_can_be_read(work: Path) -> None:
-    write_jsonl(work / "others.jsonl", [chat(f"question {number}", "answer") for number in range(4)])
+    write_jsonl(
+        work / "others.jsonl", [chat(f"question {number}", "answer") for number in range(4)]
+    )
     done = run(
-        *shlex.split(EXTRACT.replace("chats.jsonl", "others.jsonl").replace("--out out", "--out store")),
+        *shlex.split(
+            EXTRACT.replace("chats.jsonl", "others.jsonl").replace("--out out", "--out store")
+        ),
         "--codec",
         "int8",
     )
-    refused(done, "store was made from other inputs (identities.dataset", "more, which `moa-data --debug` lists")
+    refused(
+        done,
+        "store was made from other inputs (identities.dataset",
+        "more, which `moa-data --debug` lists",
+    )
     assert len(done.stderr.strip().splitlines()[-1]) < 600
 
 
@@ -484,7 +521,9 @@ def test_training_asks_for_room_first(work: Path, monkeypatch: pytest.MonkeyPatc
     assert not (work / "out").exists()
 
 
-def test_a_report_that_cannot_be_written_is_printed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_is_printed(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -508,4 +547,6 @@ def test_every_call_that_loads_refuses_foreign_code() -> None:
     for name, call in calls.items():
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         assert given.get("trust_remote_code") == "False" or "nn.Embedding" in name, name
-        assert given.get("use_safetensors") == "True" or not name.endswith("ForCausalLM.from_pretrained"), name
+        assert given.get("use_safetensors") == "True" or not name.endswith(
+            "ForCausalLM.from_pretrained"
+        ), name

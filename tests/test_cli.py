@@ -39,7 +39,8 @@ def test_every_command_has_a_short_page_with_a_summary_and_an_example() -> None:
         assert name in listed
         options = [option for option in command.params if isinstance(option, click.Option)]
         assert all(option.help for option in options), name
-        assert sum(not option.hidden for option in options) <= 16, name  # with --config, --set, --preset, --help-all
+        # with --config, --set, --preset, --help-all
+        assert sum(not option.hidden for option in options) <= 16, name
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -49,7 +50,9 @@ def test_help_imports_nothing_heavy() -> None:
         f"for command in {list(COMMANDS)!r}:\n    assert CliRunner().invoke(main, [command, '--help']).exit_code == 0\n"
         f"print([m for m in {heavy!r} if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
     assert shown.stdout.strip() == "[]"
 
 
@@ -83,10 +86,18 @@ FAULT = f"This is a fault of moa-data {__version__}"
     ("fail", "exit_code", "text"),
     [
         (partial(raised, KeyboardInterrupt()), 130, "run the same command again to go on"),
-        (partial(raised, Interrupted("stopped at step 3; --resume")), 130, "stopped at step 3; --resume"),
+        (
+            partial(raised, Interrupted("stopped at step 3; --resume")),
+            130,
+            "stopped at step 3; --resume",
+        ),
         (cleaning_up_fails, 143, "What is finished is kept"),
         (partial(raised, DatasetError("empty")), 2, "empty"),
-        (partial(raised, RuntimeError("shapes differ")), 70, f"RuntimeError: shapes differ. {FAULT}"),
+        (
+            partial(raised, RuntimeError("shapes differ")),
+            70,
+            f"RuntimeError: shapes differ. {FAULT}",
+        ),
         (partial(raised, SystemExit(0)), 70, f"SystemExit: 0. {FAULT}"),
         (partial(raised, AssertionError()), 70, f"AssertionError: . {FAULT}"),
     ],
@@ -107,12 +118,26 @@ def test_what_a_command_raises_is_one_line_and_an_exit_code(
 @pytest.mark.parametrize(
     ("error", "command", "flags"),
     [
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."), "train", 1),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."), "plan", 0),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."
+            ),
+            "train",
+            1,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."
+            ),
+            "plan",
+            0,
+        ),
         (MemoryError(), "extract", 0),  # the data, not the forward
     ],
 )
-def test_out_of_memory_names_a_flag_only_where_it_helps(error: Exception, command: str, flags: int) -> None:
+def test_out_of_memory_names_a_flag_only_where_it_helps(
+    error: Exception, command: str, flags: int
+) -> None:
     message = user_message(error, command)
     assert message is not None
     assert message.count("--") == flags
@@ -139,12 +164,16 @@ def test_decoding_view_compares_with_plain() -> None:
         )  # fmt: skip
         return SimpleNamespace(tokens=tokens, stats=stats)
 
-    text = rendered(decoding_view([generation([1] * 9, [4, 4], 1.0)], [generation([1] * 9, [1] * 8, 2.0)], "5"))
+    text = rendered(
+        decoding_view([generation([1] * 9, [4, 4], 1.0)], [generation([1] * 9, [1] * 8, 2.0)], "5")
+    )
     assert "2.00 times the speed" in text
     assert "the same tokens" in text
     assert "4.00" in text
     other = [generation([1, 2], [1], 1.0)], [generation([1, 3], [1], 1.0)]
     assert "OTHER tokens" in rendered(decoding_view(*other, "5"))
     assert "other random draws" in rendered(decoding_view(*other, "5", sampled=True))
-    text = rendered(decoding_view([generation([1], [4], 1.0), generation([1], [1, 1], 1.0)], None, "6x8x62"))
+    text = rendered(
+        decoding_view([generation([1], [4], 1.0), generation([1], [1, 1], 1.0)], None, "6x8x62")
+    )
     assert "2.00" in text  # six tokens in three calls of two prompts

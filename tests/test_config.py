@@ -66,7 +66,10 @@ class Stage(Config):
         return [f"{name} is twice there" for name in self.names if self.names.count(name) > 1]
 
 
-SETS: dict[str, dict[str, Any]] = {"small": {"steps": {"n_steps": 4, "size": 1e-3}}, "wrong": {"stebs": 1}}
+SETS: dict[str, dict[str, Any]] = {
+    "small": {"steps": {"n_steps": 4, "size": 1e-3}},
+    "wrong": {"stebs": 1},
+}
 
 
 def config_file(folder: Path, text: str) -> Path:
@@ -76,29 +79,52 @@ def config_file(folder: Path, text: str) -> Path:
 
 
 def test_each_source_wins_over_those_before(tmp_path: Path) -> None:
-    path = config_file(tmp_path, "preset: small\nstore: a\nsteps:\n  n-steps: 7\n  kind: long\nlimit: 6\n")
+    path = config_file(
+        tmp_path, "preset: small\nstore: a\nsteps:\n  n-steps: 7\n  kind: long\nlimit: 6\n"
+    )
     assert resolve(Stage, {}, path, (), SETS).named() == {
         "store": Path("a"), "names": ("kv", "hidden:last"), "layers": (), "resume": False, "limit": 6,
         "animal": "bird", "wings": 2, "steps": "long", "size": 1e-3, "n_steps": 7,
     }  # fmt: skip
-    config = resolve(Stage, {"steps.size": "2"}, path, ["steps.n_steps=8", "limit=none", "steps.size=9"], SETS)
+    config = resolve(
+        Stage, {"steps.size": "2"}, path, ["steps.n_steps=8", "limit=none", "steps.size=9"], SETS
+    )
     assert (config.steps, config.limit) == (Steps(kind="long", size=2, n_steps=8), None)
-    assert resolve(Stage, {"store": "none", "limit": "none"}) == Stage(store=Path("none"), limit=None)
+    assert resolve(Stage, {"store": "none", "limit": "none"}) == Stage(
+        store=Path("none"), limit=None
+    )
 
 
 def test_values_take_the_type_of_their_field(tmp_path: Path) -> None:
     text = "store: a/b\nnames: kv, hidden:layer:3\nlayers: [1, 2]\nresume: true\nsteps: {size: 3e-5, n_steps: }\n"
     config = resolve(Stage, {}, config_file(tmp_path, text))
-    assert config == Stage(store=Path("a/b"), names=("kv", "hidden:layer:3"), layers=(1, 2), resume=True)
+    assert config == Stage(
+        store=Path("a/b"), names=("kv", "hidden:layer:3"), layers=(1, 2), resume=True
+    )
     assert resolve(Stage, {"store": "s"}, None, ["layers=3"]).layers == (3,)
 
 
 def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
     assert resolve(Stage, {"store": "s", "animal.kind": "fish"}).animal == Fish()
-    assert resolve(Stage, {"store": "s"}, config_file(tmp_path, "animal: fish"), ["animal.fins=6"]).animal.fins == 6
+    assert (
+        resolve(
+            Stage, {"store": "s"}, config_file(tmp_path, "animal: fish"), ["animal.fins=6"]
+        ).animal.fins
+        == 6
+    )
     assert resolve(Stage, {"store": "s"}, None, ["animal.wings=6"]).animal == Bird(wings=6)
-    assert resolve(Stage, {"store": "s", "animal.kind": "fish"}, config_file(tmp_path, "animal: bird")).animal == Fish()
-    config = resolve(Stage, {"store": "s"}, config_file(tmp_path, "fins: 3\nanimal: fish\nsize: 2\n"), ["n-steps=5"])
+    assert (
+        resolve(
+            Stage, {"store": "s", "animal.kind": "fish"}, config_file(tmp_path, "animal: bird")
+        ).animal
+        == Fish()
+    )
+    config = resolve(
+        Stage,
+        {"store": "s"},
+        config_file(tmp_path, "fins: 3\nanimal: fish\nsize: 2\n"),
+        ["n-steps=5"],
+    )
     assert config == Stage.of(store="s", animal=Fish(fins=3), size=2, n_steps=5)
 
 
@@ -134,7 +160,8 @@ def test_bad_values_say_what_was_wrong(tmp_path: Path, text: str, message: str) 
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(
-        OptionInvalid, match=r"--limit is 'x'.*--set: n_steps is '0', .*; unknown setting 'a' .*missing: --store"
+        OptionInvalid,
+        match=r"--limit is 'x'.*--set: n_steps is '0', .*; unknown setting 'a' .*missing: --store",
     ) as error:
         resolve(Stage, {"limit": "x"}, None, ["a=1", "steps.n_steps=0"])
     assert "\n" not in str(error.value)
@@ -143,12 +170,16 @@ def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(OptionInvalid, match=r"absent\.yaml: No such file"):
         resolve(Stage, {}, Path("absent.yaml"))
     wrong: dict[str, Any] = {"steps": {"n_steps": 0}}
-    with pytest.raises(OptionInvalid, match=r"^n_steps is 0, expected at least 1; missing: store.$"):
+    with pytest.raises(
+        OptionInvalid, match=r"^n_steps is 0, expected at least 1; missing: store.$"
+    ):
         Stage(**wrong)
 
 
 def test_yaml_and_names_read_back_to_an_equal_configuration(tmp_path: Path) -> None:
-    config = Stage.of(store="s", names=["kv"], animal="fish", fins=3, steps="long", size=1e-7, limit=None)
+    config = Stage.of(
+        store="s", names=["kv"], animal="fish", fins=3, steps="long", size=1e-7, limit=None
+    )
     assert resolve(Stage, {}, config_file(tmp_path, config.to_yaml())) == config
     assert Stage.of(**config.named()) == config
     assert config.replaced(fins=5).animal == Fish(fins=5)
@@ -157,8 +188,14 @@ def test_yaml_and_names_read_back_to_an_equal_configuration(tmp_path: Path) -> N
 
 
 def test_python_takes_names_and_groups() -> None:
-    assert TrainConfig(store="s", out="o", max_steps=3, batch_size=4, drafter="eagle", eagle_layers=2) == TrainConfig(
-        store="s", out="o", schedule={"max_steps": 3}, data={"batch_size": 4}, drafter=EagleSettings(eagle_layers=2)
+    assert TrainConfig(
+        store="s", out="o", max_steps=3, batch_size=4, drafter="eagle", eagle_layers=2
+    ) == TrainConfig(
+        store="s",
+        out="o",
+        schedule={"max_steps": 3},
+        data={"batch_size": 4},
+        drafter=EagleSettings(eagle_layers=2),
     )
     both = TrainConfig(store="s", out="o", feature_noise=0.5, drafter=EagleSettings(eagle_layers=2))
     assert both.drafter == EagleSettings(eagle_layers=2, feature_noise=0.5)
@@ -172,7 +209,9 @@ def test_python_takes_names_and_groups() -> None:
 
 def test_names_are_unique_and_explained() -> None:
     commands = [main.get_command(click.Context(main), name) for name in COMMANDS]
-    for config_class in [command.config_class for command in commands if isinstance(command, StageCommand)]:
+    for config_class in [
+        command.config_class for command in commands if isinstance(command, StageCommand)
+    ]:
         keys: dict[str, str] = {}
         for setting in config_class.settings():
             assert keys.setdefault(setting.name, setting.key) == setting.key

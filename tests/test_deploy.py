@@ -34,7 +34,8 @@ def test_scripts_of_slurm_parse_and_extract_knows_their_options(script: Path) ->
     check_options(command)
     for line in re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE):
         assert re.fullmatch(r"--[a-z-]+(=\S+)?", line)
-    assert "#SBATCH" not in re.sub(r"\A(#.*\n|\n)*", "", text)  # SLURM reads no further than the first command
+    # SLURM reads no further than the first command
+    assert "#SBATCH" not in re.sub(r"\A(#.*\n|\n)*", "", text)
 
 
 def test_the_pods_of_kuberay_fit_together() -> None:
@@ -54,10 +55,13 @@ def test_the_pods_of_kuberay_fit_together() -> None:
 
 def test_the_job_of_kuberay_runs_extract_on_the_ray_that_is_tested() -> None:
     spec = yaml.safe_load(JOB.read_text(encoding="utf-8"))["spec"]
-    pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.search(
+        r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert pinned is not None
     assert spec["rayClusterSpec"]["rayVersion"] == pinned[1]
     assert spec["entrypoint"].startswith("moa-data extract ")
     check_options(spec["entrypoint"])
     most = int(re.findall(r"--workers (\d+)", spec["entrypoint"])[0])
-    assert most == spec["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"]  # one GPU a pod, one worker a GPU
+    # one GPU a pod, one worker a GPU
+    assert most == spec["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"]

@@ -41,7 +41,9 @@ def test_every_manifest_key_and_plan_column_is_explained() -> None:
         assert f"`{name}`" in DOCUMENT
 
 
-def test_the_example_reads_every_field_where_this_package_cannot_be_imported(tmp_path: Path) -> None:
+def test_the_example_reads_every_field_where_this_package_cannot_be_imported(
+    tmp_path: Path,
+) -> None:
     fields = (*kit.FIELDS, schema.hidden_field("layer_2", 16))
     recipe = kit.make_recipe(lengths=(70, 3, 200, 64, 1), fields=fields, part_tokens=300)
     recipe.write(tmp_path / "STORE")
@@ -64,7 +66,9 @@ np.savez('out.npz', **out)
         assert len(out.files) == 3 + 5 * 5
         for row in recipe.plan.to_pylist():
             for spec in fields:
-                np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
+                np.testing.assert_array_equal(
+                    out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row)
+                )
         bits = out["bits"]
         np.testing.assert_array_equal(bits, recipe.values(fields[2], recipe.plan.to_pylist()[0]))
         np.testing.assert_array_equal(out["keys"].view(np.uint32) >> 16, bits[:, :, :, 0])
@@ -74,16 +78,23 @@ np.savez('out.npz', **out)
 def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None:
     store = kit.make_recipe().write(tmp_path / "store")
     part = store / "parts"
-    for name, chunk_tokens in re.findall(r"^\| `(tokens|response_mask)` \|.*\| (\d+) \|$", DOCUMENT, re.MULTILINE):
+    for name, chunk_tokens in re.findall(
+        r"^\| `(tokens|response_mask)` \|.*\| (\d+) \|$", DOCUMENT, re.MULTILINE
+    ):
         metadata = json.loads((part / name / "zarr.json").read_text())
         assert metadata["codecs"][0]["configuration"]["chunk_shape"] == [int(chunk_tokens)]
     metadata = json.loads((part / "kv" / "zarr.json").read_text())
     (sharding,) = metadata["codecs"]
     assert sharding["name"] == "sharding_indexed"
     assert sharding["configuration"]["index_location"] == "end"
-    assert [codec["name"] for codec in sharding["configuration"]["index_codecs"]] == ["bytes", "crc32c"]
+    assert [codec["name"] for codec in sharding["configuration"]["index_codecs"]] == [
+        "bytes",
+        "crc32c",
+    ]
     chain = sharding["configuration"]["codecs"]
-    assert [codec["name"] for codec in chain] == re.findall(r"^\d\. `(\w+)`", DOCUMENT, re.MULTILINE)[-3:]
+    assert [codec["name"] for codec in chain] == re.findall(
+        r"^\d\. `(\w+)`", DOCUMENT, re.MULTILINE
+    )[-3:]
     blosc = chain[1]["configuration"]
     text = DOCUMENT.split("2. `blosc`:")[1].split("3. `crc32c`")[0]
     assert f"`cname` {blosc['cname']}" in text
@@ -95,9 +106,13 @@ def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None
 
 def test_a_shard_is_as_the_worked_example_draws_it(tmp_path: Path) -> None:
     """64 tokens of 32 layers of Llama-3-8B: chunks in order, then the index of all rows of the part's room, then 4."""
-    recipe = kit.make_recipe(lengths=(64,), fields=(*kit.FIELDS[:2], schema.kv_field(32, 8, 128)), part_tokens=64)
+    recipe = kit.make_recipe(
+        lengths=(64,), fields=(*kit.FIELDS[:2], schema.kv_field(32, 8, 128)), part_tokens=64
+    )
     store = recipe.write(tmp_path / "store")
-    drawn = re.search(r"^[\d,]+ +([\d,]+) +index: (\d+) rows x (\d+) layers", DOCUMENT, re.MULTILINE)
+    drawn = re.search(
+        r"^[\d,]+ +([\d,]+) +index: (\d+) rows x (\d+) layers", DOCUMENT, re.MULTILINE
+    )
     assert drawn is not None
     n_index_bytes, n_rows, n_layers = (int(number.replace(",", "")) for number in drawn.groups())
     assert n_index_bytes == n_rows * n_layers * 16
@@ -107,7 +122,9 @@ def test_a_shard_is_as_the_worked_example_draws_it(tmp_path: Path) -> None:
     offsets, sizes = index[:n_layers].T
     assert offsets.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
     assert len(content) == sizes.sum() + n_index_bytes + 4
-    assert google_crc32c.value(content[-4 - n_index_bytes : -4]) == int.from_bytes(content[-4:], "little")
+    assert google_crc32c.value(content[-4 - n_index_bytes : -4]) == int.from_bytes(
+        content[-4:], "little"
+    )
 
 
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -130,12 +147,16 @@ def test_bytes_of_contexts() -> None:
     for name, kind, sizes in DRAFTERS:
         drafter_type = drafter_class(kind)
         with torch.device("meta"):
-            width = drafter_type(drafter_type.config_class.from_target(LLAMA_3_8B, **sizes)).context_width
+            width = drafter_type(
+                drafter_type.config_class.from_target(LLAMA_3_8B, **sizes)
+            ).context_width
         assert width is not None
         n_bytes = [bytes_per_position(codec, width) for codec in CODECS]
         cells = [f"{number:,}" for number in (width, *n_bytes)]
         rows.append(f"| {name} | {' | '.join(cells)} | {n_bytes[1] * 8 / 20e6 * 1000:.1f} |")
-    assert rows == [line for line in PROTOCOL.splitlines() if re.match(r"\| `(moa|eagle|independent)`", line)]
+    assert rows == [
+        line for line in PROTOCOL.splitlines() if re.match(r"\| `(moa|eagle|independent)`", line)
+    ]
 
 
 def test_codes_are_those_of_the_server() -> None:

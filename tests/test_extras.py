@@ -89,16 +89,22 @@ sys.stdout.write(json.dumps(ended))
 def test_storage_settings_and_the_table_of_installs_without_torch(tmp_path: Path) -> None:
     make_recipe(lengths=(12, 30)).write(tmp_path / "STORE")
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `moa-data(?:\[(\w+)\])?` \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `moa-data(?:\[(\w+)\])?` \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE
+    )
     extra_of = {name: extra for extra, names in rows for name in re.findall(r"`([a-z-]+)`", names)}
     assert extra_of.keys() == COMMANDS.keys() == ARGUMENTS.keys()
-    assert {extra for extra in extra_of.values() if extra} <= PROJECT["optional-dependencies"].keys()
+    assert {extra for extra in extra_of.values() if extra} <= PROJECT[
+        "optional-dependencies"
+    ].keys()
 
     extras = PROJECT["optional-dependencies"]
     refused = names(extras["extract"] + extras["train"]) - names(PROJECT["dependencies"])
     assert {"torch", "transformers", "lightning", "datasets"} <= refused
     program = RUN_ALL.format(extras=refused, commands=ARGUMENTS | {"inspect": "STORE --sequence 1"})
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for name, (code, errors) in json.loads(done.stdout).items():
         extra = extra_of[name]
@@ -110,14 +116,23 @@ def test_storage_settings_and_the_table_of_installs_without_torch(tmp_path: Path
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    data = {path for pattern in setuptools["package-data"]["moa_data"] for path in ROOT.glob(pattern)}
-    kinds, others = (".proto", ".html", ".js", ".css", ".typed"), ("tests", "build", "docs", "site", "runs")
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]
+    data = {
+        path for pattern in setuptools["package-data"]["moa_data"] for path in ROOT.glob(pattern)
+    }
+    kinds, others = (
+        (".proto", ".html", ".js", ".css", ".typed"),
+        ("tests", "build", "docs", "site", "runs"),
+    )
 
     def ours(paths: Iterable[Path]) -> set[Path]:
         relative = {path.relative_to(ROOT) for path in paths}
         return {
-            path for path in relative if not path.parts or (path.parts[0][0] != "." and path.parts[0] not in others)
+            path
+            for path in relative
+            if not path.parts or (path.parts[0][0] != "." and path.parts[0] not in others)
         }
 
     assert ours(path for path in ROOT.rglob("*") if path.suffix in kinds) <= ours(data)
@@ -128,16 +143,29 @@ def test_every_file_of_the_package_is_installed() -> None:
 @pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
     copy = tmp_path / "moa_data"
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "site", "build", "runs", "demo-output", "tests", "*.egg-info")
+    skipped = shutil.ignore_patterns(
+        ".*", "__pycache__", "site", "build", "runs", "demo-output", "tests", "*.egg-info"
+    )
     shutil.copytree(ROOT, copy, ignore=skipped)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(copy),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "absent from the `packages`" not in done.stdout + done.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
     of_package = [
-        path for path in copy.rglob("*") if path.suffix in (".py", ".proto", ".html", ".js", ".css", ".typed")
+        path
+        for path in copy.rglob("*")
+        if path.suffix in (".py", ".proto", ".html", ".js", ".css", ".typed")
     ]
     wanted = {f"moa_data/{path.relative_to(copy)}" for path in of_package}
     extra = ("moa_data/docs/", "moa_data/benchmarks/", "moa_data/build/")

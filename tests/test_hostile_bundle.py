@@ -24,12 +24,25 @@ from moa_data.pipeline.audit import audit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import target_commit_path
-from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, commit_target, only_own_errors, replaced, try_examples
+from moa_data.tests.kit.hostile import (
+    QUICK_AND_LONG,
+    changed,
+    commit_target,
+    only_own_errors,
+    replaced,
+    try_examples,
+)
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule
 from moa_data.trainer.fit import build_module
 
-BUNDLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+BUNDLE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +80,17 @@ def changed_tensors(draw: Callable[..., Any], content: bytes, file: Path) -> byt
     if others[other] is not None:
         weights[name] = others[other].contiguous()
     if draw(st.integers(0, 5)) == 0:
-        weights[draw(st.sampled_from(["layers.x.y", "layers.", "layers.99.mlp", "x"]))] = torch.zeros(2)
+        weights[draw(st.sampled_from(["layers.x.y", "layers.", "layers.99.mlp", "x"]))] = (
+            torch.zeros(2)
+        )
     return bytes(save(weights))
 
 
 def use_bundle(folders: Path) -> None:
     store = folders / "store"
-    config = TrainConfig.of(store=str(store), out="unused", accelerator="cpu", batch_size=2, max_steps=1)
+    config = TrainConfig.of(
+        store=str(store), out="unused", accelerator="cpu", batch_size=2, max_steps=1
+    )
 
     def training() -> None:
         with ActivationStore(store) as reader:
@@ -97,7 +114,9 @@ def use_bundle(folders: Path) -> None:
 
 def check_bundle(folders: Path, data: Any) -> None:
     folder = folders / "store" / "target"
-    path = folder / data.draw(st.sampled_from([*(name for name in BUNDLE if (folder / name).exists()), "weights"]))
+    path = folder / data.draw(
+        st.sampled_from([*(name for name in BUNDLE if (folder / name).exists()), "weights"])
+    )
     if path.name == "weights":
         path = folder / "frozen.safetensors"
         content = data.draw(changed_tensors(path.read_bytes(), path))
@@ -109,17 +128,27 @@ def check_bundle(folders: Path, data: Any) -> None:
 
 
 def check_drafter(folders: Path, data: Any) -> None:
-    names = ("drafter/drafter.json", "drafter/drafter.safetensors", "foreign/config.json", "foreign/model.safetensors")
+    names = (
+        "drafter/drafter.json",
+        "drafter/drafter.safetensors",
+        "foreign/config.json",
+        "foreign/model.safetensors",
+    )
     path = folders / data.draw(st.sampled_from(names))
     good = path.read_bytes()
-    with replaced(path, data.draw(changed_tensors(good, path) if path.suffix == ".safetensors" else changed(good))):
+    with replaced(
+        path,
+        data.draw(changed_tensors(good, path) if path.suffix == ".safetensors" else changed(good)),
+    ):
         only_own_errors(lambda: load_drafter(path.parent))
 
 
 def check_model(folders: Path, data: Any) -> None:
     """The live target: its files load or are refused, and a prompt is encoded or its template is."""
     folder = folders / "model"
-    path = folder / data.draw(st.sampled_from([name for name in BUNDLE if (folder / name).exists()]))
+    path = folder / data.draw(
+        st.sampled_from([name for name in BUNDLE if (folder / name).exists()])
+    )
 
     def encode() -> None:
         target = Target.load(str(folder), torch.float32, "cpu")
@@ -131,5 +160,7 @@ def check_model(folders: Path, data: Any) -> None:
 
 @QUICK_AND_LONG
 @pytest.mark.parametrize("check", [check_bundle, check_drafter, check_model])
-def test_changed_files_give_own_errors(folders: Path, check: Callable[[Path, Any], None], how: settings) -> None:
+def test_changed_files_give_own_errors(
+    folders: Path, check: Callable[[Path, Any], None], how: settings
+) -> None:
     try_examples(how, lambda data: check(folders, data))

@@ -74,7 +74,8 @@ sys.meta_path.insert(0, Finder())
 main()
 """
 )
-# Commands that do with a signal what libraries do, or that can't be interrupted at all: what follows is their body.
+# Commands that do with a signal what libraries do, or that can't be interrupted at all: what
+# follows is their body.
 RUNS = (
     FAKE_CLI
     + """
@@ -106,24 +107,37 @@ BODIES = {
 }
 
 
-def raising(code: str, number: int = signal.SIGINT, body: str = "") -> subprocess.CompletedProcess[str]:
-    return python(code.replace("BODY", body).replace("RAISE", f"signal.raise_signal({int(number)})"))
+def raising(
+    code: str, number: int = signal.SIGINT, body: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return python(
+        code.replace("BODY", body).replace("RAISE", f"signal.raise_signal({int(number)})")
+    )
 
 
-@pytest.mark.parametrize("how", ["RAISE", "exec('RAISE')"])  # as named tuples and dataclasses run their texts
+# as named tuples and dataclasses run their texts
+@pytest.mark.parametrize("how", ["RAISE", "exec('RAISE')"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_program_is_imported(number: signal.Signals, how: str) -> None:
-    assert "interrupted before anything was done" in one_line(raising(IMPORTS.replace("RAISE", how), number), number)
+    assert "interrupted before anything was done" in one_line(
+        raising(IMPORTS.replace("RAISE", how), number), number
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_after_the_end_changes_nothing(number: signal.Signals) -> None:
-    done = raising(FAKE_CLI + "import atexit\natexit.register(lambda: RAISE)\nfake.main = lambda: None\nmain()", number)
+    done = raising(
+        FAKE_CLI
+        + "import atexit\natexit.register(lambda: RAISE)\nfake.main = lambda: None\nmain()",
+        number,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("how", BODIES)
-def test_a_command_that_resists_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_command_that_resists_ends_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     (tmp_path / "imported.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     done = raising(RUNS, body=BODIES[how])
@@ -132,7 +146,9 @@ def test_a_command_that_resists_ends_as_well(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_second_sigterm_does_not_break_off_the_cleaning_up() -> None:
-    body = "try:\n        RAISE\n    finally:\n        RAISE\n        print('cleaned up', flush=True)"
+    body = (
+        "try:\n        RAISE\n    finally:\n        RAISE\n        print('cleaned up', flush=True)"
+    )
     done = raising(RUNS, signal.SIGTERM, body)
     one_line(done, signal.SIGTERM)
     assert done.stdout == "cleaned up\n"
@@ -152,7 +168,9 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
     """As ``nohup`` and a shell's background jobs have it."""
     signals = "(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)"
     code = f"import signal\nfor number in {signals}:\n    signal.signal(number, signal.SIG_IGN)\n{FAKE_CLI}"
-    done = python(f"{code}fake.main = lambda: [signal.raise_signal(number) for number in {signals}]\nmain()\n")
+    done = python(
+        f"{code}fake.main = lambda: [signal.raise_signal(number) for number in {signals}]\nmain()\n"
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -197,9 +215,16 @@ LIVES_S = {"serve": 12.0, "chat": 12.0, "push": 12.0, "pull": 12.0}
 
 def data_files(out: Path) -> dict[str, bytes]:
     """What a command wrote, without what records runs, paths and times: a store, a drafter, a target."""
-    data = re.compile(r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet")
-    of_runs = {"target/training.json", *(f"drafter/{name}.json" for name in ("report", "provenance", "store"))}
-    files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
+    data = re.compile(
+        r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet"
+    )
+    of_runs = {
+        "target/training.json",
+        *(f"drafter/{name}.json" for name in ("report", "provenance", "store")),
+    }
+    files = {
+        path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()
+    }
     return {
         name: path.read_bytes()
         for name, path in files.items()
@@ -208,12 +233,16 @@ def data_files(out: Path) -> dict[str, bytes]:
     }
 
 
-def run_until(arguments: list[str], cwd: Path, moment_s: float | None, number: int) -> tuple[int, str, float]:
+def run_until(
+    arguments: list[str], cwd: Path, moment_s: float | None, number: int
+) -> tuple[int, str, float]:
     """Run the command line and send it a signal at a moment; return exit code, what it said, and its seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the moment, as a test sets variables
     command = [sys.executable, "-m", "moa_data", *arguments]
     began = time.perf_counter()
-    with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as run:
         try:
             _, said = run.communicate(timeout=moment_s)
         except subprocess.TimeoutExpired:
@@ -223,7 +252,8 @@ def run_until(arguments: list[str], cwd: Path, moment_s: float | None, number: i
 
 
 def assert_interrupted(code: int, said: str, seconds: float, number: int = signal.SIGINT) -> None:
-    assert seconds < ENDS_S or number != signal.SIGINT, (seconds, said)  # on a machine that has nothing else to do
+    # on a machine that has nothing else to do
+    assert seconds < ENDS_S or number != signal.SIGINT, (seconds, said)
     is_early = "Fatal Python error: init_" in said or "Exception ignored in" in said
     if code == -number or (code in (0, 1) and is_early):
         return  # Python had not come to the first line of the program
@@ -242,7 +272,9 @@ def test_signals_at_random_moments_of_verify(room: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_repair_that_is_stopped_goes_on(full_room: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_repair_that_is_stopped_goes_on(
+    full_room: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     """At any moment: nothing is called whole while a part is missing, and the same command makes the same bytes."""
     shutil.copytree(full_room / "model", tmp_path / "model")
     whole, damaged, out = full_room / "store", tmp_path / "damaged", tmp_path / "out"
@@ -250,7 +282,11 @@ def test_a_repair_that_is_stopped_goes_on(full_room: Path, tmp_path: Path, numbe
     commits = sorted((damaged / "commits").iterdir())
     for commit in commits[::2]:
         commit.unlink()
-    words, random, n_struck = ["repair", "out", "--model", "model", "--device", "cpu"], Random(int(number)), 0
+    words, random, n_struck = (
+        ["repair", "out", "--model", "model", "--device", "cpu"],
+        Random(int(number)),
+        0,
+    )
     shutil.copytree(damaged, out)
     code, said, whole_s = run_until(words, tmp_path, None, 0)
     assert code == 0, said
@@ -279,7 +315,10 @@ def test_no_command_imports_pandas(full_room: Path, tmp_path: Path) -> None:
     work = Path(shutil.copytree(full_room, tmp_path / "room"))
     shutil.copytree(work / "store", work / "damaged")
     next((work / "damaged" / "commits").iterdir()).unlink()
-    lines = [line.replace("OUT", f"out-{index}.json").split() for index, line in enumerate(LOCAL.values())]
+    lines = [
+        line.replace("OUT", f"out-{index}.json").split()
+        for index, line in enumerate(LOCAL.values())
+    ]
     code = """
 import sys
 from moa_data.cli import main
@@ -309,7 +348,10 @@ def test_signals_at_any_moment_of_any_command(
         if command == "add" and not (work / out).exists():
             shutil.copytree(work / "store", work / out)
         resumes = command == "train" and (work / out / "checkpoints" / "last.ckpt").is_file()
-        return [*SWEPT[command].replace("OUT", out).replace("PORT", port).split(), *(["--resume"] if resumes else [])]
+        return [
+            *SWEPT[command].replace("OUT", out).replace("PORT", port).split(),
+            *(["--resume"] if resumes else []),
+        ]
 
     def finished(out: str) -> float:
         code, said, seconds = run_until(words(out), work, None, 0)
@@ -323,12 +365,15 @@ def test_signals_at_any_moment_of_any_command(
         monkeypatch.setenv("HF_HUB_OFFLINE", "")
         whole_s = LIVES_S.get(command) or finished("whole")
         random, n_struck, tries = Random(command), 0, 0
-        n_strikes = N_STRIKES // 2 if command in RESUMED else N_STRIKES  # a third of them also takes a whole run
+        # a third of them also takes a whole run
+        n_strikes = N_STRIKES // 2 if command in RESUMED else N_STRIKES
         while n_struck < n_strikes:
             tries += 1
             assert tries < 4 * N_STRIKES + 20, f"struck {n_struck} times only"
             for _ in range(3 if command in RESUMED else 1):
-                number = random.choice((signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+                number = random.choice(
+                    (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                )
                 moment_s = random.uniform(0.0, whole_s)
                 code, said, seconds = run_until(words("out"), work, moment_s, number)
                 if seconds < moment_s:
@@ -344,20 +389,34 @@ def test_signals_at_any_moment_of_any_command(
             shutil.rmtree(work / "out", ignore_errors=True)
 
 
-def shell(line: str, cwd: Path, env: Mapping[str, str] = ENVIRONMENT) -> subprocess.CompletedProcess[str]:
+def shell(
+    line: str, cwd: Path, env: Mapping[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, errors="replace"
+        ["bash", "-c", line],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        errors="replace",
     )
 
 
-@pytest.mark.parametrize("streams", quick([">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full"], [">&-", ">/dev/full"]))
+@pytest.mark.parametrize(
+    "streams", quick([">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full"], [">&-", ">/dev/full"])
+)
 def test_a_stream_that_cannot_be_written(room: Path, streams: str) -> None:
     done = shell(f"{MOA_DATA} verify {room / 'store'} {streams}", room)
     assert done.returncode == (2 if "full" in streams else 0), done.stderr
-    assert ("Error: standard output can't be written: No space left" in done.stderr) == ("full" in streams)
+    assert ("Error: standard output can't be written: No space left" in done.stderr) == (
+        "full" in streams
+    )
 
 
-def test_damage_is_reported_by_the_code_where_nobody_can_read_it(room: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_by_the_code_where_nobody_can_read_it(
+    room: Path, tmp_path: Path
+) -> None:
     store = Path(shutil.copytree(room / "store", tmp_path / "store"))
     (store / "parts" / "tokens" / "zarr.json").write_bytes(b"")
     assert shell(f"{MOA_DATA} verify {store} >&- 2>/dev/full", room).returncode == 1
@@ -367,7 +426,9 @@ def test_damage_is_reported_by_the_code_where_nobody_can_read_it(room: Path, tmp
 @pytest.mark.parametrize("command", ["--help", "inspect STORE", "verify STORE"])
 def test_a_reader_that_goes_away_ends_the_command_silently(room: Path, command: str) -> None:
     line = command.replace("STORE", str(room / "store"))
-    done = shell(f"{sys.executable} -m moa_data {line} 2>error.txt | true; exit ${{PIPESTATUS[0]}}", room)
+    done = shell(
+        f"{sys.executable} -m moa_data {line} 2>error.txt | true; exit ${{PIPESTATUS[0]}}", room
+    )
     assert done.returncode == 141
     assert "Error" not in (room / "error.txt").read_text()
 
@@ -401,7 +462,9 @@ def full_room(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full"])
 @pytest.mark.parametrize("command", EVERY_COMMAND)
-def test_every_command_without_its_streams(full_room: Path, tmp_path: Path, command: str, streams: str) -> None:
+def test_every_command_without_its_streams(
+    full_room: Path, tmp_path: Path, command: str, streams: str
+) -> None:
     folder = Path(shutil.copytree(full_room, tmp_path / "room"))
     usual = shell(f"{MOA_DATA} {EVERY_COMMAND[command].replace('OUT', 'usual')}", folder).returncode
     done = shell(f"{MOA_DATA} {EVERY_COMMAND[command].replace('OUT', 'out')} {streams}", folder)

@@ -31,7 +31,11 @@ NAMES = {
 def write_group(folder: Path, version: int, limit: object, used: int, cached: int = 0) -> None:
     limit_name, used_name, cache = NAMES[version]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {limit_name: limit, used_name: used, "memory.stat": f"anon 5\n{cache} {cached}"}.items():
+    for name, text in {
+        limit_name: limit,
+        used_name: used,
+        "memory.stat": f"anon 5\n{cache} {cached}",
+    }.items():
         (folder / name).write_text(f"{text}\n")
 
 
@@ -42,7 +46,9 @@ def test_without_limits_it_is_what_the_kernel_calls_available(proc: Path) -> Non
 
 
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/job/step"), (1, "7:cpu,memory:/job/step")])
-def test_the_tightest_limit_counts_and_cached_files_are_free(proc: Path, version: int, line: str) -> None:
+def test_the_tightest_limit_counts_and_cached_files_are_free(
+    proc: Path, version: int, line: str
+) -> None:
     (proc / "cgroup").write_text(f"3:cpuset:/elsewhere\n{line}\n")
     job = proc / "sys" / ("memory" if version == 1 else "") / "job"  # which limits nothing yet
     write_group(job / "step", version, "max" if version == 2 else 1 << 62, 3 * GIB)
@@ -64,14 +70,17 @@ def test_this_machine_has_cores_and_memory() -> None:
         ({}, True),
         ({"RANK": "0", "LOCAL_RANK": "0"}, True),
         ({"RANK": "8", "LOCAL_RANK": "0"}, False),
-        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"}, True),  # torchrun on the second machine of a job
+        # torchrun on the second machine of a job
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"}, True),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True),
         ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, False),
         ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
         ({"NODE_RANK": "1"}, False),  # by hand, before Lightning has started the other devices
     ],
 )
-def test_the_first_process(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_first: bool) -> None:
+def test_the_first_process(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_first: bool
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -80,7 +89,10 @@ def test_the_first_process(monkeypatch: pytest.MonkeyPatch, environment: dict[st
 
 
 def test_large_blocks_get_huge_pages_and_keep_their_bytes() -> None:
-    enabled, status = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/smaps_rollup")
+    enabled, status = (
+        Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+        Path("/proc/self/smaps_rollup"),
+    )
     block = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE)
     block.write(text := bytes(range(256)) * (8 << 12))
 
@@ -98,9 +110,15 @@ def test_large_blocks_get_huge_pages_and_keep_their_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "is_fast"),
-    [("fpu avx512f avx512_bf16 amx_tile", True), ("fpu amx_bf16", True), ("fpu avx512f avx512_vnni", False)],
+    [
+        ("fpu avx512f avx512_bf16 amx_tile", True),
+        ("fpu amx_bf16", True),
+        ("fpu avx512f avx512_vnni", False),
+    ],
 )
-def test_a_cpu_says_whether_it_computes_in_bfloat16(tmp_path: Path, flags: str, is_fast: bool) -> None:
+def test_a_cpu_says_whether_it_computes_in_bfloat16(
+    tmp_path: Path, flags: str, is_fast: bool
+) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbogomips\t: 1\n" * 2)
     assert machine.has_fast_bfloat16(tmp_path / "cpuinfo") == is_fast
     assert not machine.has_fast_bfloat16(tmp_path / "nothing")

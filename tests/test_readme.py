@@ -34,16 +34,24 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # The commands of docs/results are those of measurements, which benchmarks/test_tables.py looks at.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GUIDES = [path for path in PAGES if path.name != "CONTRIBUTING.md" and path.parent.name != "results"]
+GUIDES = [
+    path for path in PAGES if path.name != "CONTRIBUTING.md" and path.parent.name != "results"
+]
 
 
 def code_blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```",
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
 
 
 def command_lines(path: Path) -> list[str]:
     """The commands of a page: lines of bash, and of text that shows commands behind a dollar with their output."""
-    shown = code_blocks(path, "bash") + re.findall(r"^\$ (.*)$", "\n".join(code_blocks(path, "text")), re.MULTILINE)
+    shown = code_blocks(path, "bash") + re.findall(
+        r"^\$ (.*)$", "\n".join(code_blocks(path, "text")), re.MULTILINE
+    )
     lines = "\n".join(shown).replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip().startswith("moa-data ")]
 
@@ -57,7 +65,11 @@ def test_the_readme_shows_a_whole_job_and_names_every_command() -> None:
     shown = {shlex.split(line, comments=True)[1] for line in command_lines(ROOT / "README.md")}
     assert {"plan", "extract", "train", "generate", "eval"} <= shown
     table = README[README.index("| Command | Does |") :].split("\n\n")[0]
-    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])}
+    named = {
+        name
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])
+    }
     assert named == set(main.list_commands(click.Context(main)))
 
 
@@ -72,7 +84,9 @@ def test_commands_and_options_exist() -> None:
 
 def form(line: str) -> str:
     """A line of output without its numbers, units of bytes and spaces."""
-    return "".join(re.sub(r"[\d.,]+ [kMG]?B\b|\d[\d.,]*", "0", line).replace("parts", "part").split())
+    return "".join(
+        re.sub(r"[\d.,]+ [kMG]?B\b|\d[\d.,]*", "0", line).replace("parts", "part").split()
+    )
 
 
 def test_quoted_output_has_the_form_of_today(tmp_path: Path) -> None:
@@ -80,12 +94,20 @@ def test_quoted_output_has_the_form_of_today(tmp_path: Path) -> None:
     drafted = Generation([1, 2, 3], DecodeStats([2, 1], n_tokens=3, total_s=1.0))
     with out.capture() as captured:
         out.print(decoding_view([drafted], [drafted], "5"))
-    figures = {"acceptance_length": 4.3, "ratio": 1.3, "n_exact": 8, "n_answers": 8, "bytes_per_token": 1213.0}
+    figures = {
+        "acceptance_length": 4.3,
+        "ratio": 1.3,
+        "n_exact": 8,
+        "n_answers": 8,
+        "bytes_per_token": 1213.0,
+    }
     figures |= {"seconds": 1.0, "is_equal": True, "n_alone": 8, "n_rolled_back": 1}
     demo = DemoReport(tmp_path, dict.fromkeys(("extract", "eval", "serve"), figures))
     printed = [run("verify", store).stdout, captured.get(), demo.describe()]
     known = {form(line) for line in "\n".join(printed).splitlines()}
-    quoted = re.compile(r"whole: |.* tokens/call |.* times the speed of |(acceptance|speed|network cut|store) .* ")
+    quoted = re.compile(
+        r"whole: |.* tokens/call |.* times the speed of |(acceptance|speed|network cut|store) .* "
+    )
     n_quoted = 0
     for name in ("README.md", "docs/first-run.md", "docs/tutorial.md"):
         lines = "\n".join(code_blocks(ROOT / name, "text")).splitlines()
@@ -110,14 +132,21 @@ def test_make_targets_exist() -> None:
 
 def anchors(page: Path) -> set[str]:
     """The names of the headings of a page, as mkdocs makes them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    return {slugify_unicode(re.sub(r"<[^>]+>", "", heading.replace("`", "")), "-") for heading in headings}
+    return {
+        slugify_unicode(re.sub(r"<[^>]+>", "", heading.replace("`", "")), "-")
+        for heading in headings
+    }
 
 
 def test_links_lead_to_files_and_headings() -> None:
     for page in PAGES:
-        for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        for path, anchor in re.findall(
+            r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")
+        ):
             if not path.startswith("http"):
                 file = (page.parent / path).resolve() if path else page
                 assert file.exists(), f"{page}: {path}"
@@ -125,7 +154,9 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_python_examples_name_what_is_public() -> None:
-    for node in ast.walk(ast.parse("\n".join(block for path in GUIDES for block in code_blocks(path, "python")))):
+    for node in ast.walk(
+        ast.parse("\n".join(block for path in GUIDES for block in code_blocks(path, "python")))
+    ):
         if isinstance(node, ast.ImportFrom):
             assert node.module is not None
             assert not node.module.startswith("moa_data."), f"{node.module} is not public"
@@ -138,7 +169,10 @@ def test_the_readmes_python_runs_on_a_few_chats(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama3-8b").symlink_to(room / "model")
-    write_jsonl(tmp_path / "chats.jsonl", [chat(f"What is {n} plus {n}?", f"It is {2 * n}.") for n in range(14)])
+    write_jsonl(
+        tmp_path / "chats.jsonl",
+        [chat(f"What is {n} plus {n}?", f"It is {2 * n}.") for n in range(14)],
+    )
     write_jsonl(tmp_path / "spec_bench.jsonl", [chat("What is 1 plus 1?", "It is 2.")])
     block = next(one for one in code_blocks(ROOT / "README.md", "python") if "moa_data" in one)
     few_steps = block.replace("TrainConfig(", "TrainConfig(max_steps=3, ")
@@ -150,7 +184,13 @@ def test_the_readmes_python_runs_on_a_few_chats(
 def test_settings_of_training_that_are_named_exist() -> None:
     known = {setting.key for setting in moa_data.TrainConfig.settings()}
     groups = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
-    for page in ("training", "drafters", "interop", "results/training", "decisions/0004-two-passes-over-a-batch"):
+    for page in (
+        "training",
+        "drafters",
+        "interop",
+        "results/training",
+        "decisions/0004-two-passes-over-a-batch",
+    ):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         named = set(re.findall(rf"(?:--set |`)((?:{groups})\.\w+)(?==|`)", text))
         assert named, page
@@ -183,14 +223,18 @@ def test_the_commands_page_shows_what_the_help_shows() -> None:
 @pytest.mark.slow
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     copy = tmp_path / "moa_data"
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "site", "runs", "demo-output", "tests", "benchmarks")
+    skipped = shutil.ignore_patterns(
+        ".*", "__pycache__", "site", "runs", "demo-output", "tests", "benchmarks"
+    )
     shutil.copytree(ROOT, copy, ignore=skipped)
     venv = Path(sys.prefix)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     build = ["make", "-o", f"{venv}/.installed", f"VENV={venv}", "docs"]
 
     def built() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(build, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            build, cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
 
     assert (done := built()).returncode == 0, done.stderr
     assert "Sentinel" not in (copy / "site" / "commands" / "index.html").read_text(encoding="utf-8")

@@ -90,7 +90,11 @@ def sweep(name: str, work: Path, chosen: random.Random | None) -> None:
         done = run(*COMMANDS[name])
     assert done.exit_code == 0, done.output
     n_calls = counted.n_calls
-    firsts = range(1, n_calls + 1) if chosen is None else sorted(chosen.sample(range(1, n_calls + 1), min(2, n_calls)))
+    firsts = (
+        range(1, n_calls + 1)
+        if chosen is None
+        else sorted(chosen.sample(range(1, n_calls + 1), min(2, n_calls)))
+    )
     for first in firsts:
         code = CODES[first % len(CODES)]
         prepare(name, work)

@@ -24,7 +24,9 @@ SHOWN = r"clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\x0d \x9b2J right \u202e
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, drafter/, chats.jsonl and store/; the chats hold the attack."""
     texts = [(f"{n} {ATTACK}", f"{ATTACK} {n}") for n in range(4)]
-    return build_room(tmp_path_factory.mktemp("escaping"), [chat(*pair, category=ATTACK) for pair in texts])
+    return build_room(
+        tmp_path_factory.mktemp("escaping"), [chat(*pair, category=ATTACK) for pair in texts]
+    )
 
 
 def test_control_characters_are_written_out_and_all_else_is_kept() -> None:
@@ -37,7 +39,9 @@ def test_control_characters_are_written_out_and_all_else_is_kept() -> None:
     printable(everything).encode()
 
 
-def test_a_terminal_shows_text_tables_and_styles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_text_tables_and_styles_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
     terminal = StandardOutput()
@@ -80,7 +84,11 @@ def test_reports_of_eval_are_escaped(room: Path, tmp_path: Path) -> None:
         "--method", "plain,chain", "--max-new-tokens", "4", "--n-prompts", "2", "--device", "cpu", "--out", report,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    for text in (result.stdout, result.stderr.replace("\r", "\n"), report.with_suffix(".md").read_text("utf-8")):
+    for text in (
+        result.stdout,
+        result.stderr.replace("\r", "\n"),
+        report.with_suffix(".md").read_text("utf-8"),
+    ):
         assert not CONTROLS.search(text)
     categories = json.loads(report.read_text())["rows"][0]["category"]
     assert categories == SHOWN

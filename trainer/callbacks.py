@@ -25,7 +25,8 @@ from .data import Batch, StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-REPEAT_S = 1.0  # a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
+# a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
+REPEAT_S = 1.0
 
 
 class Throughput(L.Callback):
@@ -47,7 +48,12 @@ class Throughput(L.Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         stream = _stream_of(trainer)
         # Whatever is done between two batches ends before the trainer asks for the next one.
@@ -101,7 +107,12 @@ class ShowSteps(L.Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         n_done = batch_idx % trainer.accumulate_grad_batches + 1
         if n_done < trainer.accumulate_grad_batches:  # on a CPU a step can take minutes
@@ -111,14 +122,22 @@ class ShowSteps(L.Callback):
 
     @override
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *args: Any
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        *args: Any,
     ) -> None:
         [n_batches] = trainer.num_val_batches
         self._report(trainer, f", validation {batch_idx + 1} of {n_batches}")
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        found = [f"{name} {float(value):,.4g}" for name, value in trainer.progress_bar_metrics.items()]
+        found = [
+            f"{name} {float(value):,.4g}" for name, value in trainer.progress_bar_metrics.items()
+        ]
         self._figures = ", ".join(["train", *found]).replace(f", {PLUS_MINUS}", f" {PLUS_MINUS}")
         self._report(trainer)
 
@@ -131,7 +150,8 @@ class MicroBatches(L.Callback):
     """Chooses by trials the sequences per forward, and whether decoder layers are recomputed."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
-        # The choice is noted in a file: a resumed run takes it again where it fits, and then adds up in the same order.
+        # The choice is noted in a file: a resumed run takes it again where it fits, and then adds
+        # up in the same order.
         self.data = data
         self.file = file
         self._has_chosen = False
@@ -139,7 +159,8 @@ class MicroBatches(L.Callback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, DrafterModule)
-        share = device_share(self.data.config, trainer.world_size)  # all devices are connected by now
+        # all devices are connected by now
+        share = device_share(self.data.config, trainer.world_size)
         if not self._has_chosen:  # it is asked again for a validation after the last step
             self._choose(trainer, pl_module, share)
             self._has_chosen = True
@@ -149,9 +170,13 @@ class MicroBatches(L.Callback):
             trainer.val_check_interval = every * trainer.accumulate_grad_batches
 
     @override
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning counts micro-batches, and a step where their number divides; the stream begins at the first one of a
-        # step. After a checkpoint from the middle of a step, or of an invocation with other micro-batches, each step
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Lightning counts micro-batches, and a step where their number divides; the stream begins
+        # at the first one of a
+        # step. After a checkpoint from the middle of a step, or of an invocation with other
+        # micro-batches, each step
         # would mix two batches: so its counts are set to those at the end of the checkpoint's step.
         step = checkpoint["global_step"]
         loops = checkpoint["loops"]["fit_loop"]
@@ -159,7 +184,8 @@ class MicroBatches(L.Callback):
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # Where a validation is due, Lightning passes its end once more, done or not, and counts the step only there.
+        # Where a validation is due, Lightning passes its end once more, done or not, and counts the
+        # step only there.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -174,10 +200,16 @@ class MicroBatches(L.Callback):
         copies = 3 if n_devices > 1 else 2  # two moments, and DDP's copy of the gradients
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices
-        trial = Trial(module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context)
+        trial = Trial(
+            module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context
+        )
         chosen = trial.choose(sizes, free, copies)
         # Devices of unlike memory take steps together.
-        size = int(trainer.strategy.reduce(torch.tensor(chosen.micro_batch, device=device), reduce_op="min"))
+        size = int(
+            trainer.strategy.reduce(
+                torch.tensor(chosen.micro_batch, device=device), reduce_op="min"
+            )
+        )
         before = noted.get("micro_batch_size")
         if not given and type(before) is int and 0 < before <= size and share % before == 0:
             size = before
@@ -200,7 +232,8 @@ class Saves(L.Callback):
     def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
         self.out = out
         self.every_n_steps = every_n_steps
-        self.max_steps = max_steps  # of the run; an invocation that is to end earlier does not validate where it ends
+        # of the run; an invocation that is to end earlier does not validate where it ends
+        self.max_steps = max_steps
         self.best = float("-inf")  # expected acceptance length
         self.best_half_width = float("nan")  # of its 95 % interval
         self.validated_step: int | None = None
@@ -245,13 +278,20 @@ class Saves(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
         self.validated_step = state_dict["validated_step"]
-        self.best_half_width = state_dict.get("best_half_width", float("nan"))  # earlier runs have none
+        # earlier runs have none
+        self.best_half_width = state_dict.get("best_half_width", float("nan"))
 
     @override
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning runs the validation of the checkpoint's step from its first batch, unless it had ended.
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Lightning runs the validation of the checkpoint's step from its first batch, unless it had
+        # ended.
         step = checkpoint["global_step"]
-        is_open = step > 0 and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
+        is_open = (
+            step > 0
+            and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
+        )
         # Lightning runs one that has started a batch and not processed it.
         count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
@@ -268,8 +308,10 @@ class StopGuard(L.Callback):
     Signals that are ignored stay ignored. SIGUSR1 is left to Lightning, which on SLURM saves and queues the job again.
     """
 
-    # An exception out of a signal's handler could tear an optimizer's step in half, or leave one process of several in
-    # a collective operation for ever. So the handlers only note the signal, and each micro-batch looks for one.
+    # An exception out of a signal's handler could tear an optimizer's step in half, or leave one
+    # process of several in
+    # a collective operation for ever. So the handlers only note the signal, and each micro-batch
+    # looks for one.
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
@@ -280,8 +322,10 @@ class StopGuard(L.Callback):
         self._mask: set[Any] | None = None
 
     def __enter__(self) -> "StopGuard":
-        # Until a trainer is set up, signals are blocked. Processes that Lightning starts inherit the block for good: a
-        # signal to the whole group reaches them through the first process, and doesn't end them while they import.
+        # Until a trainer is set up, signals are blocked. Processes that Lightning starts inherit
+        # the block for good: a
+        # signal to the whole group reaches them through the first process, and doesn't end them
+        # while they import.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:

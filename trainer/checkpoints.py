@@ -19,7 +19,13 @@ from ..errors import DrafterError, TrainingError
 from ..files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_target_fits
-from ..moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_drafter, load_drafter, save_drafter
+from ..moa.formats.checkpoint import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    build_drafter,
+    load_drafter,
+    save_drafter,
+)
 from ..moa.targets.model_files import write_tensors
 from .config import CHECKPOINTS, DrafterSettings
 from .data import map_tensors
@@ -42,7 +48,9 @@ def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
 class CheckpointFiles(CheckpointIO):
     """Lightning's plugin for reading and writing checkpoints of one run."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
         """Write a checkpoint under a temporary name, sync and rename it; on a full disk the one before is whole."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +82,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             checkpoint = _from_json(state, waiting)
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # RecursionError is a RuntimeError
-        raise damaged_checkpoint(path, f"no state of a training in its header ({type(error).__name__})") from error
+    # RecursionError is a RuntimeError
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise damaged_checkpoint(
+            path, f"no state of a training in its header ({type(error).__name__})"
+        ) from error
     if not isinstance(checkpoint, dict):
         raise damaged_checkpoint(path, "no state of a training in its header")
     return checkpoint
@@ -95,13 +106,17 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
-        return {"dict": [[key, _to_json(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+        return {
+            "dict": [[key, _to_json(item, f"{name}/{key}", tensors)] for key, item in value.items()]
+        }
     if isinstance(value, list | tuple):
         items = [_to_json(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a checkpoint holds plain values and tensors, got {type(value).__name__} at {name}")
+    raise TypeError(
+        f"a checkpoint holds plain values and tensors, got {type(value).__name__} at {name}"
+    )
 
 
 def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -125,9 +140,11 @@ def write_drafter(drafter: Drafter, folder: Path) -> None:
     with disk_full_guard(folder, FULL_DISK_ADVICE):
         try:
             save_drafter(drafter, partial)
-            fsync_directory(partial)  # before it gets its name: a crash must not leave a name without content
+            # before it gets its name: a crash must not leave a name without content
+            fsync_directory(partial)
             sizes = folder / CONFIG_FILE
-            # Drafters of one run have the same sizes, so that replacing the weights replaces the folder.
+            # Drafters of one run have the same sizes, so that replacing the weights replaces the
+            # folder.
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
@@ -148,7 +165,9 @@ def remove_leftovers(out: Path) -> None:
             file.unlink()
 
 
-def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, target: dict[str, Any]) -> Drafter:
+def initial_drafter(
+    source: str, fresh: Drafter, settings: DrafterSettings, target: dict[str, Any]
+) -> Drafter:
     """Build the drafter of a run with the weights of another, in place of fresh ones: ``--init-from``.
 
     The source is a run, or a folder with a drafter in any format that can be loaded.
@@ -167,8 +186,14 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
             text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
             needed.append(f"--set drafter.{name}={text.lower()}")
     if needed:
-        raise TrainingError(f"the drafter of {source} has other settings than this run. Give {' '.join(needed)}.")
+        raise TrainingError(
+            f"the drafter of {source} has other settings than this run. Give {' '.join(needed)}."
+        )
     flags = [item.name for item in fields(fresh.config) if item.default is False]
-    if foreign := [name for name in flags if getattr(other.config, name) and not getattr(fresh.config, name)]:
-        raise TrainingError(f"the drafter of {source} has {', '.join(foreign)}, which can be run and not be trained.")
+    if foreign := [
+        name for name in flags if getattr(other.config, name) and not getattr(fresh.config, name)
+    ]:
+        raise TrainingError(
+            f"the drafter of {source} has {', '.join(foreign)}, which can be run and not be trained."
+        )
     return build_drafter(fresh.config, other.state_dict(), source)

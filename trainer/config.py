@@ -19,13 +19,15 @@ RUN_FILE = "run.yaml"  # the settings, as --config reads them
 STORE_FILE = "store.json"  # identity of the store, for --resume
 PROVENANCE_FILE = "provenance.json"  # command, versions, machine
 REPORT_FILE = "report.json"  # figures of the finished run
-METRICS_FILE = "metrics.csv"  # of training and validation; metrics-000.csv and so on of earlier invocations
+# of training and validation; metrics-000.csv and so on of earlier invocations
+METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"  # the micro-batch that trials chose
 LOCK_FILE = "run.lock"  # held while a process trains here
 DRAFTER = "drafter"  # of the best validation
 CHECKPOINTS = "checkpoints"
-LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"  # --resume goes on from the last one
+# --resume goes on from the last one
+LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
 
 CHANGE_NO_RESULT = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "cache_dir",
@@ -110,7 +112,9 @@ class RoundSettings(Config):
     def problems(self) -> list[str]:
         if self.step_bound_max >= self.step_bound_min:
             return []
-        return [f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}"]
+        return [
+            f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}"
+        ]
 
 
 class MemorySettings(Config):
@@ -225,12 +229,20 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     @override
     def problems(self) -> list[str]:
         given = sorted(set(MemorySettings.model_fields) & self.model_fields_set)
-        changed = [name for name in given if getattr(self, name) != MemorySettings.model_fields[name].default]
+        changed = [
+            name
+            for name in given
+            if getattr(self, name) != MemorySettings.model_fields[name].default
+        ]
         found = []
         if changed and self.context != "memory":
-            found.append(f"the context {self.context} has no {' or '.join(changed)}, only that of memory has")
+            found.append(
+                f"the context {self.context} has no {' or '.join(changed)}, only that of memory has"
+            )
         if self.divergence != "kl" and not self.forward_kl_weight:
-            found.append(f"divergence {self.divergence} weighs nothing here; give forward_kl_weight, and l1_weight 0")
+            found.append(
+                f"divergence {self.divergence} weighs nothing here; give forward_kl_weight, and l1_weight 0"
+            )
         return found
 
     def decay(self) -> float:
@@ -428,7 +440,9 @@ class MachineSettings(Config):
                 "use bf16-mixed, which keeps float32 weights"
             )
         elif self.precision not in PRECISIONS:
-            found.append(f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
+            found.append(
+                f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}"
+            )
         return found
 
 
@@ -493,8 +507,11 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "", {}
     schedule = dict(found.get("schedule", {}))
     now = given.get("schedule", {})
-    # An early stop is not repeated; of the two settings of a run's length, the one that is given counts.
-    replaced = {"stop_after_steps"} | ({"max_steps", "epochs"} if {"max_steps", "epochs"} & set(now) else set())
+    # An early stop is not repeated; of the two settings of a run's length, the one that is given
+    # counts.
+    replaced = {"stop_after_steps"} | (
+        {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(now) else set()
+    )
     found["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}
     return str(file), found
 

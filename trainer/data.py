@@ -41,7 +41,13 @@ from ..moa.targets.families import layer_sizes, load_target_config
 from ..storage.backend import names_in, read_file
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
-from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
+from ..storage.read.store import (
+    ActivationStore,
+    layer_indices,
+    row_shape,
+    shared_arrays,
+    token_shape,
+)
 from ..storage.schema import ANSWERS_BY, KV, RUNS_NAME, TOKENS
 from ..text import add_command
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
@@ -52,7 +58,8 @@ _LAYER_OUTPUTS = "layer_outputs"
 _COUNTED_SEQUENCES = 256  # read at once to count their tokens
 _MOST_COUNTED = 1 << 16  # sequences whose tokens are counted; of a larger store evenly spread ones
 _MAX_THREADS = 16  # decode more than the bus to a GPU takes
-_GROUPED_BATCHES = 32  # batches that are formed by length among each other: more would pad less, and mix the data less
+# batches that are formed by length among each other: more would pad less, and mix the data less
+_GROUPED_BATCHES = 32
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -82,13 +89,17 @@ class EncodedField:
 class GroupedKV:
     """The KV of layers that are not alike, as the store holds it, for all sequences of a micro-batch."""
 
-    parts: dict[str, Tensor | EncodedField]  # field -> [B, T, *token_shape] of the layers that are read
+    # field -> [B, T, *token_shape] of the layers that are read
+    parts: dict[str, Tensor | EncodedField]
     places: dict[str, list[int]]  # field -> which of the packed layers these are
     width: int  # D, of the widest
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Pack on the device of the parts, narrower layers padded with zeros: [B, T, L, D]."""
-        values = {name: part if isinstance(part, Tensor) else part.decode(tokens) for name, part in self.parts.items()}
+        values = {
+            name: part if isinstance(part, Tensor) else part.decode(tokens)
+            for name, part in self.parts.items()
+        }
         first = next(iter(values.values()))
         packed = first.new_zeros(*first.shape[:2], sum(map(len, self.places.values())), self.width)
         for name, own in values.items():
@@ -108,10 +119,13 @@ class Batch:
     n_tokens: int = 0  # without padding
     n_tokens_of_all: int = 0  # of the micro-batches that all devices take at the same time
     n_bytes_read: int = 0
-    index: int = 0  # of a micro-batch within its step on this device; of a validation batch over all devices
+    # of a micro-batch within its step on this device; of a validation batch over all devices
+    index: int = 0
     n_parts: int = 1  # micro-batches of the step on this device
-    copied: torch.cuda.Event | None = None  # done when the batch has arrived; None where there is nothing to wait for
-    # Attribute of ``inputs`` -> the EncodedField or GroupedKV that it will be decoded from; until then the attribute is
+    # done when the batch has arrived; None where there is nothing to wait for
+    copied: torch.cuda.Event | None = None
+    # Attribute of ``inputs`` -> the EncodedField or GroupedKV that it will be decoded from; until
+    # then the attribute is
     # an empty tensor.
     encoded: dict[str, Any] = field(default_factory=dict)
 
@@ -127,10 +141,15 @@ class Batch:
             return self
         decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
-            decoded["kv"] = decoded["kv"].flatten(3)  # heads, keys and values in one row, as drafters pack them
+            # heads, keys and values in one row, as drafters pack them
+            decoded["kv"] = decoded["kv"].flatten(3)
         outputs = enumerate(self.inputs.layer_outputs)
-        layers = tuple(decoded.pop(f"{_LAYER_OUTPUTS}.{index}", states) for index, states in outputs)
-        return replace(self, inputs=replace(self.inputs, **decoded, layer_outputs=layers), encoded={})
+        layers = tuple(
+            decoded.pop(f"{_LAYER_OUTPUTS}.{index}", states) for index, states in outputs
+        )
+        return replace(
+            self, inputs=replace(self.inputs, **decoded, layer_outputs=layers), encoded={}
+        )
 
 
 def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -142,7 +161,10 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(item, list | tuple):
         return type(item)(map_tensors(value, function) for value in item)
     if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | EncodedField | GroupedKV):
-        return replace(item, **{one.name: map_tensors(getattr(item, one.name), function) for one in fields(item)})
+        return replace(
+            item,
+            **{one.name: map_tensors(getattr(item, one.name), function) for one in fields(item)},
+        )
     return item
 
 
@@ -164,7 +186,8 @@ def await_copy(batch: Batch) -> Batch:
     stream.wait_event(batch.copied)
 
     def keep(tensor: Tensor) -> Tensor:
-        tensor.record_stream(stream)  # or the allocator gives its memory away before this stream is done with it
+        # or the allocator gives its memory away before this stream is done with it
+        tensor.record_stream(stream)
         return tensor
 
     map_tensors(batch, keep)
@@ -174,7 +197,11 @@ def await_copy(batch: Batch) -> Batch:
 def target_identity(store: ActivationStore) -> dict[str, str]:
     """Return what a store records of its target's identity, such as weights_sha256."""
     recorded = store.manifest.identities.items()
-    return {name.removeprefix("target."): str(value) for name, value in recorded if name.startswith("target.")}
+    return {
+        name.removeprefix("target."): str(value)
+        for name, value in recorded
+        if name.startswith("target.")
+    }
 
 
 def has_own_answers(store: ActivationStore) -> bool:
@@ -190,7 +217,10 @@ def has_own_answers(store: ActivationStore) -> bool:
 
 def read_fields(reads: Reads) -> dict[str, str]:
     """Map attributes of ``TrainingInputs`` to the fields that they are read from, layer outputs numbered."""
-    outputs = {f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
+    outputs = {
+        f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}"
+        for index, layer in enumerate(reads.outputs)
+    }
     return reads.fields | outputs
 
 
@@ -199,7 +229,8 @@ def _reads(store: ActivationStore, drafter: Any) -> Reads:
     n_layers = int(store.manifest.target["n_layers"])
     reads = kind.reads(n_layers, drafter)
     n_with_kv = len(_kv_layers(store))
-    if reads.kv and n_with_kv not in (0, n_layers):  # those with KV of their own are counted among each other
+    # those with KV of their own are counted among each other
+    if reads.kv and n_with_kv not in (0, n_layers):
         return replace(reads, kv_layers=kind.reads(n_with_kv, drafter).kv_layers)
     return reads
 
@@ -207,14 +238,22 @@ def _reads(store: ActivationStore, drafter: Any) -> Reads:
 def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
     """List the target's layers whose KV a store has, ascending, with the field and its index along the layer axis."""
     specs = [spec for name, spec in store.fields.items() if name.split("/")[0] == KV]
-    return sorted((layer, spec.name, index) for spec in specs for index, layer in enumerate(spec.layer_numbers))
+    return sorted(
+        (layer, spec.name, index)
+        for spec in specs
+        for index, layer in enumerate(spec.layer_numbers)
+    )
 
 
 def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, int]]]:
     """Map fields of keys and values that are read to (place among all layers that are read, index) of each layer."""
     every = _kv_layers(store)
     found = dict[str, list[tuple[int, int]]]()
-    chosen = every if reads.kv_layers is None or not every else [every[layer] for layer in reads.kv_layers]
+    chosen = (
+        every
+        if reads.kv_layers is None or not every
+        else [every[layer] for layer in reads.kv_layers]
+    )
     for place, (_, name, index) in enumerate(chosen if reads.kv else []):
         found.setdefault(name, []).append((place, index))
     return found
@@ -242,7 +281,9 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         how = f"add with {add_command(str(store.path), missing, n_last)}"
         if origin := store.manifest.extraction.get("imported_from"):
             how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
-        raise SelectionInvalid(f"{store.path} lacks {', '.join(missing)}; {how}, or train another drafter.")
+        raise SelectionInvalid(
+            f"{store.path} lacks {', '.join(missing)}; {how}, or train another drafter."
+        )
     return needed
 
 
@@ -255,22 +296,33 @@ def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> lis
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
     """Count the bytes of one sequence's activations, padded to ``n_tokens``."""
-    specs = [(store.fields[name], needed_layers(store, config, name)) for name in needed_fields(store, config).values()]
-    values = [(math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize) for spec, layers in specs]
+    specs = [
+        (store.fields[name], needed_layers(store, config, name))
+        for name in needed_fields(store, config).values()
+    ]
+    values = [
+        (math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize)
+        for spec, layers in specs
+    ]
     return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
 
 
 class BatchReader:
     """Reads given sequences of a store into right-padded batches for a device that trains."""
 
-    def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1) -> None:
+    def __init__(
+        self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1
+    ) -> None:
         self.store = store
         self.config = config
-        n_own = len(os.sched_getaffinity(0)) // n_ranks  # of the cores, which the processes of this machine share
+        # of the cores, which the processes of this machine share
+        n_own = len(os.sched_getaffinity(0)) // n_ranks
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_own))
-        # On the CPU the thread that reads also decodes; another device decodes for itself, so that only codes travel.
+        # On the CPU the thread that reads also decodes; another device decodes for itself, so that
+        # only codes travel.
         self._decodes = device.type == "cpu"
-        # A GPU copies page-locked memory at full speed and, on a stream of its own, beside other work.
+        # A GPU copies page-locked memory at full speed and, on a stream of its own, beside other
+        # work.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
         read = _kv_read(store, _reads(store, config.drafter))
@@ -292,14 +344,26 @@ class BatchReader:
         buffers = {}
         out = {}
         for array, indices in shared_arrays(codecs).items():
-            dtype = _TORCH_DTYPES[array.logical_dtype] if array.name in plain else getattr(torch, array.dtype)
+            dtype = (
+                _TORCH_DTYPES[array.logical_dtype]
+                if array.name in plain
+                else getattr(torch, array.dtype)
+            )
             shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
-            buffer = buffers[array.name] = torch.empty(shape, dtype=dtype, pin_memory=self._copies is not None)
+            buffer = buffers[array.name] = torch.empty(
+                shape, dtype=dtype, pin_memory=self._copies is not None
+            )
             # numpy has no bfloat16; the store keeps its bits as uint16.
-            out[array.name] = (buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer).numpy()
-        # The masks of a whole step are read before its first micro-batch, for the divisor of the loss.
+            out[array.name] = (
+                buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer
+            ).numpy()
+        # The masks of a whole step are read before its first micro-batch, for the divisor of the
+        # loss.
         names = _TEXT_FIELDS if response is None else ("tokens",)
-        text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in names}
+        text = {
+            name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype)
+            for name in names
+        }
         self.store.read_batch(
             sequences,
             [*names, *self._fields.values()],
@@ -315,12 +379,16 @@ class BatchReader:
             if not codec.is_identity:
                 rows = {array.name: buffers[array.name] for array in codec.arrays_read(layers)}
                 dtype = _TORCH_DTYPES[codec.spec.dtype]
-                encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
+                encoded[attribute] = EncodedField(
+                    codec, rows, tuple(lengths.tolist()), dtype, layers
+                )
                 buffers[name] = torch.empty(0)
         read = {attribute: buffers[name] for attribute, name in self._fields.items()}
         if own := [attribute for attribute in self._fields if attribute.startswith(f"{KV}.")]:
             parts: dict[str, Any] = {self._fields[one]: encoded.pop(one, read[one]) for one in own}
-            encoded[KV] = GroupedKV(parts, self._kv_places, int(self.store.manifest.target["kv_width"]))
+            encoded[KV] = GroupedKV(
+                parts, self._kv_places, int(self.store.manifest.target["kv_width"])
+            )
             read[KV] = torch.empty(0)
         if response is None:
             response = torch.from_numpy(text["response_mask"]).bool()
@@ -330,12 +398,19 @@ class BatchReader:
             kv=read[KV].flatten(3) if KV in read and KV not in encoded else read.get(KV),
             hidden=read["hidden"],
             entering_hidden=read.get("entering_hidden"),
-            layer_outputs=tuple(states for name, states in read.items() if name.startswith(_LAYER_OUTPUTS)),
+            layer_outputs=tuple(
+                states for name, states in read.items() if name.startswith(_LAYER_OUTPUTS)
+            ),
         )
         return inputs, encoded
 
     def batch(
-        self, sequences: np.ndarray, lengths: np.ndarray, draws: Draws, response: Tensor | None = None, **facts: Any
+        self,
+        sequences: np.ndarray,
+        lengths: np.ndarray,
+        draws: Draws,
+        response: Tensor | None = None,
+        **facts: Any,
     ) -> Batch:
         """Read a batch, and decode it on the CPU or start its copy to a CUDA device."""
         inputs, encoded = self.read(sequences, lengths, response)
@@ -346,7 +421,9 @@ class BatchReader:
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
         """Read the response masks of sequences, padded with False: bool [B, T]."""
-        return torch.from_numpy(self.store.read_batch(sequences, "response_mask")["response_mask"]).bool()
+        return torch.from_numpy(
+            self.store.read_batch(sequences, "response_mask")["response_mask"]
+        ).bool()
 
     def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
         """Count how often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
@@ -363,7 +440,9 @@ class BatchReader:
         return len(lengths) * self._token_bytes * int(lengths.max())
 
 
-def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def split_sequences(
+    sequence_ids: list[str], validation_fraction: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of training and of validation sequences, ascending."""
     # By a hash of the content, so that the split survives re-ordering and growth of the dataset.
     # 32 bits of a SHA-256 are uniform enough, and exact in a float.
@@ -391,14 +470,20 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     """Draw the random numbers of one optimizer step, a pure function of seed and step."""
-    # A generator of its own for each step, so that step k needs none of the draws before it; no two seeds share one.
+    # A generator of its own for each step, so that step k needs none of the draws before it; no two
+    # seeds share one.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
-    # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise seeds.
+    # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise
+    # seeds.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
-    step_bound = torch.randint(rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator)
+    step_bound = torch.randint(
+        rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator
+    )
     phase = torch.rand(rows, generator=generator)
-    dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(step / max_steps)
+    dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(
+        step / max_steps
+    )
     has_staircase = rounds.staircase and rounds.on_policy
     return Draws(
         step_bound=step_bound if rounds.step_bound else None,
@@ -416,7 +501,9 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
     if not isinstance(drafter, BlockSettings):
         return BlockDraws()
     n_drafts = drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1
-    return BlockDraws(n_drafts, drafter.anchors, drafter.decay() if drafter.position_weights == "decay" else 0.0)
+    return BlockDraws(
+        n_drafts, drafter.anchors, drafter.decay() if drafter.position_weights == "decay" else 0.0
+    )
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
@@ -448,7 +535,9 @@ def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> flo
 
 def trains_on_cpu(machine: MachineSettings) -> bool:
     """Return whether a run with these settings trains on the CPU."""
-    return machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())
+    return machine.accelerator == "cpu" or (
+        machine.accelerator == "auto" and not torch.cuda.is_available()
+    )
 
 
 def count_devices(machine: MachineSettings) -> int:
@@ -461,7 +550,9 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     """Return the sequences of a step on each device, which the micro-batch must divide."""
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
-        raise TrainingError(f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices.")
+        raise TrainingError(
+            f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices."
+        )
     if share % (config.data.micro_batch_size or share):
         raise TrainingError(
             f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} sequences of a device."
@@ -469,19 +560,25 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     return share
 
 
-def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
+def _read_ahead(
+    reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int
+) -> Iterator[Batch]:
     """Yield batches, given the bytes and the reading function of each, while a thread reads the next ones.
 
     One is read ahead however large it is.
     """
-    # With more threads than cores OpenMP lets those of the forward sleep at each barrier, which costs up to 5 % of a
+    # With more threads than cores OpenMP lets those of the forward sleep at each barrier, which
+    # costs up to 5 % of a
     # step: the thread that reads must not have a team of its own.
     with ThreadPoolExecutor(1, "read-ahead", torch.set_num_threads, (1,)) as pool:
         pending: deque[tuple[int, Future[Batch]]] = deque()
         ahead_bytes = 0
         waiting = next(reads, None)
         while waiting or pending:
-            while waiting and (not pending or (len(pending) < max_batches and ahead_bytes + waiting[0] <= max_bytes)):
+            while waiting and (
+                not pending
+                or (len(pending) < max_batches and ahead_bytes + waiting[0] <= max_bytes)
+            ):
                 pending.append((waiting[0], pool.submit(waiting[1])))
                 ahead_bytes += waiting[0]
                 waiting = next(reads, None)
@@ -497,7 +594,8 @@ class _Step:
     rows: np.ndarray  # all its sequences, those of other devices included
     draws: Draws  # one row for each of them
     parts: list[np.ndarray]  # of each micro-batch of this device, indices of ``rows``
-    response: Tensor | None = None  # bool [B, T], of all rows; None until the first micro-batch is read
+    # bool [B, T], of all rows; None until the first micro-batch is read
+    response: Tensor | None = None
     denominator: float = 1.0  # of each micro-batch's sums, from those masks
 
 
@@ -553,7 +651,10 @@ class TrainingStream:
         while True:
             plan = self._plan(step)
             for index, part in enumerate(plan.parts):
-                yield self._reader.n_bytes(self._lengths[plan.rows[part]]), partial(self._read, plan, index)
+                yield (
+                    self._reader.n_bytes(self._lengths[plan.rows[part]]),
+                    partial(self._read, plan, index),
+                )
             step += 1
 
     def _plan(self, step: int) -> _Step:
@@ -562,7 +663,8 @@ class TrainingStream:
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             order = epoch_order(self._lengths, known(config.data.batch_size), config.seed, epoch)
             self._epoch_order = epoch, order
-        # Neighbours in a batch have like lengths, so dealing them in turn gives each device the same work.
+        # Neighbours in a batch have like lengths, so dealing them in turn gives each device the
+        # same work.
         mine = np.arange(self._rank, known(config.data.batch_size), self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
         return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
@@ -582,10 +684,14 @@ class TrainingStream:
         batch = self._reader.batch(
             self._sequences[rows],
             self._lengths[rows],
-            with_anchors(rows_of(plan.draws, torch.from_numpy(part)), response, self._reader.config),
+            with_anchors(
+                rows_of(plan.draws, torch.from_numpy(part)), response, self._reader.config
+            ),
             response,
             denominator=plan.denominator,
-            n_tokens_of_all=int(self._lengths[plan.rows[index * at_once : (index + 1) * at_once]].sum()),
+            n_tokens_of_all=int(
+                self._lengths[plan.rows[index * at_once : (index + 1) * at_once]].sum()
+            ),
             index=index,
             n_parts=len(plan.parts),
         )
@@ -609,8 +715,10 @@ class ValidationBatches:
         self._lengths = lengths
         self._size = size
         n_batches = -(-len(sequences) // size)
-        # Those of a single device, dealt in turn, so that the metrics do not depend on the number of devices. Each gets
-        # equally many, as all synchronise between two batches: the last one goes to several, under its one index.
+        # Those of a single device, dealt in turn, so that the metrics do not depend on the number
+        # of devices. Each gets
+        # equally many, as all synchronise between two batches: the last one goes to several, under
+        # its one index.
         self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
 
     def __len__(self) -> int:
@@ -618,7 +726,10 @@ class ValidationBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         data = self._reader.config.data
-        reads = ((self._reader.n_bytes(self._lengths[self._rows(n)]), partial(self._read, n)) for n in self._numbers)
+        reads = (
+            (self._reader.n_bytes(self._lengths[self._rows(n)]), partial(self._read, n))
+            for n in self._numbers
+        )
         return _read_ahead(reads, data.prefetch_batches, data.prefetch_mb << 20)
 
     def _rows(self, number: int) -> slice:
@@ -627,8 +738,11 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        phase = torch.arange(len(self._sequences))[rows] % n_steps  # fixed: the same rounds in each validation
-        draws = Draws(torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase)
+        # fixed: the same rounds in each validation
+        phase = torch.arange(len(self._sequences))[rows] % n_steps
+        draws = Draws(
+            torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase
+        )
         return self._reader.batch(self._sequences[rows], self._lengths[rows], draws, index=number)
 
 
@@ -682,7 +796,9 @@ class StoreDataModule(L.LightningDataModule):
         trainer, reader = self._reader()
         lengths = self.lengths[self.train_sequences]
         ranks = (trainer.global_rank, trainer.world_size)
-        stream = TrainingStream(reader, self.train_sequences, lengths, self.max_steps, *ranks, self.micro_batch)
+        stream = TrainingStream(
+            reader, self.train_sequences, lengths, self.max_steps, *ranks, self.micro_batch
+        )
         stream.start_step = trainer.global_step
         return stream
 
@@ -697,7 +813,9 @@ class StoreDataModule(L.LightningDataModule):
     def _reader(self) -> tuple[L.Trainer, BatchReader]:
         trainer = self.trainer
         assert trainer is not None
-        return trainer, BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.num_devices)
+        return trainer, BatchReader(
+            self.store, self.config, trainer.strategy.root_device, trainer.num_devices
+        )
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Wait for the copy of a batch, and decode it on the training device."""
@@ -717,4 +835,6 @@ class StoreDataModule(L.LightningDataModule):
         """Read the longest training sequence, [1, T, ...], on the CPU."""
         index = self.train_sequences[np.argmax(self.lengths[self.train_sequences])][None]
         reader = BatchReader(self.store, self.config, torch.device("cpu"))
-        return reader.batch(index, self.lengths[index], Draws(None, torch.zeros(1, dtype=torch.bool))).inputs
+        return reader.batch(
+            index, self.lengths[index], Draws(None, torch.zeros(1, dtype=torch.bool))
+        ).inputs

@@ -15,17 +15,20 @@ CHOOSABLE = (
 CPU_MICRO_BATCH_TOKENS = 2048
 """Most tokens of a forward on a CPU. More are not faster there, and take more memory."""
 
-# Until a run of a large target is this long, Muon learns more from as many tokens than the paper's settings.
+# Until a run of a large target is this long, Muon learns more from as many tokens than the paper's
+# settings.
 _PAPER_WIDTH = 2048  # hidden size
 _PAPER_TOKENS = 20_000_000  # repeats included
 _PAPER_BATCH = 32
 _TRAINED_TOKENS = 1_000_000  # a smaller store is passed over several times
-# Sequences of the whole run -> sequences of a step. The first row that is reached counts. Short runs need some 400
+# Sequences of the whole run -> sequences of a step. The first row that is reached counts. Short
+# runs need some 400
 # steps more than they need large batches; single sequences suit a toy alone.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
-# More than the 50 and 5,000 that are wanted, because hashes choose, so that the share is only met on average.
+# More than the 50 and 5,000 that are wanted, because hashes choose, so that the share is only met
+# on average.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30
@@ -68,7 +71,9 @@ class _Choices:
         return self.values[name]
 
 
-def choose_settings(config: TrainConfig, facts: RunFacts) -> tuple[TrainConfig, list[ChosenSetting]]:
+def choose_settings(
+    config: TrainConfig, facts: RunFacts
+) -> tuple[TrainConfig, list[ChosenSetting]]:
     """Return the settings with all that was left open, and what was chosen, but for validation_fraction."""
     choices = _Choices(config)
     choose = choices.choose
@@ -76,7 +81,9 @@ def choose_settings(config: TrainConfig, facts: RunFacts) -> tuple[TrainConfig, 
     is_wide = facts.hidden_size >= _PAPER_WIDTH
     if n_given is None:
         epochs = min(10, max(1, round(_TRAINED_TOKENS / max(1, facts.n_tokens))))
-        epochs = choose("epochs", epochs, f"at least {_TRAINED_TOKENS:,} tokens, but no more than 10 passes")
+        epochs = choose(
+            "epochs", epochs, f"at least {_TRAINED_TOKENS:,} tokens, but no more than 10 passes"
+        )
         n_sequences = epochs * facts.n_sequences
     else:
         usual = _PAPER_BATCH if is_wide else _BATCH_OF_GIVEN_STEPS
@@ -90,11 +97,17 @@ def choose_settings(config: TrainConfig, facts: RunFacts) -> tuple[TrainConfig, 
         size = next(size for least, size in _BATCHES if n_sequences >= least)
     size = max(1, min(size, facts.n_sequences))
     size += -size % facts.n_devices
-    size = choose("batch_size", size, f"for a run of {n_sequences:,.0f} sequences, repeats included")
+    size = choose(
+        "batch_size", size, f"for a run of {n_sequences:,.0f} sequences, repeats included"
+    )
     _choose_rates(choose, is_paper)
     steps_per_epoch = facts.n_sequences // size
     n_steps = n_given or max(1, round(choices.values["epochs"] * steps_per_epoch))
-    choose("warmup_steps", min(_WARMUP_STEPS, n_steps // 10), f"a tenth of {n_steps:,} steps, at most {_WARMUP_STEPS}")
+    choose(
+        "warmup_steps",
+        min(_WARMUP_STEPS, n_steps // 10),
+        f"a tenth of {n_steps:,} steps, at most {_WARMUP_STEPS}",
+    )
     if is_paper and steps_per_epoch >= 20 * _WARMUP_STEPS:
         choose("decay_steps", steps_per_epoch, "one epoch, as published")
     choose("decay_steps", -1, "until the end of the run")
@@ -123,9 +136,13 @@ def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSett
     Args:
         n_positions: response tokens of the sequences.
     """
-    share = min(_VALIDATION_SEQUENCES / max(1, n_sequences), _VALIDATION_POSITIONS / max(1, n_positions))
+    share = min(
+        _VALIDATION_SEQUENCES / max(1, n_sequences), _VALIDATION_POSITIONS / max(1, n_positions)
+    )
     share = round(min(0.2, max(0.02, share)), 3)
-    return ChosenSetting("validation_fraction", share, "50 sequences or 5,000 response tokens, at most a fifth")
+    return ChosenSetting(
+        "validation_fraction", share, "50 sequences or 5,000 response tokens, at most a fifth"
+    )
 
 
 def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
@@ -137,9 +154,13 @@ def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
     decays = schedule.peak_multiplier != 1
     found = []
     if n_steps < _FEW_STEPS:
-        found.append(f"{n_steps} steps teach a drafter little; give more --epochs, or a smaller --batch-size")
+        found.append(
+            f"{n_steps} steps teach a drafter little; give more --epochs, or a smaller --batch-size"
+        )
     if 2 * warmup > n_steps:
-        found.append(f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps; give fewer --warmup-steps")
+        found.append(
+            f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps; give fewer --warmup-steps"
+        )
     if decays and decay_end <= warmup < n_steps:
         found.append(
             f"the decay would end at step {decay_end}, within the warm-up, so the learning rate drops to its end after "

@@ -13,14 +13,24 @@ import torch
 
 from ..machine import free_memory, peak_memory
 from .config import known
-from .data import BatchReader, StoreDataModule, TrainingStream, await_copy, count_devices, device_share
+from .data import (
+    BatchReader,
+    StoreDataModule,
+    TrainingStream,
+    await_copy,
+    count_devices,
+    device_share,
+)
 from .step import DrafterModule, Trial
 
 _LENGTH_QUANTILES = (0.25, 0.5, 1.0)  # of the training sequences that are timed
-_TIME_SHARE = 1.25  # by which a whole run is slower or faster than its slowest or fastest micro-batch
-# Of the peak of the micro-batches. A run also has validations, checkpoints, and batches that are read ahead.
+# by which a whole run is slower or faster than its slowest or fastest micro-batch
+_TIME_SHARE = 1.25
+# Of the peak of the micro-batches. A run also has validations, checkpoints, and batches that are
+# read ahead.
 _MEMORY_SHARES = (0.9, 1.5)
-# Copies of the weights: a checkpoint with one moment, and drafter/; two with two, one that is being written, drafter/.
+# Copies of the weights: a checkpoint with one moment, and drafter/; two with two, one that is being
+# written, drafter/.
 _DISK_COPIES = (3, 10)
 _LOG_BYTES = 5 << 20  # logs, pictures and records of a run, at the most
 
@@ -30,8 +40,10 @@ class RunCost:
     """The least and the most that a run takes."""
 
     disk_bytes: tuple[int, int]
-    memory_bytes: tuple[float, float] | None = None  # of the device that trains; None where it was not measured
-    seconds: tuple[float, float] | None = None  # of all steps and validations; None where they were not timed
+    # of the device that trains; None where it was not measured
+    memory_bytes: tuple[float, float] | None = None
+    # of all steps and validations; None where they were not timed
+    seconds: tuple[float, float] | None = None
 
 
 def disk_range(module: DrafterModule) -> tuple[int, int]:
@@ -41,7 +53,9 @@ def disk_range(module: DrafterModule) -> tuple[int, int]:
     return least * n_bytes, most * n_bytes + _LOG_BYTES
 
 
-def estimate_run(data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int) -> RunCost:
+def estimate_run(
+    data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int
+) -> RunCost:
     """Train on some micro-batches, which takes seconds, and put the weights back; ``n_steps`` are still to be taken."""
     config = data.config
     lengths = data.lengths
@@ -57,7 +71,9 @@ def estimate_run(data: StoreDataModule, module: DrafterModule, precision: str, n
     return RunCost(disk_range(module), memory, (float(least_s), float(most_s)))
 
 
-def _measure(data: StoreDataModule, module: DrafterModule, precision: str) -> tuple[list[float], int]:
+def _measure(
+    data: StoreDataModule, module: DrafterModule, precision: str
+) -> tuple[list[float], int]:
     """Return the seconds of a token in micro-batches of several lengths, and the peak of the memory."""
     machine = data.config.machine
     lengths = data.lengths[data.train_sequences]

@@ -82,11 +82,17 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     n_bytes = (folder / "model.safetensors").stat().st_size
     notes = tuple(layout.notes(drafter.config))
     if n_drafted := len(drafter.config.draft_tokens):
-        notes += (f"{layout.reader} drafts all tokens, by the target's LM head; here {n_drafted:,} are drafted",)
-    return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes)
+        notes += (
+            f"{layout.reader} drafts all tokens, by the target's LM head; here {n_drafted:,} are drafted",
+        )
+    return DrafterExportReport(
+        folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes
+    )
 
 
-def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+def find_target(
+    model: str | None, drafter: Path, needs: Sequence[str]
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Read the target's identity and, for a layout that needs some of them, its config and weights.
 
     They come from a store, a model folder or the Hub; without a model from the store that the drafter's run was trained
@@ -95,7 +101,8 @@ def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple
     place = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
         if _is_store(place):
-            # Whatever its parts are like; of a store in a bucket, files of the target last until it is closed.
+            # Whatever its parts are like; of a store in a bucket, files of the target last until it
+            # is closed.
             store = opened.enter_context(ActivationStore(place, parts=()))
             folder = store.target_path
             identity = target_identity(store)
@@ -109,7 +116,9 @@ def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple
             identity = hash_target(folder)
         # A target without an LM head of its own has that of its embeddings.
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
-        tensors = {name: _read_tensor(files, names[name], folder) for name in needs if name in names}
+        tensors = {
+            name: _read_tensor(files, names[name], folder) for name in needs if name in names
+        }
         config = load_target_config(folder)
         if EMBEDDINGS in tensors and prefix:  # a store holds them as layers see them
             table = tensors[EMBEDDINGS]
@@ -128,7 +137,11 @@ def _config_of(drafter: Path) -> Any:
 
 def _check_embeddings(layout: Layout, target_config: Any) -> None:
     """Refuse a format without embeddings where those of the target are not all that a drafter is fed with."""
-    if target_config is not None and not layout.holds_embeddings and embedding_scale(target_config) != 1:
+    if (
+        target_config is not None
+        and not layout.holds_embeddings
+        and embedding_scale(target_config) != 1
+    ):
         fitting = ", ".join(one.name for one in LAYOUTS.values() if one.holds_embeddings)
         raise DrafterError(
             f"{target_config.model_type} multiplies its embeddings, and {layout.reader} would feed the drafter without "
@@ -143,7 +156,9 @@ def _store_of(drafter: Path) -> str:
             store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
             if store and _is_store(store):
                 return store
-            raise TargetError(f"the format needs the target, and the store {store!r} of {folder} is not there. {_GIVE}")
+            raise TargetError(
+                f"the format needs the target, and the store {store!r} of {folder} is not there. {_GIVE}"
+            )
     raise TargetError(f"the format needs the target, and {drafter} is not a run. {_GIVE}")
 
 
@@ -165,10 +180,14 @@ def _is_store(place: str) -> bool:
 
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
     again = load_drafter(folder)
-    if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
+    if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(
+        drafter.config.to_dict(), sort_keys=True
+    ):
         raise DrafterError(f"{folder} does not load with the same sizes. Report this drafter.json.")
     weights = again.state_dict()
     for name, value in drafter.state_dict().items():
         meant = value.to(dtype).to(weights[name].dtype) if value.is_floating_point() else value
         if not torch.equal(weights[name], meant):
-            raise DrafterError(f"{folder}: {name} does not load as it was written. Check the disk and try again.")
+            raise DrafterError(
+                f"{folder}: {name} does not load as it was written. Check the disk and try again."
+            )

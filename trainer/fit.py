@@ -29,8 +29,18 @@ import lightning as L
 import matplotlib
 import torch
 import yaml
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.loggers import (
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
@@ -88,7 +98,8 @@ from .vocabulary import choose_vocabulary
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run; :func:`_check_resumed` compares the length.
+# Settings that may differ between two invocations of one run; :func:`_check_resumed` compares the
+# length.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 
 
@@ -104,9 +115,11 @@ class TrainReport:
     data_wait_share: float | None
     metrics: dict[str, float]  # last training and validation metrics, those that are finite
     best_expected_acceptance_length: float | None  # None for a run without validation
-    best_half_width: float | None  # of its 95 % interval; None where fewer than two sequences were validated
+    # of its 95 % interval; None where fewer than two sequences were validated
+    best_half_width: float | None
     n_validation_sequences: int
-    n_pending_parts: int = 0  # parts of the store that were planned but not extracted yet, so not trained on
+    # parts of the store that were planned but not extracted yet, so not trained on
+    n_pending_parts: int = 0
     n_tokens_total: int = 0  # as ``n_tokens``, of all invocations
     n_bytes_read: int = 0  # of the store, in all invocations
 
@@ -122,9 +135,11 @@ class RunPlan:
     read_bytes_per_epoch: int  # of decoded activations
     n_parameters: int
     cost: RunCost
-    other_drafter: Advice | None  # that suits better; None where the run's own does, or nothing is known
+    # that suits better; None where the run's own does, or nothing is known
+    other_drafter: Advice | None
     free_disk_bytes: int
-    export_problems: dict[str, list[str]]  # format of export-drafter -> why it does not hold this drafter
+    # format of export-drafter -> why it does not hold this drafter
+    export_problems: dict[str, list[str]]
     hidden_size: int  # of the target
     n_validation_sequences: int
     n_validation_positions: int  # response tokens of these
@@ -150,20 +165,27 @@ def train(
         Interrupted: a signal stopped the run; its state is saved.
     """
     keep_freed_memory()
-    out, is_first = Path(config.out), is_first_process()  # launchers start this very command once a device
+    # launchers start this very command once a device
+    out, is_first = Path(config.out), is_first_process()
     try:
         with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):
-            return _train(config, out, progress, provenance, announce if is_first else None, is_first)
+            return _train(
+                config, out, progress, provenance, announce if is_first else None, is_first
+            )
     except torch.OutOfMemoryError as error:
-        raise TrainingError(f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}") from error
+        raise TrainingError(
+            f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}"
+        ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Ctrl-C before or after the guard, or a second one within it; Lightning turns it into an exit.
+        # Ctrl-C before or after the guard, or a second one within it; Lightning turns it into an
+        # exit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
             raise
         signum = getattr(interrupt, "signum", signal.SIGINT)
         if not is_first:
-            raise SystemExit(128 + signum) from interrupt  # one line, by the first process, is enough
+            # one line, by the first process, is enough
+            raise SystemExit(128 + signum) from interrupt
         raise Interrupted(_how_to_continue(out, interrupt), signum) from interrupt
 
 
@@ -190,7 +212,9 @@ def _train(
     if is_first:
         _check_folder(config, out)
         check_room(out)
-    store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
+    store = ActivationStore(
+        config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)
+    )
     data = StoreDataModule(store, config)
     choose_vocabulary(store, data)
     config = data.config  # with what was chosen
@@ -207,7 +231,8 @@ def _train(
             checkpoints.remove_leftovers(out)
             _record_run(config, out, store, provenance)
         if announce is not None:
-            # On an accelerator other processes wait meanwhile, and kernels are compiled: --dry-run measures there.
+            # On an accelerator other processes wait meanwhile, and kernels are compiled: --dry-run
+            # measures there.
             announce(_plan(config, store, data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
@@ -237,8 +262,11 @@ def _fit(
     except Interrupted as stop:
         if is_first:
             raise
-        # Lightning kills all when a process that it started ends with another code than 0, the first one included.
-        is_ours = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
+        # Lightning kills all when a process that it started ends with another code than 0, the
+        # first one included.
+        is_ours = isinstance(
+            getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment
+        )
         raise SystemExit(0 if is_ours else 128 + (stop.signum or signal.SIGINT)) from stop
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     step_s = throughput.step_s
@@ -249,7 +277,9 @@ def _fit(
         n_tokens=throughput.n_tokens,
         tokens_per_s=throughput.n_tokens / step_s if step_s else None,
         data_wait_share=throughput.wait_s / step_s if step_s else None,
-        metrics={n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)},
+        metrics={
+            n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)
+        },
         best_expected_acceptance_length=saves.best if math.isfinite(saves.best) else None,
         best_half_width=saves.best_half_width if math.isfinite(saves.best_half_width) else None,
         n_validation_sequences=len(data.validation_sequences),
@@ -277,18 +307,23 @@ def _run_steps(
     try:
         with guard:
             trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
-            if trainer.global_step >= data.max_steps != saves.validated_step and len(data.validation_sequences):
+            if trainer.global_step >= data.max_steps != saves.validated_step and len(
+                data.validation_sequences
+            ):
                 # All steps were done before, and the process ended within their last validation.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
         if guard.signum:  # noted too late to stop at
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Lightning takes a checkpoint apart without checking it; once training has started the error is another one.
+        # Lightning takes a checkpoint apart without checking it; once training has started the
+        # error is another one.
         is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
         if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
             raise
-        raise checkpoints.damaged_checkpoint(last, f"{type(error).__name__} {first_line(error)}") from error
+        raise checkpoints.damaged_checkpoint(
+            last, f"{type(error).__name__} {first_line(error)}"
+        ) from error
 
 
 def _write_report(file: Path, report: TrainReport) -> None:
@@ -307,11 +342,14 @@ def _write_report(file: Path, report: TrainReport) -> None:
 def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule:
     """Build frozen target weights from the store's bundle, and a drafter with its initial weights."""
     config = data.config
-    frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, None, store.manifest.target)
+    frozen = FrozenTarget.load(
+        store.target_path, config.target_layer_inference, None, store.manifest.target
+    )
     check_target_bundle(store.path, store.target_path)
     identity = target_identity(store)
     if arguments := store.manifest.extraction.get("template_kwargs"):
-        identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)  # decoding renders prompts with them
+        # decoding renders prompts with them
+        identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)
     build = drafter_class(config.drafter.kind)
     size_names = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: value for name, value in config.drafter if name in size_names}
@@ -328,11 +366,17 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
     drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
     if config.init_from and not config.resume:
-        drafter = checkpoints.initial_drafter(config.init_from, drafter, config.drafter, target_sizes(frozen.config))
-    return DrafterModule(drafter, frozen, config, config.schedule.decay_end_step(data.steps_per_epoch))
+        drafter = checkpoints.initial_drafter(
+            config.init_from, drafter, config.drafter, target_sizes(frozen.config)
+        )
+    return DrafterModule(
+        drafter, frozen, config, config.schedule.decay_end_step(data.steps_per_epoch)
+    )
 
 
-def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
+def _build_trainer(
+    config: TrainConfig, data: StoreDataModule, extra: list[L.Callback]
+) -> L.Trainer:
     out = Path(config.out)
     machine = config.machine
     has_validation = len(data.validation_sequences) > 0
@@ -378,7 +422,10 @@ def _loggers(config: TrainConfig) -> list[Logger]:
     out = Path(config.out)
     name = config.record.logger
     project = config.record.project
-    loggers: list[Logger] = [CSVLogger(out, "", version=""), TensorBoardLogger(out, "tensorboard", version="")]
+    loggers: list[Logger] = [
+        CSVLogger(out, "", version=""),
+        TensorBoardLogger(out, "tensorboard", version=""),
+    ]
     if name is None:
         return loggers
     run = out.resolve().name
@@ -414,16 +461,24 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
 def plan_run(config: TrainConfig) -> RunPlan:
     """Compute how long a run is and what it will take, which trains on some micro-batches; writes nothing."""
     keep_freed_memory()
-    with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
+    with ActivationStore(
+        config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)
+    ) as store:
         data = StoreDataModule(store, config)
         choose_vocabulary(store, data)
         return _plan(config, store, data, build_module(store, data), measures=True)
 
 
 def _plan(
-    config: TrainConfig, store: ActivationStore, data: StoreDataModule, module: DrafterModule, measures: bool
+    config: TrainConfig,
+    store: ActivationStore,
+    data: StoreDataModule,
+    module: DrafterModule,
+    measures: bool,
 ) -> RunPlan:
-    n_steps = data.max_steps - (checkpoints.read_step(Path(config.out) / LAST) if config.resume else 0)
+    n_steps = data.max_steps - (
+        checkpoints.read_step(Path(config.out) / LAST) if config.resume else 0
+    )
     cost = RunCost(disk_range(module))
     if measures:
         cost = estimate_run(data, module, _precision(config.machine), n_steps)
@@ -450,8 +505,14 @@ def _plan(
 
 def _hush_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # Of folders that were checked here, of torch's own, and of values that are the same on all devices already.
-    advice = ("Experiment logs", "Checkpoint directory", "`isinstance\\(treespec", "It is recommended to use `self")
+    # Of folders that were checked here, of torch's own, and of values that are the same on all
+    # devices already.
+    advice = (
+        "Experiment logs",
+        "Checkpoint directory",
+        "`isinstance\\(treespec",
+        "It is recommended to use `self",
+    )
     for message in advice:
         warnings.filterwarnings("ignore", message=message)
 
@@ -474,12 +535,20 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         if changed := _changes(_recorded_config(out).named(), now):
             raise OutputOccupied(f"cannot resume {out} with other settings: {changed}.")
     elif out.exists() and not out.is_dir():
-        raise OutputOccupied(f"{out} is {kind_of(out)}, expected a folder or nothing; choose another --out.")
+        raise OutputOccupied(
+            f"{out} is {kind_of(out)}, expected a folder or nothing; choose another --out."
+        )
     elif record.is_file():
         if not last.is_file():
-            return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again
-        raise OutputOccupied(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
-    elif out.is_dir() and any(entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()):
+            # it ended before its first checkpoint: there is nothing to go on from, so it starts
+            # again
+            return
+        raise OutputOccupied(
+            f"{out} already holds a run; pass --resume to go on with it, or another --out."
+        )
+    elif out.is_dir() and any(
+        entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()
+    ):
         raise OutputOccupied(f"{out} is not empty and holds no run; choose another --out.")
 
 
@@ -490,7 +559,9 @@ def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
     now = config.named()
     recorded = _recorded_config(out).named()
     has_length = now["max_steps"] is not None or now["epochs"] is not None
-    names = {name for name in CHOOSABLE if is_open(now[name])} - ({"max_steps", "epochs"} if has_length else set())
+    names = {name for name in CHOOSABLE if is_open(now[name])} - (
+        {"max_steps", "epochs"} if has_length else set()
+    )
     return config.replaced(**{name: recorded[name] for name in names})
 
 
@@ -504,7 +575,9 @@ def _recorded_config(out: Path) -> TrainConfig:
     try:
         return TrainConfig(**yaml.safe_load(record.read_text()))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise TrainingError(f"{record} cannot be read, so nothing can be resumed; restore it.") from error
+        raise TrainingError(
+            f"{record} cannot be read, so nothing can be resumed; restore it."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -523,26 +596,38 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    # What decides the order and content of batches: a store may move between two invocations, but not change.
+    # What decides the order and content of batches: a store may move between two invocations, but
+    # not change.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
-    return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), "codec": codec, **identities}
+    return {
+        "n_sequences": len(store),
+        "n_tokens": int(store.lengths.sum()),
+        "codec": codec,
+        **identities,
+    }
 
 
-def _check_resumed(config: TrainConfig, out: Path, store: ActivationStore, data: StoreDataModule) -> None:
+def _check_resumed(
+    config: TrainConfig, out: Path, store: ActivationStore, data: StoreDataModule
+) -> None:
     """Refuse another store, and another length where the learning rates of steps already taken depend on it."""
     if (out / STORE_FILE).is_file():
         try:
             recorded = dict(json.loads((out / STORE_FILE).read_text()))
         except (ValueError, TypeError) as error:
-            raise TrainingError(f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it.") from error
+            raise TrainingError(
+                f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it."
+            ) from error
         # What is newer than the run, such as the codec, was not recorded.
         facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
         if changed := _changes(recorded, facts):
             raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
     step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
-        raise OutputOccupied(f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now.")
+        raise OutputOccupied(
+            f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now."
+        )
     before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)
     now = config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
@@ -553,21 +638,27 @@ def _check_resumed(config: TrainConfig, out: Path, store: ActivationStore, data:
         )
 
 
-def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
+def _record_run(
+    config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None
+) -> None:
     # Absolute, so that a reader in another folder finds the store, as `export-drafter` does.
     place = store.path.absolute() if isinstance(store.path, Path) else store.path
-    # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
+    # First the file that tells a run from any other folder: a kill right after it leaves a run that
+    # starts again.
     write_atomic(out / RUN_FILE, config.replaced(store=str(place)).to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
-    write_atomic(out / PROVENANCE_FILE, (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())
+    write_atomic(
+        out / PROVENANCE_FILE, (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode()
+    )
 
 
 def keep_earlier_metrics(run: Path) -> None:
     """Move metrics.csv of an earlier invocation aside: Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
         earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
-        index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0  # not their number: one of them may be gone
+        # not their number: one of them may be gone
+        index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0
         (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
 
 
@@ -596,13 +687,17 @@ def plot_curves(run: Path, out: Path) -> None:
     series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
-        # As in the paper, the target's entropy is not subtracted: its value is not comparable with the KL below.
+        # As in the paper, the target's entropy is not subtracted: its value is not comparable with
+        # the KL below.
         ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
         (
             "Expected acceptance length, bonus included",
-            {"val/expected_acceptance_length": "greedy", "val/expected_sampled_length": "samples at temperature 1"},
+            {
+                "val/expected_acceptance_length": "greedy",
+                "val/expected_sampled_length": "samples at temperature 1",
+            },
         ),
         ("Throughput", {"train/tokens_per_s": "tokens/s"}),
     ]
@@ -614,7 +709,13 @@ def plot_curves(run: Path, out: Path) -> None:
             if label != "greedy" or widths.keys() != points.keys():
                 widths = dict.fromkeys(points, 0.0)
             marker = "." if len(points) < 40 else None
-            axis.errorbar(list(points), list(points.values()), list(widths.values()), label=label, marker=marker)
+            axis.errorbar(
+                list(points),
+                list(points.values()),
+                list(widths.values()),
+                label=label,
+                marker=marker,
+            )
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

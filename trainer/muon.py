@@ -74,12 +74,16 @@ class Muon(torch.optim.Optimizer):
                 by_shape[parameter.shape].append(parameter)
         # One batched product a shape: single small matrices leave the cores idle.
         for shape, parameters in by_shape.items():
-            directions = torch.stack([self._direction(p, group["momentum"]) for p in parameters]).float()
+            directions = torch.stack(
+                [self._direction(p, group["momentum"]) for p in parameters]
+            ).float()
             n_rows = min(self._block_rows or shape[0], shape[0])
             updates = torch.cat(
-                [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)], dim=1
+                [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)],
+                dim=1,
             )
-            # A tall block's update has more rows than singular values; so its entries are as large as a square one's.
+            # A tall block's update has more rows than singular values; so its entries are as large
+            # as a square one's.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
@@ -102,9 +106,19 @@ class Muon(torch.optim.Optimizer):
                 zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 self.state[p] = {"step": torch.zeros(()), **zeros}
         gradients = [p.grad for p in parameters if p.grad is not None]
-        means, squares, steps = ([self.state[p][n] for p in parameters] for n in ("exp_avg", "exp_avg_sq", "step"))
+        means, squares, steps = (
+            [self.state[p][n] for p in parameters] for n in ("exp_avg", "exp_avg_sq", "step")
+        )
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         weight_decay = group["weight_decay"]
-        rates: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": 1e-8}
-        adamw(parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **rates)
+        rates: dict[str, Any] = {
+            "beta1": beta1,
+            "beta2": beta2,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": 1e-8,
+        }
+        adamw(
+            parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **rates
+        )

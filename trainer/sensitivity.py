@@ -86,12 +86,26 @@ class DrafterMetrics:
         n_tokens = 0
         for done, index in enumerate(sequences):
             if self.progress:
-                self.progress(done, len(sequences), f"measure: drafter on sequence {done + 1}/{len(sequences)}")
+                self.progress(
+                    done,
+                    len(sequences),
+                    f"measure: drafter on sequence {done + 1}/{len(sequences)}",
+                )
             inputs = _read(store, reads, index)
-            draws = Draws(torch.tensor([n_steps]), torch.zeros(1, dtype=torch.bool), torch.tensor([done % n_steps]))
-            gradients = drawn_gradients(drafter, frozen, inputs, draws, codec, reads.kv_layers, generator)
-            # In place and part by part: at the width of an 8B model all metrics together take gigabytes.
-            sums = sums or [[part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p] for p in gradients]
+            draws = Draws(
+                torch.tensor([n_steps]),
+                torch.zeros(1, dtype=torch.bool),
+                torch.tensor([done % n_steps]),
+            )
+            gradients = drawn_gradients(
+                drafter, frozen, inputs, draws, codec, reads.kv_layers, generator
+            )
+            # In place and part by part: at the width of an 8B model all metrics together take
+            # gigabytes.
+            sums = sums or [
+                [part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p]
+                for p in gradients
+            ]
             for totals, parts in zip(sums, gradients, strict=True):
                 for total, part in zip(totals, parts, strict=True):
                     total += part.T @ part
@@ -101,7 +115,9 @@ class DrafterMetrics:
 
 def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
     def states(field: str) -> Tensor:
-        return torch.from_numpy(to_float32(store.read(index, field), store.fields[field].dtype))[None]
+        return torch.from_numpy(to_float32(store.read(index, field), store.fields[field].dtype))[
+            None
+        ]
 
     read = {attribute: states(field) for attribute, field in reads.fields.items()}
     if not read["kv"].isfinite().all():
@@ -130,10 +146,14 @@ def drawn_gradients(
 
     The inputs are one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
     """
-    # Of the log-probability of tokens drawn from the drafter, one for each position that it drafts. The draws are
-    # independent and their gradients have mean zero, so that products between positions cancel on average.
+    # Of the log-probability of tokens drawn from the drafter, one for each position that it drafts.
+    # The draws are
+    # independent and their gradients have mean zero, so that products between positions cancel on
+    # average.
     assert inputs.kv is not None
-    parts = [[part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])]
+    parts = [
+        [part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])
+    ]
     kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
     inputs = replace(inputs, kv=kv if kv_layers is None else kv[:, :, list(kv_layers)])
     outputs = drafter.drafted_features(frozen, inputs, draws)
@@ -154,7 +174,9 @@ def _drawn_feature_gradients(
         rows = some.clone().requires_grad_()
         log_p = drafter.draft_logits(frozen, rows).float().log_softmax(dim=-1)
         if log_p.isnan().any():
-            raise TrainingError("the drafter gives NaN on this store. Give one whose training went well.")
+            raise TrainingError(
+                "the drafter gives NaN on this store. Give one whose training went well."
+            )
         drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
         gradients += torch.autograd.grad(log_p.gather(-1, drawn).sum(), rows)
     return torch.cat(gradients)

@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainingError
 from ..moa.drafters.base import Drafter
-from ..moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep, at_queries
+from ..moa.drafters.training import (
+    Draws,
+    LossTerms,
+    LossWeights,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+)
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
@@ -28,9 +35,11 @@ from .config import TrainConfig, known
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
 
-_MUON_BLOCK_ROWS = 128  # whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost
+# whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost
+_MUON_BLOCK_ROWS = 128
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
-# Positions of layer self-attention that are recomputed at once; each has all layers, hundreds of rows together.
+# Positions of layer self-attention that are recomputed at once; each has all layers, hundreds of
+# rows together.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
@@ -40,13 +49,17 @@ WHAT_HELPS = (
     "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (of eagle3 above all "
     "drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
 )
-# Share of the free memory that a step leaves: allocators leave gaps as the lengths of batches change.
+# Share of the free memory that a step leaves: allocators leave gaps as the lengths of batches
+# change.
 _SPARE_SHARE = 0.1
-# Peak of a step on a CPU by what its forward keeps: gradients within a layer and chunks of logits come on top.
+# Peak of a step on a CPU by what its forward keeps: gradients within a layer and chunks of logits
+# come on top.
 _PEAK_FACTOR = 1.5
 
 
-def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int) -> float:
+def zero_peak_constant(
+    step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int
+) -> float:
     """Return the factor of the final learning rate at a step, 0-based.
 
     It rises from 0 to ``peak_multiplier`` in the warm-up, falls linearly to 1 at ``decay_end_step``, and stays there
@@ -67,15 +80,23 @@ def recomputed_layers(drafter: Drafter) -> Iterator[None]:
 
     It changes a result by no more than the order of sums over positions.
     """
-    # Kept are the inputs and outputs of each part of a layer, and attention itself: less than half of the activations
+    # Kept are the inputs and outputs of each part of a layer, and attention itself: less than half
+    # of the activations
     # of EAGLE-3 and Mixture of Attentions, at the cost of a second forward of those parts.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
     # Compiled parts stand in the instance's own dictionary, and are put back.
-    before = [{name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)} for block in blocks]
+    before = [
+        {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
+        for block in blocks
+    ]
     for block in blocks:
         for name in _RECOMPUTED_PARTS:
-            part = partial(checkpoint, getattr(block, name), use_reentrant=False, preserve_rng_state=False)
-            vars(block)[name] = partial(_by_positions, part) if name == "attend_self_means" else part
+            part = partial(
+                checkpoint, getattr(block, name), use_reentrant=False, preserve_rng_state=False
+            )
+            vars(block)[name] = (
+                partial(_by_positions, part) if name == "attend_self_means" else part
+            )
     try:
         yield
     finally:
@@ -92,7 +113,9 @@ def _by_positions(means: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
 class DrafterModule(L.LightningModule):
     """Trains a drafter; the frozen target weights are kept out of its parameters and checkpoints."""
 
-    def __init__(self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int) -> None:
+    def __init__(
+        self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int
+    ) -> None:
         super().__init__()
         self.drafter = drafter
         self.config = config
@@ -101,7 +124,8 @@ class DrafterModule(L.LightningModule):
         self._frozen = [frozen]  # in a list, so that it is not a submodule
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        # Whether all activations of the step, or of the validation, are finite; a tensor on the device.
+        # Whether all activations of the step, or of the validation, are finite; a tensor on the
+        # device.
         self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
@@ -114,7 +138,8 @@ class DrafterModule(L.LightningModule):
         """Move the target weights to the device, and compile."""
         self.frozen.to(self.device)
         if self.config.machine.compile:
-            # The parts in which only shapes depend on the data, most of a step's passes over memory; masks and loss
+            # The parts in which only shapes depend on the data, most of a step's passes over
+            # memory; masks and loss
             # positions depend on the values too.
             for block in self.drafter.modules():
                 if isinstance(block, DecoderBlock):
@@ -127,15 +152,25 @@ class DrafterModule(L.LightningModule):
         found = {"loss": terms.total, "forward_kl": terms.forward_kl, "feature_loss": terms.feature}
         found |= {"entering_feature_loss": terms.entering_feature}
         found |= {f"{name}_loss": value for name, value in terms.parts.items()}
-        values = {f"train/{name}": value.detach() for name, value in found.items() if value is not None}
-        # Each micro-batch divides by its share of the step's loss positions, so the mean over all is the step's loss.
+        values = {
+            f"train/{name}": value.detach() for name, value in found.items() if value is not None
+        }
+        # Each micro-batch divides by its share of the step's loss positions, so the mean over all
+        # is the step's loss.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
         if batch.index + 1 == batch.n_parts:
             means = {name: value / batch.n_parts for name, value in values.items()}
             self.log_dict(means, batch_size=1, sync_dist=True)
-            self.log("loss", means["train/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=True)
+            self.log(
+                "loss",
+                means["train/loss"],
+                prog_bar=True,
+                logger=False,
+                batch_size=1,
+                sync_dist=True,
+            )
         return terms.total
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
@@ -152,7 +187,9 @@ class DrafterModule(L.LightningModule):
                 self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
         # KV is cast where it is read, in parts.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
-        inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
+        inputs.layer_outputs = tuple(
+            states.to(self.drafter.dtype) for states in inputs.layer_outputs
+        )
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
@@ -165,14 +202,22 @@ class DrafterModule(L.LightningModule):
             )
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the global norm, and refuse activations and gradients that are not finite."""
-        # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is scaled.
+        # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is
+        # scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
-        norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in parameters if weight.grad is not None]
+        )
         # Asked once a step, because each answer waits for the device.
-        are_inputs_finite, is_norm_finite = torch.stack([self._are_finite, norm.isfinite()]).tolist()
+        are_inputs_finite, is_norm_finite = torch.stack(
+            [self._are_finite, norm.isfinite()]
+        ).tolist()
         self._check_inputs(are_inputs_finite)
         # 16-mixed has overflows, and skips those steps.
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
@@ -181,9 +226,14 @@ class DrafterModule(L.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
-        gradients = [(name, weight.grad) for name, weight in self.drafter.named_parameters() if weight.grad is not None]
+        gradients = [
+            (name, weight.grad)
+            for name, weight in self.drafter.named_parameters()
+            if weight.grad is not None
+        ]
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        if bad:  # none where only the norm of finite gradients overflows: clipping then makes them 0
+        # none where only the norm of finite gradients overflows: clipping then makes them 0
+        if bad:
             raise TrainingError(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
                 "lower --learning-rate, use --precision 32-true, or look for NaN in the store with `moa-data verify`."
@@ -197,7 +247,9 @@ class DrafterModule(L.LightningModule):
         """Add the sums of one validation batch."""
         self._cast(batch.inputs)
         draft_length = self.config.validation.draft_length
-        self._validation[batch.index] = validate_batch(self.drafter, self.frozen, batch, draft_length)
+        self._validation[batch.index] = validate_batch(
+            self.drafter, self.frozen, batch, draft_length
+        )
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics, over the batches of all devices, which are the same on each device."""
@@ -205,7 +257,9 @@ class DrafterModule(L.LightningModule):
         # float64, which holds counts exactly: the sums are those of one device, to the last bit.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
-            found: Any = self.all_gather(torch.tensor(rows, dtype=torch.float64, device=self.device))
+            found: Any = self.all_gather(
+                torch.tensor(rows, dtype=torch.float64, device=self.device)
+            )
             rows = found.flatten(0, -2).tolist()
         metrics = validation_metrics(rows)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1)
@@ -220,9 +274,16 @@ class DrafterModule(L.LightningModule):
         config = self.config.optimizer
         if config.kind == "muon":
             weights = list(self.drafter.parameters())
-            # Rows of an embedding are looked up one by one: an orthogonal update of the table means nothing.
-            tables = {id(module.weight) for module in self.drafter.modules() if isinstance(module, torch.nn.Embedding)}
-            matrices = [weight for weight in weights if weight.ndim == 2 and id(weight) not in tables]
+            # Rows of an embedding are looked up one by one: an orthogonal update of the table means
+            # nothing.
+            tables = {
+                id(module.weight)
+                for module in self.drafter.modules()
+                if isinstance(module, torch.nn.Embedding)
+            }
+            matrices = [
+                weight for weight in weights if weight.ndim == 2 and id(weight) not in tables
+            ]
             return Muon(
                 matrices,
                 [weight for weight in weights if weight.ndim != 2 or id(weight) in tables],
@@ -252,7 +313,10 @@ class DrafterModule(L.LightningModule):
             return zero_peak_constant(step, warmup, peak, self._decay_end_step)
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Choice(NamedTuple):
@@ -268,10 +332,12 @@ class Trial:
     """Steps of a module on micro-batches of one sequence, to see how many fit into memory; they change no weight."""
 
     module: DrafterModule
-    # The longest sequence, [1, T, ...], on the CPU; all of it is taken as response, the most costly case.
+    # The longest sequence, [1, T, ...], on the CPU; all of it is taken as response, the most costly
+    # case.
     longest: TrainingInputs
     device: torch.device
-    autocast: Callable[[], AbstractContextManager[Any]]  # makes the context of a forward in the precision of the run
+    # makes the context of a forward in the precision of the run
+    autocast: Callable[[], AbstractContextManager[Any]]
 
     def choose(self, sizes: Sequence[int], free_bytes: int | None, held_copies: float) -> Choice:
         """Choose the first of some sizes that fits, without recomputed layers if there is one.
@@ -287,18 +353,23 @@ class Trial:
         if self.device.type == "cuda":
             module.drafter.to(self.device)
             module.frozen.to(self.device)
-            reserved = int(weights * held_copies + _SPARE_SHARE * torch.cuda.mem_get_info(self.device)[0])
+            reserved = int(
+                weights * held_copies + _SPARE_SHARE * torch.cuda.mem_get_info(self.device)[0]
+            )
         elif not on_cpu or free_bytes is None:
             return Choice(sizes[0], False)
         else:
             reserved = int(weights * (1 + held_copies)) + (module.config.data.prefetch_mb << 20)
         for recomputes in (False, True):
             module.recomputes = recomputes
-            # A CUDA device says when it runs out of memory; on a CPU the system would end the process.
+            # A CUDA device says when it runs out of memory; on a CPU the system would end the
+            # process.
             kept = self.kept_bytes() if on_cpu else 0
             for size in sizes:
                 if on_cpu:
-                    fits = reserved + size * kept * _PEAK_FACTOR <= (1 - _SPARE_SHARE) * (free_bytes or 0)
+                    fits = reserved + size * kept * _PEAK_FACTOR <= (1 - _SPARE_SHARE) * (
+                        free_bytes or 0
+                    )
                 else:
                     fits = self.step_runs(size, reserved)
                 if fits:
@@ -308,7 +379,9 @@ class Trial:
     def step_runs(self, size: int, reserved_bytes: int) -> bool:
         """Run forward and backward of a micro-batch; False where the device lacks memory for it and reserved bytes."""
         try:
-            reserved: Tensor | None = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.device)
+            reserved: Tensor | None = torch.empty(
+                reserved_bytes, dtype=torch.uint8, device=self.device
+            )
             self._terms(size).total.backward()
             has_run = True
         except torch.OutOfMemoryError:
@@ -342,13 +415,19 @@ class Trial:
 
         inputs: TrainingInputs = map_tensors(self.longest, repeated)
         inputs = replace(inputs, response_mask=torch.ones_like(inputs.response_mask))
-        draws = rows_of(draw(self.module.config.replaced(batch_size=size), 0, 2), torch.arange(size))
+        draws = rows_of(
+            draw(self.module.config.replaced(batch_size=size), 0, 2), torch.arange(size)
+        )
         with self.autocast():
-            return self.module.compute_terms(inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0)
+            return self.module.compute_terms(
+                inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0
+            )
 
 
 @torch.no_grad()
-def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> list[float]:
+def validate_batch(
+    drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int
+) -> list[float]:
     """Draft every round of a batch on the dataset's text, and compare the drafts with the stored activations.
 
     Its step bound is ``draft_length + 1``. Returns sums that :func:`validation_metrics` reduces: KL in nats,
@@ -372,23 +451,37 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
         log_target = target.log_softmax(dim=-1)
         log_draft = draft.log_softmax(dim=-1)
         # 0 * inf, where a logit is -inf, counts as 0.
-        kl.append((log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
+        kl.append(
+            (log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
+        )
         agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
         shared.append(torch.minimum(log_target, log_draft).exp().sum(dim=-1))
     accepted = drafted.new_zeros(2, *drafted.shape, dtype=torch.float64)
     kls = torch.cat(kl)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
-    accepted[:, rows[valid], queries[valid]] = torch.stack([torch.cat(agree).double(), torch.cat(shared).double()])
-    # A round commits 1 + the leading drafts at which drafter and target have the same argmax; of samples each is
-    # accepted with the probability that both distributions share. The drafts follow the dataset's text, not the
+    accepted[:, rows[valid], queries[valid]] = torch.stack(
+        [torch.cat(agree).double(), torch.cat(shared).double()]
+    )
+    # A round commits 1 + the leading drafts at which drafter and target have the same argmax; of
+    # samples each is
+    # accepted with the probability that both distributions share. The drafts follow the dataset's
+    # text, not the
     # target's own answers, so these are estimates of decoding.
     greedy = [
-        accepted_runs(row[None], mask[None], draft_length) for row, mask in zip(accepted[0], drafted, strict=True)
+        accepted_runs(row[None], mask[None], draft_length)
+        for row, mask in zip(accepted[0], drafted, strict=True)
     ]
     sampled = accepted_runs(accepted[1], drafted, draft_length) + 1
     rounds = torch.tensor([len(runs) for runs in greedy], dtype=torch.float64)  # of each sequence
     tokens = torch.stack([runs.sum() for runs in greedy]).cpu() + rounds
-    sums: list[Any] = [kls.sum(), accepted[0].sum(), len(kls), tokens.sum(), sampled.sum(), rounds.sum()]
+    sums: list[Any] = [
+        kls.sum(),
+        accepted[0].sum(),
+        len(kls),
+        tokens.sum(),
+        sampled.sum(),
+        rounds.sum(),
+    ]
     sums += [tokens @ tokens, tokens @ rounds, rounds @ rounds, (rounds > 0).sum()]
     return [float(value) for value in sums]
 
@@ -413,7 +506,8 @@ def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
     """Reduce the number of each batch and its sums, of a batch once or several times; NaN where nothing was counted."""
     batches = {int(number): sums for number, *sums in rows}
     totals = [0.0] * 10
-    for number in sorted(batches):  # each once and in this order, so that the sum does not depend on the devices
+    # each once and in this order, so that the sum does not depend on the devices
+    for number in sorted(batches):
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
     kl, agreements, positions, committed, sampled, rounds, *products, n_sequences = totals
     return {
@@ -425,7 +519,9 @@ def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def _half_width(tokens: float, rounds: float, products: Sequence[float], n_sequences: float) -> float:
+def _half_width(
+    tokens: float, rounds: float, products: Sequence[float], n_sequences: float
+) -> float:
     """Compute half of the 95 % interval of tokens over rounds, of sequences that are drawn independently.
 
     Args:
@@ -435,5 +531,6 @@ def _half_width(tokens: float, rounds: float, products: Sequence[float], n_seque
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]  # of tokens - ratio * rounds
+    # of tokens - ratio * rounds
+    squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

@@ -24,11 +24,15 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
     target_config = load_target_config(store.target_path)
     build = drafter_class(config.drafter.kind)
     names = {item.name for item in dataclasses.fields(build.config_class)}
-    sizes = build.config_class.from_target(target_config, **{k: v for k, v in config.drafter if k in names})
+    sizes = build.config_class.from_target(
+        target_config, **{k: v for k, v in config.drafter if k in names}
+    )
     with torch.device("meta"):
         width, n_body = build(sizes).weights_per_draft()
     reader = BatchReader(store, config, torch.device("cpu"))
-    halves = torch.stack([reader.count_response_tokens(data.train_sequences[half::2]) for half in (0, 1)])
+    halves = torch.stack(
+        [reader.count_response_tokens(data.train_sequences[half::2]) for half in (0, 1)]
+    )
     most = sizes.draft_vocabulary or halves.shape[1]
     choice = choose_draft_vocabulary(halves, width, n_body, count_weights(target_config), most)
     chosen = ChosenSetting("draft_vocabulary", choice.n_tokens or most, choice.why)

@@ -58,7 +58,10 @@ def floor_bits(values: np.ndarray) -> float:
 
 
 def medians_in_turn(
-    works: dict[str, Callable[[], object]], repeats: int, device: str = "cpu", on_the_wall: bool = False
+    works: dict[str, Callable[[], object]],
+    repeats: int,
+    device: str = "cpu",
+    on_the_wall: bool = False,
 ) -> dict[str, float]:
     """Median seconds of each piece of work, which take turns."""
     taken = in_turn(works, repeats, device, on_the_wall)
@@ -67,7 +70,11 @@ def medians_in_turn(
 
 def blosc_chunk(values: np.ndarray) -> bytes:
     """What blosc itself makes of a chunk, with the settings of the metadata."""
-    return bytes(numcodecs.blosc.compress(values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2))
+    return bytes(
+        numcodecs.blosc.compress(
+            values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2
+        )
+    )
 
 
 def encode_each(encode: Callable[[np.ndarray], bytes], chunks: list[np.ndarray]) -> list[bytes]:
@@ -78,10 +85,15 @@ def encode_each(encode: Callable[[np.ndarray], bytes], chunks: list[np.ndarray])
 def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float]]:
     """The byte chain at about 256 KiB per chunk."""
     rows = min(len(values), max(1, CHUNK_BYTES // values[0].nbytes))
-    chunks = [np.ascontiguousarray(values[at : at + rows]) for at in range(0, len(values) - rows + 1, rows)]
+    chunks = [
+        np.ascontiguousarray(values[at : at + rows])
+        for at in range(0, len(values) - rows + 1, rows)
+    ]
     encoders = {"blosc": blosc_chunk, "hand-made": encode_chunk}
     encoded = {name: [encode(chunk) for chunk in chunks] for name, encode in encoders.items()}
-    buffers = {name: [np.frombuffer(chunk, np.uint8) for chunk in encoded[name]] for name in encoders}
+    buffers = {
+        name: [np.frombuffer(chunk, np.uint8) for chunk in encoded[name]] for name in encoders
+    }
     out = np.empty_like(chunks[0])
 
     def decode_all_chunks() -> None:
@@ -91,7 +103,9 @@ def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float
     works: dict[str, Callable[[], object]] = {
         f"{name} encode": partial(encode_each, encode, chunks) for name, encode in encoders.items()
     }
-    works["blosc decode"] = lambda: [numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]]
+    works["blosc decode"] = lambda: [
+        numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]
+    ]
     works["hand-made decode"] = decode_all_chunks
     # Blosc's side has no checksum to look at.
     frames = [chunk[:-CRC_BYTES] for chunk in buffers["hand-made"]]
@@ -114,7 +128,8 @@ def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray
     """Sequences of 512 directions of falling variance and noise, rounded to bfloat16, as float32."""
     rng, width = np.random.default_rng(0), math.prod(spec.token_shape)
     directions = (
-        rng.standard_normal((512, width), dtype=np.float32) * np.arange(1, 513, dtype=np.float32)[:, None] ** -0.5
+        rng.standard_normal((512, width), dtype=np.float32)
+        * np.arange(1, 513, dtype=np.float32)[:, None] ** -0.5
     )
     made = []
     for _ in range(n_sequences):
@@ -169,7 +184,11 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
     del sample
     codes = {} if codec.is_identity else codec.encode(torch.from_numpy(values))
     decoded = values if codec.is_identity else codec.decode(codes, 0, len(values)).numpy()
-    rows_of = {codec.arrays[0].name: bits} if codec.is_identity else {key: rows.numpy() for key, rows in codes.items()}
+    rows_of = (
+        {codec.arrays[0].name: bits}
+        if codec.is_identity
+        else {key: rows.numpy() for key, rows in codes.items()}
+    )
     chunks = [chunk for array in codec.arrays for chunk in inner_chunks(array, rows_of[array.name])]
     encoded = encode_each(encode_chunk, chunks)
     n_bytes = sum(map(len, encoded))
@@ -209,14 +228,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if (options.store is None) == (options.shape is None):
         raise SystemExit("give a STORE or a --shape")
     if options.shape is not None:
-        return {"codecs": [row for name in options.codecs for row in measure_shape(name, options.shape, options)]}
+        return {
+            "codecs": [
+                row
+                for name in options.codecs
+                for row in measure_shape(name, options.shape, options)
+            ]
+        }
     torch.set_num_threads(1)
     report: dict[str, Any] = {"bytes": {}}
     with ActivationStore(options.store) as store:
         chosen = np.linspace(0, len(store) - 1, options.sequences).astype(int).tolist()
         for field in FIELDS:
             values = np.concatenate([store.read(i, field) for i in chosen])
-            report["bytes"][field] = {"floor": floor_bits(values) / 16} | measure_bytes(values, options.repeats)
+            report["bytes"][field] = {"floor": floor_bits(values) / 16} | measure_bytes(
+                values, options.repeats
+            )
     return report
 
 

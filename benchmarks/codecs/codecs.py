@@ -27,7 +27,14 @@ import numpy as np
 from benchmarks.kit.harness import run
 from benchmarks.training.drafters import DRAFTERS
 from benchmarks.training.leaderboard import lengths
-from benchmarks.training.runs import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, kept, small_config, trained
+from benchmarks.training.runs import (
+    SIZE_OPTIONS,
+    TRAINING_OPTIONS,
+    chosen,
+    kept,
+    small_config,
+    trained,
+)
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.formats.checkpoint import load_drafter
@@ -49,9 +56,13 @@ def measure_store(options: argparse.Namespace, codec: str) -> dict[str, float]:
         recode(lossless, name, folder, kv_metrics=metrics)
     found = compare(lossless, folder, samples=options.sample)
     assert found.teacher is not None
-    hidden = [errors.total.relative for name, errors in found.errors.items() if name.startswith("hidden/")]
+    hidden = [
+        errors.total.relative for name, errors in found.errors.items() if name.startswith("hidden/")
+    ]
     figures = {
-        f"{name[:-1]}_error": found.errors[name].total.relative for name in (KEYS, VALUES) if name in found.errors
+        f"{name[:-1]}_error": found.errors[name].total.relative
+        for name in (KEYS, VALUES)
+        if name in found.errors
     }
     return figures | {
         "bytes_per_token": found.bytes_per_token,

@@ -20,7 +20,14 @@ import numpy as np
 from benchmarks.kit.harness import run
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.compare import KEYS, VALUES, Errors, add_errors, compare_continued, compare_teachers
+from moa_data.pipeline.compare import (
+    KEYS,
+    VALUES,
+    Errors,
+    add_errors,
+    compare_continued,
+    compare_teachers,
+)
 from moa_data.pipeline.differences import Divergence, LayerDifferences
 from moa_data.pipeline.forwards.calibrate import calibrate, learning_on
 from moa_data.storage.chunk import encode_chunk
@@ -36,7 +43,10 @@ TEACHER_POSITIONS = 128  # of a sequence
 
 def read(store: ActivationStore, index: int, codec: StoreCodec) -> dict[str, np.ndarray]:
     """The exact values of a sequence, and its tokens."""
-    values = {name: to_float32(store.read(index, name), store.fields[name].dtype) for name in codec.learned}
+    values = {
+        name: to_float32(store.read(index, name), store.fields[name].dtype)
+        for name in codec.learned
+    }
     return values | {TOKENS: store.read(index, TOKENS)}
 
 
@@ -55,11 +65,17 @@ def chunk_bytes(rows: np.ndarray) -> int:
     """The stored bytes of rows of one array, each piece with a Huffman code of its own."""
     pieces = [rows] if rows.ndim == 2 else [rows[:, piece] for piece in range(rows.shape[1])]
     starts = range(0, len(rows), CHUNK_TOKENS)
-    chunks = (np.ascontiguousarray(piece[start : start + CHUNK_TOKENS]) for piece in pieces for start in starts)
+    chunks = (
+        np.ascontiguousarray(piece[start : start + CHUNK_TOKENS])
+        for piece in pieces
+        for start in starts
+    )
     return sum(len(encode_chunk(chunk)) + INDEX_ENTRY_BYTES for chunk in chunks)
 
 
-def measure_codec(name: str, store: ActivationStore, other: ActivationStore, target: Target | None) -> dict[str, Any]:
+def measure_codec(
+    name: str, store: ActivationStore, other: ActivationStore, target: Target | None
+) -> dict[str, Any]:
     """Learn from one store, and measure on the other."""
     frozen = FrozenTarget.load(store.target_path, sizes=store.manifest.target)
     began = time.process_time()
@@ -77,7 +93,10 @@ def measure_codec(name: str, store: ActivationStore, other: ActivationStore, tar
             codes |= rows_of
             for array, rows in rows_of.items():
                 stored[array].append(np.asarray(rows))
-        pairs = {field: (values, codec.fields[field].decode(codes, 0, len(tokens))) for field, values in exact.items()}
+        pairs = {
+            field: (values, codec.fields[field].decode(codes, 0, len(tokens)))
+            for field, values in exact.items()
+        }
         for field, (one, decoded) in pairs.items():
             add_errors(errors, other.fields[field], one, decoded)
         compare_teachers(frozen, *pairs[HIDDEN_LAST], TEACHER_POSITIONS, teacher)

@@ -42,7 +42,14 @@ from moa_data.trainer.config import AnyDrafter, MoASettings
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
 """The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
-ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
+ROUNDS = (
+    TreeShape(1),
+    TreeShape(3),
+    TreeShape(5),
+    TreeShape(4, 4, 16),
+    TreeShape(6, 8, 24),
+    TreeShape(6, 8, 62),
+)
 
 N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
 BREADTHS = (1, 2, 4, 8)
@@ -65,7 +72,9 @@ class _Text:
         return self._proposer.propose([self._committed], shape)
 
     def commit(self, tokens: list[int]) -> None:
-        hidden = self._target.forward(torch.tensor([tokens], device=self._target.device), self._cache)
+        hidden = self._target.forward(
+            torch.tensor([tokens], device=self._target.device), self._cache
+        )
         kept = [range(len(tokens))]
         self._cache.commit(kept)
         self._proposer.observe(hidden, kept)
@@ -78,7 +87,11 @@ class _Text:
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
     # One thread's own time leaves out what other programs take of a CPU.
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = (
+        time.process_time
+        if device.type == "cpu" and torch.get_num_threads() == 1
+        else time.perf_counter
+    )
     synchronize(device)
     began = clock()
     call()
@@ -93,7 +106,9 @@ def part_costs(
     """Milliseconds of target calls by their tokens, and of the first and each further level of drafts by breadth."""
     depth = min(3, proposer.max_depth or 3)
     shapes = [TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth)]
-    verify_s: dict[int, list[float]] = {n: [] for n in n_verified if len(prompt) + n < target.max_positions}
+    verify_s: dict[int, list[float]] = {
+        n: [] for n in n_verified if len(prompt) + n < target.max_positions
+    }
     draft_s: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
     for _ in range(n_repeats):
         text = _Text(target, proposer, prompt)
@@ -103,14 +118,19 @@ def part_costs(
         for shape, found in draft_s.items():
             text.step()
             found.append(_seconds(target.device, partial(text.propose, shape)))
-    # Whatever else the machine does only adds time: the least of all repeats is nearest to the cost, and a larger
+    # Whatever else the machine does only adds time: the least of all repeats is nearest to the
+    # cost, and a larger
     # call bounds a smaller one.
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
-    first, last = ({b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth))
+    first, last = (
+        {b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth)
+    )
     return {
         "verify_ms": {n: 1e3 * s for n, s in zip(verify_s, least.tolist(), strict=True)},
         "draft_root_ms": {b: 1e3 * s for b, s in first.items()},
-        "draft_level_ms": {b: 1e3 * max(0.0, last[b] - first[b]) / max(1, depth - 1) for b in BREADTHS},
+        "draft_level_ms": {
+            b: 1e3 * max(0.0, last[b] - first[b]) / max(1, depth - 1) for b in BREADTHS
+        },
     }
 
 
@@ -140,7 +160,9 @@ def random_target(
     return Target(model.eval().requires_grad_(False))
 
 
-def random_drafter(target: Target, kind: str, n_target_layers: int, context: str | None = None) -> Drafter:
+def random_drafter(
+    target: Target, kind: str, n_target_layers: int, context: str | None = None
+) -> Drafter:
     """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
     build = drafter_class(kind)
     form = {name: MoASettings.model_fields[name].default for name in FORM}
@@ -157,9 +179,13 @@ def random_drafter(target: Target, kind: str, n_target_layers: int, context: str
 
 def read_bytes(target: Target, options: argparse.Namespace) -> int:
     """The bytes of activations that training reads for a token with the default settings of a kind, before a codec."""
-    (settings,) = [one for one in (each() for each in get_args(AnyDrafter)) if one.kind == options.kind]
+    (settings,) = [
+        one for one in (each() for each in get_args(AnyDrafter)) if one.kind == options.kind
+    ]
     changes = {"context": options.context, "target_layer_inference": options.target_layers or None}
-    settings = settings.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    settings = settings.model_copy(
+        update={key: value for key, value in changes.items() if value is not None}
+    )
     facts = target_sizes(target.config)
     reads = drafter_class(options.kind).reads(facts["n_layers"], settings)
     n_layers = facts["n_layers"] if reads.kv_layers is None else len(reads.kv_layers)
@@ -186,13 +212,17 @@ def rounds(
         "round_ms": round_ms,
         "draft_ms": draft_ms,
         "verify_ms": verify_ms,
-        "rest_ms": 1e3 * (stats.total_s - stats.prefill_s - stats.draft_s - stats.verify_s) / n_calls,
+        "rest_ms": 1e3
+        * (stats.total_s - stats.prefill_s - stats.draft_s - stats.verify_s)
+        / n_calls,
         "tokens_per_call": stats.acceptance_length,
         "tokens_per_s": 1e3 * stats.acceptance_length / round_ms,
     }
 
 
-def transformers_steps(target: Target, prompt: list[int], n_tokens: int, is_compiled: bool) -> dict[str, float]:
+def transformers_steps(
+    target: Target, prompt: list[int], n_tokens: int, is_compiled: bool
+) -> dict[str, float]:
     """Milliseconds of a step of transformers' greedy ``generate``: of an answer, less those of its first token.
 
     Args:
@@ -221,7 +251,9 @@ def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
     if options.model:
         target = Target.load(options.model, dtype, options.device)
         return target, load_drafter(options.drafter, dtype, target.device)
-    target = random_target(options.shape, options.layers, dtype, options.device, options.share_weights)
+    target = random_target(
+        options.shape, options.layers, dtype, options.device, options.share_weights
+    )
     return target, random_drafter(target, options.kind, options.target_layers, options.context)
 
 
@@ -238,9 +270,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.cuda_graphs or options.rounds_only:
         for shape in shapes:  # each size once, and the sizes of the last rounds
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
-        transformers_steps(target, [5] * options.prompt_tokens, options.max_new_tokens, options.transformers_compiled)
+        transformers_steps(
+            target,
+            [5] * options.prompt_tokens,
+            options.max_new_tokens,
+            options.transformers_compiled,
+        )
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
+    prompt = torch.randint(
+        5, target.config.vocab_size, (options.prompt_tokens,), generator=generator
+    ).tolist()
     found: dict[str, Any] = {
         "device": device_name(target.device),
         "n_threads": torch.get_num_threads(),
@@ -257,13 +296,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "read_bytes_per_token": None if options.model else read_bytes(target, options),
     }
     if not options.rounds_only:
-        found |= part_costs(target, DrafterProposer(target, drafter), prompt, options.repeats, options.verify)
+        found |= part_costs(
+            target, DrafterProposer(target, drafter), prompt, options.repeats, options.verify
+        )
     repeats: dict[str, list[dict[str, float]]] = {}
     for _ in range(0 if options.parts_only else options.repeats):
         for shape in shapes:
             one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
             repeats.setdefault(str(shape or "plain"), []).append(one)
-        other = transformers_steps(target, prompt, options.max_new_tokens, options.transformers_compiled)
+        other = transformers_steps(
+            target, prompt, options.max_new_tokens, options.transformers_compiled
+        )
         repeats.setdefault("transformers", []).append(other)
     found["rounds"] = {name: medians(runs) for name, runs in repeats.items()}
     return {"figures": found}

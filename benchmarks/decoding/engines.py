@@ -36,9 +36,14 @@ from moa_data.moa.targets.live import Target
 
 N_DRAFTS = 5
 PROGRAMS = {"here": "here", "vllm": "vLLM", "transformers": "transformers"}
-FORMS = {"rounds": ("Rounds", "{:d}"), "length": ("Acceptance length", "{:.2f}"), "equal": ("Answers equal", "{}")}
+FORMS = {
+    "rounds": ("Rounds", "{:d}"),
+    "length": ("Acceptance length", "{:.2f}"),
+    "equal": ("Answers equal", "{}"),
+}
 
-# vLLM's own processes say why, and then the first one that they failed; pydantic says it in a line of its own.
+# vLLM's own processes say why, and then the first one that they failed; pydantic says it in a line
+# of its own.
 _CAUSE = r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )(.*?)(?: \[type=|\n)"
 
 BLOCKS = "--set drafter.block_layers=2 --set drafter.anchors=32"
@@ -73,7 +78,10 @@ WORDS: dict[str, Any] = {
         "--compute-dtype float32 --activations "
         + ",".join(["hidden:last", *(f"hidden:layer:{k}" for k in range(1, 6))]),
     }
-    | {f"train-{kind}": f"moa-data train STORE --out {kind} --drafter {kind} {own}" for kind, own in TRAINED.items()}
+    | {
+        f"train-{kind}": f"moa-data train STORE --out {kind} --drafter {kind} {own}"
+        for kind, own in TRAINED.items()
+    }
     | {
         "engines": f"python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl {' '.join(TRAINED)} "
         "--vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
@@ -82,7 +90,9 @@ WORDS: dict[str, Any] = {
 """The words of the table."""
 
 
-def here(target: Target, drafter: Drafter, prompts: Sequence[list[int]], n_new: int) -> dict[str, Any]:
+def here(
+    target: Target, drafter: Drafter, prompts: Sequence[list[int]], n_new: int
+) -> dict[str, Any]:
     """Decode with this package."""
     answers, n_rounds = [], 0
     for prompt in prompts:
@@ -92,7 +102,11 @@ def here(target: Target, drafter: Drafter, prompts: Sequence[list[int]], n_new: 
         )  # fmt: skip
         answers.append(answer.tokens)
         n_rounds += answer.stats.n_target_calls
-    return {"answers": answers, "rounds": n_rounds, "written": sum(map(len, answers)) - len(answers)}
+    return {
+        "answers": answers,
+        "rounds": n_rounds,
+        "written": sum(map(len, answers)) - len(answers),
+    }
 
 
 def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -112,8 +126,12 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
     written = []
     for prompt, one in zip(job["prompts"], found, strict=True):
         text = prompt + one["tokens"]
-        for n, drafts in one["rounds"]:  # writes its drafts that are right and one more, up to the end of the text
-            right = next((k for k, draft in enumerate(drafts) if text[n + k : n + k + 1] != [draft]), len(drafts))
+        # writes its drafts that are right and one more, up to the end of the text
+        for n, drafts in one["rounds"]:
+            right = next(
+                (k for k, draft in enumerate(drafts) if text[n + k : n + k + 1] != [draft]),
+                len(drafts),
+            )
             written.append(min(right + 1, len(text) - n))
     return {
         "version": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip(),
@@ -159,7 +177,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if error := found[engine].get("error"):
                 errors.append({"engine": engine, "drafter": drafter.kind, "error": error})
         row = {"drafter": drafter.kind, "command": "engines"}
-        row |= {f"{name}_{key}": value for name, one in found.items() for key, value in figures(one, plain).items()}
+        row |= {
+            f"{name}_{key}": value
+            for name, one in found.items()
+            for key, value in figures(one, plain).items()
+        }
         rows.append(row)
         print(row, file=sys.stderr)
     if options.table:
@@ -167,17 +189,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "versions": versions, "errors": errors}
 
 
-def write_table(file: Path, rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]) -> None:
+def write_table(
+    file: Path, rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]
+) -> None:
     """Put rows, the programs' versions and what they said into the table of a file; rows of other drafters stay."""
-    table = json.loads(file.read_text()) if file.is_file() else {"rows": [], "caveats": [], "versions": {}}
+    table = (
+        json.loads(file.read_text())
+        if file.is_file()
+        else {"rows": [], "caveats": [], "versions": {}}
+    )
     new, versions = {row["drafter"]: row for row in rows}, table["versions"] | versions
     kept = {row["drafter"]: row for row in table["rows"]} | new
-    names = {name: " ".join(filter(None, (text, versions.get(name)))) for name, text in PROGRAMS.items()}
+    names = {
+        name: " ".join(filter(None, (text, versions.get(name)))) for name, text in PROGRAMS.items()
+    }
     columns = {"drafter": {"title": "Drafter", "form": "`{}`"}}
     for key, (title, form) in FORMS.items():
-        columns |= {f"{name}_{key}": {"title": f"{title}, {text}", "form": form} for name, text in names.items()}
-    said = [text for text in table["caveats"] if text.startswith("Of `") and text.split("`")[1] not in new]
-    said += [f"Of `{one['drafter']}` {names[one['engine']]} says: *{one['error']}*" for one in errors]
+        columns |= {
+            f"{name}_{key}": {"title": f"{title}, {text}", "form": form}
+            for name, text in names.items()
+        }
+    said = [
+        text
+        for text in table["caveats"]
+        if text.startswith("Of `") and text.split("`")[1] not in new
+    ]
+    said += [
+        f"Of `{one['drafter']}` {names[one['engine']]} says: *{one['error']}*" for one in errors
+    ]
     own = {"caveats": WORDS["caveats"] + said, "versions": versions, "columns": columns}
     own["rows"] = [kept[kind] for kind in TRAINED if kind in kept]
     file.write_text(json.dumps(table | WORDS | own, indent=1, ensure_ascii=False) + "\n")
@@ -185,7 +224,17 @@ def write_table(file: Path, rows: list[dict[str, Any]], versions: dict[str, str]
 
 def main() -> None:
     """Measure as the command line says."""
-    run("engines", measure, "model", "prompts", "drafters+", vllm=str, n_prompts=8, max_new_tokens=96, table=str)
+    run(
+        "engines",
+        measure,
+        "model",
+        "prompts",
+        "drafters+",
+        vllm=str,
+        n_prompts=8,
+        max_new_tokens=96,
+        table=str,
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,15 @@ def matrices(shape: str, n_layers: int, dtype: torch.dtype) -> nn.ModuleList:
     config: Any = shape_config(shape, None)
     wide, mlp = config.hidden_size, config.intermediate_size
     keys = config.num_key_value_heads * config.head_dim
-    sizes = [(wide, wide), (keys, wide), (keys, wide), (wide, wide), (mlp, wide), (mlp, wide), (wide, mlp)] * n_layers
+    sizes = [
+        (wide, wide),
+        (keys, wide),
+        (keys, wide),
+        (wide, wide),
+        (mlp, wide),
+        (mlp, wide),
+        (wide, mlp),
+    ] * n_layers
     sizes.append((config.vocab_size, wide))
     return nn.ModuleList(nn.Linear(given, made, bias=False, dtype=dtype) for made, given in sizes)
 
@@ -42,15 +50,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for n_rows in options.rows:
-            given = [torch.randn(n_rows, weight.shape[1], dtype=dtype) for weight in plain.parameters()]
+            given = [
+                torch.randn(n_rows, weight.shape[1], dtype=dtype) for weight in plain.parameters()
+            ]
             works = {
-                name: lambda layers=layers, given=given: [layer(x) for x, layer in zip(given, layers, strict=True)]
+                name: lambda layers=layers, given=given: [
+                    layer(x) for x, layer in zip(given, layers, strict=True)
+                ]
                 for name, layers in sides.items()
             }
             taken = in_turn(works, options.repeats, "cpu")
             found = {f"{name}_ms": 1e3 * statistics.median(times) for name, times in taken.items()}
             ratios = {
-                f"plain_over_{name}": quartiles([a / b for a, b in zip(taken["plain"], taken[name], strict=True)])
+                f"plain_over_{name}": quartiles(
+                    [a / b for a, b in zip(taken["plain"], taken[name], strict=True)]
+                )
                 for name in ("packed", "halves")
             }
             rows.append({"n_rows": n_rows} | found | ratios)

@@ -75,7 +75,9 @@ def random_drafter(target: Target, name: str) -> Drafter:
     return drafter
 
 
-def methods_of(target: Target, lengths: dict[str, float], shape: TreeShape, n_tokens: int) -> dict[str, Generate]:
+def methods_of(
+    target: Target, lengths: dict[str, float], shape: TreeShape, n_tokens: int
+) -> dict[str, Generate]:
     """Plain decoding, and each drafter at its length."""
     texts: dict[tuple[int, ...], list[int]] = {}
 
@@ -88,11 +90,16 @@ def methods_of(target: Target, lengths: dict[str, float], shape: TreeShape, n_to
             if tuple(prompt) not in texts:
                 texts[tuple(prompt)] = prompt + plain(prompts)[0].tokens
             proposer.text = texts[tuple(prompt)]
-            return generate_batch(target, prompts, max_new_tokens=n_tokens, proposer=proposer, tree=shape)
+            return generate_batch(
+                target, prompts, max_new_tokens=n_tokens, proposer=proposer, tree=shape
+            )
 
         return decode
 
-    drafters = {name: KnownText(target, random_drafter(target, name), mean) for name, mean in lengths.items()}
+    drafters = {
+        name: KnownText(target, random_drafter(target, name), mean)
+        for name, mean in lengths.items()
+    }
     return {"plain": plain} | {name: drafting(proposer) for name, proposer in drafters.items()}
 
 
@@ -100,7 +107,8 @@ def figures(runs: Sequence[MethodRun], plain: Sequence[MethodRun]) -> dict[str, 
     """What the rounds of a method took, and its tokens/s over plain decoding's."""
     n_calls = sum(run.n_target_calls for run in runs)
     ratios = [
-        (run.n_tokens / run.total_s) / (other.n_tokens / other.total_s) for run, other in zip(runs, plain, strict=True)
+        (run.n_tokens / run.total_s) / (other.n_tokens / other.total_s)
+        for run, other in zip(runs, plain, strict=True)
     ]
     tokens, seconds = (sum(values) for values in zip(*(run.speed for run in runs), strict=True))
     return {
@@ -121,7 +129,12 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
     prompts = load_prompts(options.prompts, options.n_prompts).prompts
     rows = measure(target, methods, prompts, repeats=options.repeats).rows
     by_method = {name: [row.runs[name] for row in rows] for name in methods}
-    return {"rows": [{"drafter": name} | figures(runs, by_method["plain"]) for name, runs in by_method.items()]}
+    return {
+        "rows": [
+            {"drafter": name} | figures(runs, by_method["plain"])
+            for name, runs in by_method.items()
+        ]
+    }
 
 
 if __name__ == "__main__":

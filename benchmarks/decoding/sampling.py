@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.kit.harness import in_turn, quartiles, run
-from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, choose, distribution, draw_rows, noise
+from moa_data.moa.decoding.sampling import (
+    SamplingConfig,
+    accept_sampled,
+    choose,
+    distribution,
+    draw_rows,
+    noise,
+)
 from moa_data.moa.decoding.tree import DraftTree
 
 CONFIGS = {
@@ -41,8 +48,12 @@ def measure_choices(logits: Tensor, options: argparse.Namespace) -> dict[str, An
     for name, config in CHOICES.items():
         positions = {"all noise": count(), "choose": count()}
         works = {
-            "all noise": lambda config=config, at=positions["all noise"]: choose_by_all_noise(logits, config, next(at)),
-            "choose": lambda config=config, at=positions["choose"]: choose(logits, [], config, 0, next(at)),
+            "all noise": lambda config=config, at=positions["all noise"]: choose_by_all_noise(
+                logits, config, next(at)
+            ),
+            "choose": lambda config=config, at=positions["choose"]: choose(
+                logits, [], config, 0, next(at)
+            ),
         }
         sides = in_turn(works, options.repeats, options.device)
         for side, taken in sides.items():
@@ -64,7 +75,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     sides = in_turn(works, options.repeats, options.device, on_the_wall=True)
     ratios = [one / other for one, other in zip(*sides.values(), strict=True)]
-    figures: dict[str, Any] = {f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in sides.items()}
+    figures: dict[str, Any] = {
+        f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in sides.items()
+    }
     figures["ratio_quartiles"] = quartiles(ratios)
     chain = DraftTree.chain(logits[:5].argmax(dim=-1)[None])
     tokens = torch.randint(options.vocabulary, (1, 60), generator=generator).to(options.device)
@@ -74,7 +87,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name, config in CONFIGS.items():
         for kind, drafts in (("chain_of_5", chain), ("tree_of_60", tree)):
             verify = partial(accept_sampled, drafts, 0, logits, [1], config, generator)
-            (taken,) = in_turn({"": verify}, options.repeats, options.device, on_the_wall=True).values()
+            (taken,) = in_turn(
+                {"": verify}, options.repeats, options.device, on_the_wall=True
+            ).values()
             figures[f"verify {kind}, {name}, ms"] = 1e3 * statistics.median(taken)
     return {"figures": figures | measure_choices(logits[0], options)}
 

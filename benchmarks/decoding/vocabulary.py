@@ -40,7 +40,9 @@ N_PROMPT = 200
 def set_vocabulary(drafter: Drafter, tokens: torch.Tensor) -> None:
     """Let a drafter draft some tokens only; none of them stands for all."""
     n_tokens, ids = len(tokens), tuple(tokens.tolist())
-    drafter.config = dataclasses.replace(drafter.config, draft_vocabulary=n_tokens, draft_tokens=ids)
+    drafter.config = dataclasses.replace(
+        drafter.config, draft_vocabulary=n_tokens, draft_tokens=ids
+    )
     drafter.draft_ids = tokens
     drafter._target_rows = []
 
@@ -52,7 +54,9 @@ class Text:
         self._target, self._cache = target, target.new_cache()
         self._proposer = DrafterProposer(target, drafter)
         generator = torch.Generator().manual_seed(0)
-        self._committed = torch.randint(5, target.config.vocab_size, (N_PROMPT,), generator=generator).tolist()
+        self._committed = torch.randint(
+            5, target.config.vocab_size, (N_PROMPT,), generator=generator
+        ).tolist()
         self._proposer.begin(self._cache)
         self._commit(self._committed)
 
@@ -86,8 +90,17 @@ def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
                 drafter.requires_grad_(False).prepare()
             text = Text(target, drafter)
             taken = in_turn({"plain": text.step, "drafts": text.draft}, options.repeats)
-            plain_ms, drafts_ms = (1e3 * statistics.median(taken[name]) for name in ("plain", "drafts"))
-            rows.append({"drafter": kind, "n_tokens": n_tokens, "plain_ms": plain_ms, "drafts_ms": drafts_ms})
+            plain_ms, drafts_ms = (
+                1e3 * statistics.median(taken[name]) for name in ("plain", "drafts")
+            )
+            rows.append(
+                {
+                    "drafter": kind,
+                    "n_tokens": n_tokens,
+                    "plain_ms": plain_ms,
+                    "drafts_ms": drafts_ms,
+                }
+            )
             print(rows[-1], flush=True)
     return rows
 
@@ -98,7 +111,9 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
     store, drafter = ActivationStore(config.store), load_drafter(options.trained)
     data, frozen = StoreDataModule(store, config), FrozenTarget.load(store.target_path)
     reader, held_out = BatchReader(store, config, torch.device("cpu")), data.validation_sequences
-    counts, others = (reader.count_response_tokens(rows) for rows in (data.train_sequences, held_out))
+    counts, others = (
+        reader.count_response_tokens(rows) for rows in (data.train_sequences, held_out)
+    )
     lengths = store.lengths.astype(np.int64)[held_out]
     load = partial(ValidationBatches, reader, held_out, lengths, 4)
     rows = []
@@ -106,7 +121,9 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
         tokens = most_frequent(counts, n_tokens)
         set_vocabulary(drafter, tokens)
         batches = [data.on_after_batch_transfer(batch, 0) for batch in load()]
-        sums = [[batch.index, *validate_batch(drafter, frozen, batch, N_DRAFTS)] for batch in batches]
+        sums = [
+            [batch.index, *validate_batch(drafter, frozen, batch, N_DRAFTS)] for batch in batches
+        ]
         covered = float(others[tokens].sum()) / float(others.sum()) if n_tokens else 1.0
         length = validation_metrics(sums)["expected_acceptance_length"]
         rows.append({"n_tokens": n_tokens, "coverage": covered, "length": length})
@@ -121,4 +138,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     kinds = {"nargs": "+", "choices": list(DRAFTERS), "default": ["eagle", "moa"]}
-    run("vocabulary", measure, "model", kinds=kinds, sizes=[4096, 8192], trained=str, repeats=9, threads=1)
+    run(
+        "vocabulary",
+        measure,
+        "model",
+        kinds=kinds,
+        sizes=[4096, 8192],
+        trained=str,
+        repeats=9,
+        threads=1,
+    )

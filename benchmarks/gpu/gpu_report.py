@@ -25,9 +25,16 @@ def share(value: float | None) -> str:
 def extraction(record: Record) -> Lines:
     """Say how much of the device extraction uses, and where its time goes."""
     found = record["figures"]
-    yield "MFU", f"{share(found['extract_mfu'])} with writing, {share(found['forward_mfu'])} bare forward"
+    yield (
+        "MFU",
+        f"{share(found['extract_mfu'])} with writing, {share(found['forward_mfu'])} bare forward",
+    )
     yield "tokens/s", f"{found['extract_tokens_per_s']:,.0f}"
-    parts = {"forward": "forwards_and_gathering_s", "copy": "copies_s", "encode (CPU)": "encoders_cpu_s"}
+    parts = {
+        "forward": "forwards_and_gathering_s",
+        "copy": "copies_s",
+        "encode (CPU)": "encoders_cpu_s",
+    }
     parts |= {"wait": "waiting_for_writer_s", "whole": "extract_s"}
     yield "seconds", ", ".join(f"{name} {median(found[key]):.2f}" for name, key in parts.items())
 
@@ -38,7 +45,9 @@ def training(record: Record) -> Lines:
         if "error" in found:
             yield kind, f"FAILED: {found['error']}"
             continue
-        kernels = ", ".join(f"{n} x {name}" for name, n in found["attention_kernels"].items()) or "none"
+        kernels = (
+            ", ".join(f"{n} x {name}" for name, n in found["attention_kernels"].items()) or "none"
+        )
         way = "recomputing" if found["recomputes"] else "plain"
         peak_gb = found["peak_bytes"] / 1e9
         yield (
@@ -51,9 +60,16 @@ def training(record: Record) -> Lines:
 def codecs(record: Record) -> Lines:
     """Say how fast each codec is, and where."""
     for row in record["codecs"]:
-        works = {"encode": "encode", "decode": "decode", "chunks": "to bytes", "chunks_decode": "from bytes"}
+        works = {
+            "encode": "encode",
+            "decode": "decode",
+            "chunks": "to bytes",
+            "chunks_decode": "from bytes",
+        }
         speeds = {text: row.get(f"{work}_gb_per_s") for work, text in works.items()}
-        shown = ", ".join(f"{text} {speed:.2f}" for text, speed in speeds.items() if speed is not None)
+        shown = ", ".join(
+            f"{text} {speed:.2f}" for text, speed in speeds.items() if speed is not None
+        )
         yield f"{row['codec']} on {row['device']}", f"{shown} GB/s"
 
 
@@ -62,7 +78,10 @@ def decoding(record: Record) -> Lines:
     found = record["figures"]["rounds"]
     for name, one in found.items():
         ratio = one["tokens_per_s"] / found["plain"]["tokens_per_s"]
-        yield name, f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, round {one['round_ms']:.2f} ms"
+        yield (
+            name,
+            f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, round {one['round_ms']:.2f} ms",
+        )
 
 
 def sampling(record: Record) -> Lines:
@@ -76,7 +95,9 @@ def tests(file: Path) -> str:
     """Say what became of the tests, from pytest's report."""
     suite = ElementTree.parse(file).getroot().find("testsuite")
     assert suite is not None
-    return ", ".join(f"{name} {suite.get(name)}" for name in ("tests", "failures", "errors", "skipped", "time"))
+    return ", ".join(
+        f"{name} {suite.get(name)}" for name in ("tests", "failures", "errors", "skipped", "time")
+    )
 
 
 SUMMARIES: dict[str, Callable[[Record], Lines]] = {
@@ -93,7 +114,10 @@ def main() -> None:
     """Print the table, in the order in which the records were written."""
     for file in sorted(Path(sys.argv[1]).glob("*.xml")):
         print(f"{file.stem:16} {'pytest -m gpu':36} {tests(file)}")
-    files = [(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), file) for file in Path(sys.argv[1]).glob("*.json")]
+    files = [
+        (re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), file)
+        for file in Path(sys.argv[1]).glob("*.json")
+    ]
     for name, file in sorted(files, key=lambda item: (list(SUMMARIES).index(item[0]), item[1])):
         for what, figures in SUMMARIES[name](json.loads(file.read_text())):
             print(f"{name:16} {what:36} {figures}")

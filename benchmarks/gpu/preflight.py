@@ -22,22 +22,36 @@ _TRAIN = {
 NEEDS: dict[str, dict[str, str]] = {"decode": _DECODE, "train": _DECODE | _TRAIN}
 """Part -> module -> distribution, beside torch, transformers and what both require."""
 STEPS = {
-    "decode": ("benchmarks.decoding.decode", "benchmarks.decoding.sampling", "moa_data.serving.engine.engine"),
-    "train": ("benchmarks.training.train_step", "benchmarks.store.extract", "benchmarks.codecs.codec_speed"),
+    "decode": (
+        "benchmarks.decoding.decode",
+        "benchmarks.decoding.sampling",
+        "moa_data.serving.engine.engine",
+    ),
+    "train": (
+        "benchmarks.training.train_step",
+        "benchmarks.store.extract",
+        "benchmarks.codecs.codec_speed",
+    ),
 }
 
 
 def problem(part: str) -> str | None:
     """Say what keeps a part from running, if anything."""
-    missing = [name for module, name in NEEDS[part].items() if importlib.util.find_spec(module) is None]
+    missing = [
+        name for module, name in NEEDS[part].items() if importlib.util.find_spec(module) is None
+    ]
     if missing:
         return f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` lists what to carry"
     try:
         for module in STEPS[part]:
             importlib.import_module(module)
     except Exception as error:  # noqa: BLE001  # whatever another version of a library does
-        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
-        return f"does not run under {versions}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        versions = ", ".join(
+            f"{name} {metadata.version(name)}" for name in ("torch", "transformers")
+        )
+        return (
+            f"does not run under {versions}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        )
     return None
 
 
@@ -45,7 +59,10 @@ def requirements(name: str) -> list[str]:
     """List the distributions that an installed one requires, without extras, that are installed too."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         lines = [line for line in metadata.requires(name) or () if "extra ==" not in line]
-        return [re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line, maxsplit=1)[0]).lower() for line in lines]
+        return [
+            re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line, maxsplit=1)[0]).lower()
+            for line in lines
+        ]
     return []
 
 
@@ -63,7 +80,8 @@ def closure(names: Iterable[str]) -> dict[str, str]:
 
 def wheels(parts: Iterable[str]) -> list[str]:
     """List what parts need beside torch, transformers and their own requirements, as it is installed here."""
-    # What the requirements of transformers require changes between releases: it is listed, though it may be there.
+    # What the requirements of transformers require changes between releases: it is listed, though
+    # it may be there.
     given = {*closure(["torch"]), "transformers", *requirements("transformers")}
     needed = closure(name for part in parts for name in NEEDS[part].values())
     return [f"{name}=={version}" for name, version in sorted(needed.items()) if name not in given]
@@ -71,7 +89,9 @@ def wheels(parts: Iterable[str]) -> list[str]:
 
 def main() -> int:
     """Check parts, or list wheels."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(NEEDS))
     parser.add_argument("--wheels", action="store_true")
     options = parser.parse_args()

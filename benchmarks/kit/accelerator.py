@@ -97,14 +97,21 @@ def watched_attention() -> Iterator[Counter[str]]:
     with (
         mock.patch.object(F, "scaled_dot_product_attention", counted_fused),
         mock.patch.object(attention, "attend_blocks", counting("flex", attention.attend_blocks)),
-        mock.patch.object(attention, "attend_many_short", counting("short products", attention.attend_many_short)),
+        mock.patch.object(
+            attention, "attend_many_short", counting("short products", attention.attend_many_short)
+        ),
         mock.patch.object(eagle3, "_attend", counting("products with own steps", eagle3._attend)),
     ):
         yield found
 
 
 def fused_kernel(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
 ) -> str:
     """Name the kernel that PyTorch's fused attention takes for these tensors, such as ``flash_attention``."""
     kind = q.device.type

@@ -81,7 +81,10 @@ def run(
 
 
 def in_turn(
-    works: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu", on_the_wall: bool = False
+    works: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: str = "cpu",
+    on_the_wall: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of each piece of work, run one after the other ``repeats`` times after a call that is not counted.
 

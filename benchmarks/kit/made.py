@@ -53,7 +53,10 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
         {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
         for index in range(config.num_hidden_layers)
     ]
-    files += [{"model.embed_tokens.weight": (vocabulary, wide)}, {"lm_head.weight": (vocabulary, wide)}]
+    files += [
+        {"model.embed_tokens.weight": (vocabulary, wide)},
+        {"lm_head.weight": (vocabulary, wide)},
+    ]
     files[0]["model.norm.weight"] = (wide,)
     generator = torch.Generator(device).manual_seed(0)
     places: dict[str, str] = {}
@@ -62,7 +65,9 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
         tensors = {name: random_weight(shape, generator) for name, shape in shapes.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

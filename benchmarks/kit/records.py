@@ -21,7 +21,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def add_out_option(parser: argparse.ArgumentParser) -> None:
     """Add the folder of the record."""
-    parser.add_argument("--out", type=Path, default=RUNS, help="folder of the record (default runs/benchmarks)")
+    parser.add_argument(
+        "--out", type=Path, default=RUNS, help="folder of the record (default runs/benchmarks)"
+    )
 
 
 def settings_of(options: argparse.Namespace, *without: str) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def provenance() -> dict[str, Any]:
 def _cpu_name() -> str | None:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None
+    )
 
 
 def write_record(folder: Path, name: str, document: dict[str, Any]) -> Path:
@@ -63,7 +67,9 @@ def sources(records: list[Path]) -> list[dict[str, Any]]:
     for record in records:
         of = json.loads(record.read_text())["provenance"]
         if of["git_sha"] is None or of["git_dirty"]:
-            raise ValueError(f"{record} was measured with code that no commit holds. Commit, and measure again.")
+            raise ValueError(
+                f"{record} was measured with code that no commit holds. Commit, and measure again."
+            )
         source = {
             "commit": of["git_sha"][:12],
             "day": of["time_utc"][:10],
@@ -79,7 +85,9 @@ def sources(records: list[Path]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Note in a file of results which commits and machines its figures are of."""
-    parser = argparse.ArgumentParser(description="Note in benchmarks/results/NAME.json where its figures come from.")
+    parser = argparse.ArgumentParser(
+        description="Note in benchmarks/results/NAME.json where its figures come from."
+    )
     parser.add_argument("name", help="of the file, without .json")
     parser.add_argument("records", type=Path, nargs="+", help="files that the benchmark wrote")
     options = parser.parse_args()
@@ -87,7 +95,9 @@ def main() -> None:
     table = json.loads(file.read_text())
     # Rows that earlier records gave stay, and so do their sources.
     known = table.get("sources", [])
-    table["sources"] = known + [source for source in sources(options.records) if source not in known]
+    table["sources"] = known + [
+        source for source in sources(options.records) if source not in known
+    ]
     file.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
 
 

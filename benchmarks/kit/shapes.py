@@ -22,5 +22,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def shape_config(shape: str, n_layers: int | None = None, **more: Any) -> LlamaConfig:
     """Return the config of a shape, with another number of layers if one is given."""
-    known: dict[str, Any] = SHAPES[shape] | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    known: dict[str, Any] = SHAPES[shape] | {
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     return LlamaConfig(**(known | ({"num_hidden_layers": n_layers} if n_layers else {}) | more))

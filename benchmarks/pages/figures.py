@@ -38,7 +38,9 @@ COMPARED = {
 """Drafters of the picture: colour, and by how much its name stands above its last point."""
 
 
-COMPARED_TITLE = "At equal weights and data: Mixture of Attentions, up to 2 M tokens EAGLE-2 as well"
+COMPARED_TITLE = (
+    "At equal weights and data: Mixture of Attentions, up to 2 M tokens EAGLE-2 as well"
+)
 
 
 def main() -> None:
@@ -59,11 +61,24 @@ def tokens_after_a_cut() -> Any:
     figure, axes = pyplot.subplots(figsize=(8.5, 3.4), layout="constrained")
     for drafter, (label, color, style) in CUTS.items():
         found = right[drafter]
-        shares = [100 * sum(n >= length for n in found) / len(found) for length in range(SHOWN_TOKENS + 1)]
-        axes.step(range(SHOWN_TOKENS + 1), shares, style, where="mid", color=color, linewidth=2, label=label)
+        shares = [
+            100 * sum(n >= length for n in found) / len(found) for length in range(SHOWN_TOKENS + 1)
+        ]
+        axes.step(
+            range(SHOWN_TOKENS + 1),
+            shares,
+            style,
+            where="mid",
+            color=color,
+            linewidth=2,
+            label=label,
+        )
     axes.set(xlim=(0, SHOWN_TOKENS), ylim=(0, 102), xlabel="tokens written without a network")
     axes.set_ylabel("cuts with all of them right, %")
-    axes.set_title("With some of the target's layers, what a client writes alone is right for longer", loc="left")
+    axes.set_title(
+        "With some of the target's layers, what a client writes alone is right for longer",
+        loc="left",
+    )
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e8f0")

@@ -71,7 +71,9 @@ TOPICS = {
     "networks": "Serving over emulated networks",
 }
 """Page of docs/results -> its heading."""
-IMAGE = {"drafters": "![Tokens committed per target call by tokens of training](../images/drafters.png)\n"}
+IMAGE = {
+    "drafters": "![Tokens committed per target call by tokens of training](../images/drafters.png)\n"
+}
 INDEX = "results/index"
 PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
 PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD, "interop": ""}
@@ -104,14 +106,21 @@ def headlines(topic: str, table: Table) -> list[str]:
         return []
     link = f"[{TOPICS[topic]}]({topic}.md#{anchor(table['title'])})"
     quoted = table.get("headlines", [])
-    values = [cell(table["rows"][one["row"]][one["column"]], form_of(table, one["column"])) for one in quoted]
-    return [f"| {one['what']} | {value} | {link} |" for one, value in zip(quoted, values, strict=True)]
+    values = [
+        cell(table["rows"][one["row"]][one["column"]], form_of(table, one["column"]))
+        for one in quoted
+    ]
+    return [
+        f"| {one['what']} | {value} | {link} |" for one, value in zip(quoted, values, strict=True)
+    ]
 
 
 def form_of(table: Table, column: str) -> str:
     """Return how values of a column are written."""
     return next(
-        str(part["columns"][column]["form"]) for part in (table, *table.get("more", ())) if column in part["columns"]
+        str(part["columns"][column]["form"])
+        for part in (table, *table.get("more", ()))
+        if column in part["columns"]
     )
 
 
@@ -128,14 +137,20 @@ def section(table: Table) -> str:
         rest = {key: column for key, column in columns.items() if key != by}
         for value in dict.fromkeys(row[by] for row in rows):
             own = [row for row in rows if row[by] == value]
-            filled = {key: column for key, column in rest.items() if any(row.get(key) is not None for row in own)}
+            filled = {
+                key: column
+                for key, column in rest.items()
+                if any(row.get(key) is not None for row in own)
+            }
             lines += ["", f"### {value}", "", *grid(filled, own)]
     else:
         lines += ["", *grid(columns, rows)]
     for more in table.get("more", []):
         lines += ["", f"### {more['title']}", "", more["text"], "", *grid(more["columns"], rows)]
     lines += ["", *(f"- {caveat}" for caveat in table["caveats"])]
-    lines.append(f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}.")
+    lines.append(
+        f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}."
+    )
     lines += [f"- {source_text(source)}." for source in table.get("sources", [])]
     used = list(dict.fromkeys(row["command"] for row in rows))
     others = [name for name in table["commands"] if name not in used]
@@ -145,7 +160,10 @@ def section(table: Table) -> str:
 
 def grid(columns: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of one table."""
-    lines = ["| " + " | ".join(column["title"] for column in columns.values()) + " |", "|---" * len(columns) + "|"]
+    lines = [
+        "| " + " | ".join(column["title"] for column in columns.values()) + " |",
+        "|---" * len(columns) + "|",
+    ]
     for row in rows:
         cells = (cell(row.get(key), column["form"]) for key, column in columns.items())
         lines.append("| " + " | ".join(cells) + " |")
@@ -172,8 +190,12 @@ def cell(value: Any, form: str) -> str:
 
 def main() -> int:
     """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description="Write the pages of docs/ that show benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="fail if a page is not what would be written")
+    parser = argparse.ArgumentParser(
+        description="Write the pages of docs/ that show benchmarks/results."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail if a page is not what would be written"
+    )
     options = parser.parse_args()
     tables = load_tables()
     texts = {ROOT / "docs" / f"{name}.md": page(name, tables) for name in PAGES}

@@ -46,7 +46,11 @@ def server(words: list[str], threads: int, log: Path) -> Iterator[tuple[str, int
         own |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*words, "--port", str(port)], env=os.environ | own, stdout=file, stderr=file, start_new_session=True
+            [*words, "--port", str(port)],
+            env=os.environ | own,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     try:
         ends = time.monotonic() + STARTS_S
@@ -93,14 +97,25 @@ async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, 
     return text, n_tokens, first
 
 
-async def turn(address: str, questions: list[str], n_tokens: int) -> tuple[list[str], int, float, float]:
+async def turn(
+    address: str, questions: list[str], n_tokens: int
+) -> tuple[list[str], int, float, float]:
     """Ask all at once: the texts, tokens, seconds, and the median seconds to a first piece."""
-    settings = {"model": NAME, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    settings = {
+        "model": NAME,
+        "max_tokens": n_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     settings["stream_options"] = {"include_usage": True}
     async with httpx.AsyncClient(base_url=address, timeout=600) as client:
         began = time.perf_counter()
         found = await asyncio.gather(
-            *(answer(client, settings | {"messages": [{"role": "user", "content": text}]}) for text in questions)
+            *(
+                answer(client, settings | {"messages": [{"role": "user", "content": text}]})
+                for text in questions
+            )
         )
         seconds = time.perf_counter() - began
     texts, counts, firsts = zip(*found, strict=True)
@@ -110,12 +125,34 @@ async def turn(address: str, questions: list[str], n_tokens: int) -> tuple[list[
 def sides_of(options: argparse.Namespace) -> dict[str, tuple[list[str], int]]:
     """Name the sides, ours first: the command of each, and its threads."""
     model = ["--model", str(options.model)]
-    ours = [sys.executable, "-m", "moa_data", "serve", *model, "--name", NAME, "--device", "cpu", "--grpc-port", "0"]
-    theirs = [str(options.vllm), "-m", "vllm.entrypoints.openai.api_server", *model, "--served-model-name", NAME]
+    ours = [
+        sys.executable,
+        "-m",
+        "moa_data",
+        "serve",
+        *model,
+        "--name",
+        NAME,
+        "--device",
+        "cpu",
+        "--grpc-port",
+        "0",
+    ]
+    theirs = [
+        str(options.vllm),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *model,
+        "--served-model-name",
+        NAME,
+    ]
     theirs += ["--dtype", "float32", "--max-num-seqs", "16"]
     sides = {f"moa-data, {threads}": (ours, threads) for threads in options.threads}
     eager = [*theirs, "--enforce-eager"]
-    return sides | {"vllm": (theirs, options.vllm_threads), "vllm, eager": (eager, options.vllm_threads)}
+    return sides | {
+        "vllm": (theirs, options.vllm_threads),
+        "vllm, eager": (eager, options.vllm_threads),
+    }
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -126,10 +163,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with contextlib.ExitStack() as stack:
         servers = {
-            side: stack.enter_context(server(words, threads, options.logs / f"{side.replace(', ', '-')}.log"))
+            side: stack.enter_context(
+                server(words, threads, options.logs / f"{side.replace(', ', '-')}.log")
+            )
             for side, (words, threads) in sides.items()
         }
-        # For a second after its last answer vLLM asks again and again for more work, on a core that others would lack.
+        # For a second after its last answer vLLM asks again and again for more work, on a core that
+        # others would lack.
         for _, pid in servers.values():
             os.killpg(pid, signal.SIGSTOP)
         for number in range(options.repeats + 1):
@@ -140,7 +180,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 os.killpg(pid, signal.SIGCONT)
                 time.sleep(RESTS_S)
                 load, before = os.getloadavg()[0], cpu_seconds(pid)
-                texts[side], n_tokens, seconds, first_s = asyncio.run(turn(address, questions, options.max_new_tokens))
+                texts[side], n_tokens, seconds, first_s = asyncio.run(
+                    turn(address, questions, options.max_new_tokens)
+                )
                 cpu_s = cpu_seconds(pid) - before
                 os.killpg(pid, signal.SIGSTOP)
                 turns[side].append(
@@ -155,9 +197,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "medians": {side: medians(own[1:]) for side, own in turns.items()},
         "ratios": {
-            f"{a} / {b}": quartiles([x / y for x, y in zip(speeds[a], speeds[b], strict=True)]) for a, b in pairs
+            f"{a} / {b}": quartiles([x / y for x, y in zip(speeds[a], speeds[b], strict=True)])
+            for a, b in pairs
         },
-        "texts_equal": {side: sum(map(operator.eq, own, texts["vllm"])) for side, own in texts.items()},
+        "texts_equal": {
+            side: sum(map(operator.eq, own, texts["vllm"])) for side, own in texts.items()
+        },
         "turns": turns,  # the first is not counted
     }
 

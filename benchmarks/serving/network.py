@@ -44,13 +44,18 @@ def world_of(options: argparse.Namespace, condition: str, target_ms: float) -> W
     """Return both ends of a network, with the models that the options name."""
     named = (drafter.partition("=") for drafter in options.drafters.split(","))
     drafters = {name: str(Path(run).absolute()) for name, _, run in named}
-    return World(options.model, drafters, CONDITIONS[condition], target_ms, options.out, options.seed)
+    return World(
+        options.model, drafters, CONDITIONS[condition], target_ms, options.out, options.seed
+    )
 
 
 def chats_of(options: argparse.Namespace) -> tuple[list[str], list[Any]]:
     """Ids and messages of the prompts."""
     prompts = load_prompts(options.prompts, options.n_prompts).prompts
-    chats = [[{"role": part["role"], "content": part["content"]} for part in prompt.turns[0]] for prompt in prompts]
+    chats = [
+        [{"role": part["role"], "content": part["content"]} for part in prompt.turns[0]]
+        for prompt in prompts
+    ]
     return [prompt.prompt_id for prompt in prompts], chats
 
 
@@ -73,7 +78,9 @@ def figures(result: JSON, reference: list[str]) -> JSON:
         "bytes_up_per_token": round(result["bytes_up"] / n, 1),
         "bytes_down_per_token": round(result["bytes_down"] / n, 1),
         "packets_lost": result["packets_lost"],
-        "equal": sum(answer["text"] == text for answer, text in zip(answers, reference, strict=True)),
+        "equal": sum(
+            answer["text"] == text for answer, text in zip(answers, reference, strict=True)
+        ),
         "seconds_per_answer": [round(values[-1], 4) for values in times],
         "tokens_per_answer": [len(values) for values in times],
     }
@@ -81,7 +88,9 @@ def figures(result: JSON, reference: list[str]) -> JSON:
 
 def summed(runs: list[JSON]) -> JSON:
     """The median of each figure over turns, and the spread of tokens/s."""
-    single = [{name: value for name, value in one.items() if not isinstance(value, list)} for one in runs]
+    single = [
+        {name: value for name, value in one.items() if not isinstance(value, list)} for one in runs
+    ]
     rates = [one["tokens_per_s"] for one in runs]
     return medians(single) | {
         "tokens_per_s_least": min(rates),
@@ -98,14 +107,20 @@ def compare(ids: list[str], runs: dict[str, list[JSON]]) -> JSON:
             names, values = [], []
             for a, b in zip(runs[one], runs[other], strict=True):
                 names += ids
-                columns = (run[key] for run in (a, b) for key in ("tokens_per_answer", "seconds_per_answer"))
+                columns = (
+                    run[key]
+                    for run in (a, b)
+                    for key in ("tokens_per_answer", "seconds_per_answer")
+                )
                 values += list(zip(*columns, strict=True))
             ratio, interval = ratio_with_interval(names, values)
             ratios[f"{one} over {other}"] = {"ratio": ratio, "interval": interval}
     return ratios
 
 
-def measure_cell(world: World, options: argparse.Namespace, chats: list[Any], n_sessions: int) -> dict[str, list[JSON]]:
+def measure_cell(
+    world: World, options: argparse.Namespace, chats: list[Any], n_sessions: int
+) -> dict[str, list[JSON]]:
     """Let all methods answer in turns; returns the figures of each."""
     methods = options.methods.split(",")
     runs: dict[str, list[JSON]] = {method: [] for method in methods}
@@ -130,8 +145,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 for n_sessions in map(int, options.sessions.split(",")):
                     runs = measure_cell(world, options, chats, n_sessions)
                     cell = {"condition": condition, "target_ms": target_ms, "sessions": n_sessions}
-                    cells.append(cell | {"runs": runs, "ratios": compare(ids, runs) if n_sessions == 1 else {}})
-                    summary += [cell | {"method": method} | summed(of) for method, of in runs.items()]
+                    cells.append(
+                        cell
+                        | {"runs": runs, "ratios": compare(ids, runs) if n_sessions == 1 else {}}
+                    )
+                    summary += [
+                        cell | {"method": method} | summed(of) for method, of in runs.items()
+                    ]
     return {"summary": summary, "cells": cells}
 
 

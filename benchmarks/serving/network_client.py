@@ -52,7 +52,9 @@ class Shown:
             self.texts += event.texts
             self.tokens += event.tokens
             if "unverified" in event.kinds:
-                self.changes.append({"at_s": now, "alone": list(event.tokens), "start": event.start})
+                self.changes.append(
+                    {"at_s": now, "alone": list(event.tokens), "start": event.start}
+                )
             else:
                 self._verify(len(self.texts))
         elif isinstance(event, Verified):
@@ -93,13 +95,17 @@ class Clients:
         mode, _, drafter = method.partition(":")
         drafter, _, codec = drafter.partition("@")
         chosen: Any = mode
-        return DraftingClient(self._settings["grpc"], self._models[drafter], mode=chosen, codec=codec or "int8")
+        return DraftingClient(
+            self._settings["grpc"], self._models[drafter], mode=chosen, codec=codec or "int8"
+        )
 
     def calls(self) -> float:
         """Target calls of the server so far."""
         with urllib.request.urlopen(f"{self._settings['http']}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith("moa_target_calls_total "))
+        return next(
+            float(line.split()[1]) for line in lines if line.startswith("moa_target_calls_total ")
+        )
 
 
 class ApiClient:
@@ -125,7 +131,10 @@ class ApiClient:
 
 
 def answer(
-    client: ApiClient | DraftingClient, messages: Any, max_new_tokens: int, watch: Callable[[Shown], None] | None = None
+    client: ApiClient | DraftingClient,
+    messages: Any,
+    max_new_tokens: int,
+    watch: Callable[[Shown], None] | None = None,
 ) -> Shown:
     """Answer one chat; ``watch`` is called whenever something was shown."""
     shown = Shown()
@@ -147,7 +156,12 @@ def answer(
 
 def token_times(tokenizer: Any, text: str, shown: Shown) -> list[float]:
     """Seconds from the question to each token of the verified text: to the piece that brought its last character."""
-    ends = [end for _, end in tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]]
+    ends = [
+        end
+        for _, end in tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)[
+            "offset_mapping"
+        ]
+    ]
     updates, times = iter(shown.updates), []
     at_s, n_chars = next(updates, (shown.began_s, 0))
     for end in ends:
@@ -169,7 +183,10 @@ def run_table(clients: Clients, job: JSON) -> JSON:
             for place in range(number, len(chats), n):
                 shown = answer(opened[number], chats[place], job["max_new_tokens"])
                 text = "".join(shown.texts)
-                found[place] = {"text": text, "times_s": token_times(clients.tokenizer, text, shown)}
+                found[place] = {
+                    "text": text,
+                    "times_s": token_times(clients.tokenizer, text, shown),
+                }
         except BaseException as error:
             errors.append(error)
             raise
@@ -198,7 +215,8 @@ def run_cut(clients: Clients, job: JSON) -> JSON:
     """Answer one chat whose network is cut when so many tokens are verified, for so many seconds."""
     client = clients.open(job["method"])
     answer(client, job["chat"], WARM_UP_TOKENS)
-    cuts: list[list[float]] = [list(cut) for cut in job["cuts"]]  # (tokens verified, seconds) of each
+    # (tokens verified, seconds) of each
+    cuts: list[list[float]] = [list(cut) for cut in job["cuts"]]
     timers: list[threading.Timer] = []
 
     def watch(shown: Shown) -> None:

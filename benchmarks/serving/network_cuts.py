@@ -25,14 +25,24 @@ METHODS = "api,client:moa,client:eagle,client:independent,server:moa"
 SHARES = (0.1, 0.5)
 
 
-def cut_answer(world: World, method: str, chat: Any, max_new_tokens: int, cuts: list[tuple[int, float]]) -> JSON:
+def cut_answer(
+    world: World, method: str, chat: Any, max_new_tokens: int, cuts: list[tuple[int, float]]
+) -> JSON:
     """Answer a chat with cuts of (tokens verified, seconds); the result says when each began and ended."""
     times: list[tuple[str, float]] = []
 
     def act(request: JSON) -> None:
-        times.append((request["request"], world.cut() if request["request"] == "cut" else world.restore()))
+        times.append(
+            (request["request"], world.cut() if request["request"] == "cut" else world.restore())
+        )
 
-    job = {"do": "cut", "method": method, "chat": chat, "max_new_tokens": max_new_tokens, "cuts": cuts}
+    job = {
+        "do": "cut",
+        "method": method,
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "cuts": cuts,
+    }
     return world.run(job, act) | {"cut_times": times}
 
 
@@ -83,18 +93,33 @@ def cuts_of(world: World, method: str, chats: list[Any], options: argparse.Names
         whole = cut_answer(world, method, chat, limit, [])
         n = len(whole["tokens"]) or len(whole["updates"])
         for share in SHARES:
-            result = cut_answer(world, method, chat, limit, [(max(1, round(n * share)), options.cut_s)])
+            result = cut_answer(
+                world, method, chat, limit, [(max(1, round(n * share)), options.cut_s)]
+            )
             if len(result["cut_times"]) == 2:
-                row = complete_cut(result, whole["tokens"]) | {"equal": result["text"] == whole["text"]}
+                row = complete_cut(result, whole["tokens"]) | {
+                    "equal": result["text"] == whole["text"]
+                }
                 complete[f"{share:.0%}"].append(row)
-        places = sorted(chance.sample(range(1, max(2, n - 1)), min(options.random_cuts, max(1, n - 2))))
+        places = sorted(
+            chance.sample(range(1, max(2, n - 1)), min(options.random_cuts, max(1, n - 2)))
+        )
         cuts = [(place, chance.uniform(0.05, 2.0)) for place in places]
         result = cut_answer(world, method, chat, limit, cuts)
-        row = {"tokens": n, "cuts": len(result["cut_times"]) // 2, "cut_s": sum(seconds for _, seconds in cuts)}
+        row = {
+            "tokens": n,
+            "cuts": len(result["cut_times"]) // 2,
+            "cut_s": sum(seconds for _, seconds in cuts),
+        }
         row |= {"seconds": result["ended_s"] - result["began_s"]}
-        row |= {"seconds_without": whole["ended_s"] - whole["began_s"], "rolled_back": result["n_rolled_back"]}
+        row |= {
+            "seconds_without": whole["ended_s"] - whole["began_s"],
+            "rolled_back": result["n_rolled_back"],
+        }
         at_random.append(row | {"equal": result["text"] == whole["text"]})
-    sums = {key: sum(row[key] for row in at_random) for key in at_random[0]} | {"answers": len(at_random)}
+    sums = {key: sum(row[key] for row in at_random) for key in at_random[0]} | {
+        "answers": len(at_random)
+    }
     return {
         "complete": {share: summed(rows) for share, rows in complete.items()},
         "random": sums,

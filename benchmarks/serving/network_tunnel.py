@@ -83,9 +83,12 @@ class Condition:
 CONDITIONS = {
     "none": Condition(),  # what this machine does by itself
     "wired": Condition(50e6, 4.5),  # the paper: 50 Mbit/s and a ping (round trip) of 9 ms
-    "5g": Condition(50e6, 10.0, 10.0, 0.001),  # the paper, whose rate is taken as that of the wired network
-    "4g": Condition(20e6, 21.0, 19.0, 0.001),  # the paper: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss
-    "satellite": Condition(20e6, 50.0, 5.0, 0.001),  # not of the paper: a far network, a round trip of 100 ms
+    # the paper, whose rate is taken as that of the wired network
+    "5g": Condition(50e6, 10.0, 10.0, 0.001),
+    # the paper: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss
+    "4g": Condition(20e6, 21.0, 19.0, 0.001),
+    # not of the paper: a far network, a round trip of 100 ms
+    "satellite": Condition(20e6, 50.0, 5.0, 0.001),
 }
 """Networks by name."""
 
@@ -100,7 +103,11 @@ class Line:
 
     def __init__(self, condition: Condition, seed: int) -> None:
         self._seconds_per_byte = 0.0 if condition.rate_bits_s is None else 8 / condition.rate_bits_s
-        self._delay, self._jitter, self._loss = condition.delay_ms / 1e3, condition.jitter_ms / 1e3, condition.loss
+        self._delay, self._jitter, self._loss = (
+            condition.delay_ms / 1e3,
+            condition.jitter_ms / 1e3,
+            condition.loss,
+        )
         self._random = random.Random(seed)
         self._free_at = self._last_arrival = 0.0
 
@@ -115,7 +122,9 @@ class Line:
     def arrival(self, now: float, n_bytes: int, extra: float = 0.0) -> float:
         """Send a packet and return when it arrives, not before those that were sent before it."""
         self._free_at = max(now, self._free_at) + n_bytes * self._seconds_per_byte
-        delay = max(0.0, self._random.gauss(self._delay, self._jitter)) if self._jitter else self._delay
+        delay = (
+            max(0.0, self._random.gauss(self._delay, self._jitter)) if self._jitter else self._delay
+        )
         self._last_arrival = max(self._last_arrival, self._free_at + delay + extra)
         return self._last_arrival
 
@@ -168,7 +177,8 @@ class Tunnel:
             with other:
                 self._shuttle = subprocess.Popen(arguments, pass_fds=fds, stdin=subprocess.DEVNULL)
             for device in devices:
-                device.close()  # the shuttle's are the only ones now: when it ends, the devices vanish
+                # the shuttle's are the only ones now: when it ends, the devices vanish
+                device.close()
             undo.callback(self._shuttle.wait)
             undo.callback(self._control.close)  # which ends it
             undo.callback(self._end_programs)
@@ -273,11 +283,14 @@ def _ip(*arguments: str) -> str:
     """Run iproute2's command and return what it says."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?")
+        raise RuntimeError(
+            f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?"
+        )
     return done.stdout
 
 
-# The process that carries packets between the two devices. It is handed both of them and one end of a socket; when the
+# The process that carries packets between the two devices. It is handed both of them and one end of
+# a socket; when the
 # other end is closed, whatever the reason, it ends and the devices vanish with it.
 
 
@@ -330,7 +343,9 @@ class _Carrier:
         self._flying.clear()
 
 
-def carry(control: socket.socket, client: int, server: int, condition: Condition, seed: int) -> None:
+def carry(
+    control: socket.socket, client: int, server: int, condition: Condition, seed: int
+) -> None:
     """Carry packets until the control socket is closed.
 
     Each message of the control socket is a verb, ``cut``, ``restore`` or ``counts``, and is answered by the counts of
@@ -343,7 +358,9 @@ def carry(control: socket.socket, client: int, server: int, condition: Condition
     is_cut = False
     while True:
         lefts = [left for carrier in carriers.values() if (left := carrier.deliver()) is not None]
-        ready, _, _ = select.select([control.fileno(), client, server], [], [], min(lefts, default=None))
+        ready, _, _ = select.select(
+            [control.fileno(), client, server], [], [], min(lefts, default=None)
+        )
         if control.fileno() in ready:
             verb = control.recv(64)
             if not verb:
@@ -353,7 +370,11 @@ def carry(control: socket.socket, client: int, server: int, condition: Condition
             for carrier in carriers.values():
                 if is_cut:
                     carrier.drop()
-            control.send(json.dumps({way: asdict(carrier.counts) for way, carrier in carriers.items()}).encode())
+            control.send(
+                json.dumps(
+                    {way: asdict(carrier.counts) for way, carrier in carriers.items()}
+                ).encode()
+            )
         for carrier in carriers.values():
             if carrier.source in ready:
                 carrier.take(is_cut)

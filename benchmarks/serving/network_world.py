@@ -26,7 +26,13 @@ class World:
     """
 
     def __init__(
-        self, model: str, drafters: dict[str, str], condition: Condition, target_ms: float, folder: Path, seed: int = 0
+        self,
+        model: str,
+        drafters: dict[str, str],
+        condition: Condition,
+        target_ms: float,
+        folder: Path,
+        seed: int = 0,
     ) -> None:
         self._tunnel = Tunnel(condition, seed)
         self._logs = [(folder / f"{side}.log").open("a") for side in ("server", "client")]
@@ -99,7 +105,12 @@ class World:
     def _start(self, side: Any, *arguments: str) -> "subprocess.Popen[str]":
         log = self._logs[side == "client"]
         return self._tunnel.start(
-            [sys.executable, *arguments], side, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            [sys.executable, *arguments],
+            side,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
 
     def _say(self, what: JSON) -> None:
@@ -111,5 +122,7 @@ class World:
         assert program.stdout is not None
         line = program.stdout.readline()
         if not line:
-            raise RuntimeError(f"{program.args!r} has ended; its log is in {self._logs[0].name} or beside it")
+            raise RuntimeError(
+                f"{program.args!r} has ended; its log is in {self._logs[0].name} or beside it"
+            )
         return line

@@ -42,7 +42,9 @@ def complete(engine: Engine, requests: list[Request], work: Work) -> list[list[i
     return texts
 
 
-def tokens_per_s(engine: Engine, requests: list[Request], work: Work, at_once: bool) -> tuple[float, list[list[int]]]:
+def tokens_per_s(
+    engine: Engine, requests: list[Request], work: Work, at_once: bool
+) -> tuple[float, list[list[int]]]:
     """Run requests at once or one after the other."""
     began = time.perf_counter()
     if at_once:
@@ -84,11 +86,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         check_drafter_matches(drafters["drafter"], target)
     chats = load_prompts(options.prompts, options.sessions).prompts
     prompts = [prompt_tokens(target.template, list(chat.turns[0]), chat.tools) for chat in chats]
-    found: dict[str, Any] = {"n_threads": torch.get_num_threads(), "prompt_tokens": [len(p) for p in prompts]}
+    found: dict[str, Any] = {
+        "n_threads": torch.get_num_threads(),
+        "prompt_tokens": [len(p) for p in prompts],
+    }
     for work in (Work.PLAIN, Work.SPECULATE) if drafters else (Work.PLAIN,):
         engine = Engine(target, drafters, EngineOptions())
         name = "drafter" if work is Work.SPECULATE else None
-        requests = [Request(tuple(p), len(p), options.max_new_tokens, drafter=name) for p in prompts]
+        requests = [
+            Request(tuple(p), len(p), options.max_new_tokens, drafter=name) for p in prompts
+        ]
         found[work.value] = compare(engine, requests, work, options.repeats)
     return {"figures": found}
 

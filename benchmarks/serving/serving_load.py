@@ -57,7 +57,13 @@ BEGINNINGS = (
     b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )  # fmt: skip
 """Of garbage: none, and those of both protocols."""
-LIMITS = ("limits.answer_s=20", "limits.write_s=5", "limits.head_s=5", "limits.body_s=5", "drafting.idle_s=20")
+LIMITS = (
+    "limits.answer_s=20",
+    "limits.write_s=5",
+    "limits.head_s=5",
+    "limits.body_s=5",
+    "drafting.idle_s=20",
+)
 """Of the server: short ones, so that each is reached often."""
 CHAT = "/v1/chat/completions"
 
@@ -85,7 +91,9 @@ class Server:
             *(word for limit in LIMITS for word in ("--set", limit)),
             *(word for name, file in settings.items() for word in (f"--{name.replace('_', '-')}", file)),
         ]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
         assert self.process.stdout is not None
         self.process.stdout.readline()
 
@@ -93,7 +101,11 @@ class Server:
         """MiB of memory, threads and open files."""
         folder = Path("/proc", str(self.process.pid))
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        return int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(list((folder / "fd").iterdir()))
+        return (
+            int(status["VmRSS"].split()[0]) / 1024,
+            int(status["Threads"]),
+            len(list((folder / "fd").iterdir())),
+        )
 
     def stop(self) -> None:
         """End it."""
@@ -109,7 +121,12 @@ class Server:
     def body(self, question: str, **changes: Any) -> dict[str, Any]:
         """The body of a request for an answer."""
         messages = [{"role": "user", "content": question}]
-        return {"model": self.model, "messages": messages, "max_tokens": N_TOKENS, "temperature": 0} | changes
+        return {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": N_TOKENS,
+            "temperature": 0,
+        } | changes
 
     def _connection(self) -> http.client.HTTPConnection:
         if self.tls:
@@ -129,7 +146,9 @@ class Server:
         """Ask over HTTP."""
         connection = self._connection()
         body = json.dumps(self.body(question, stream=stream, **changes))
-        connection.request("POST", CHAT, body, {"content-type": "application/json"} if headers is None else headers)
+        connection.request(
+            "POST", CHAT, body, {"content-type": "application/json"} if headers is None else headers
+        )
         return connection, connection.getresponse()
 
     def answer(self, question: str, **changes: Any) -> str:
@@ -144,7 +163,11 @@ class Server:
     def n_held(self) -> int:
         """Texts that the engine holds."""
         lines = self.get("/metrics")[1].splitlines()
-        return next(round(float(line.split()[1])) for line in lines if line.startswith("moa_sequences_open "))
+        return next(
+            round(float(line.split()[1]))
+            for line in lines
+            if line.startswith("moa_sequences_open ")
+        )
 
 
 class Load:
@@ -195,7 +218,10 @@ class Load:
                 self._count(name)
             except (MoaDataError, OSError, http.client.HTTPException) as error:
                 self._count(f"{name}: {type(error).__name__}")
-                if role in (self._ask, self._stream, self._ask_health) and not self._is_over.is_set():
+                if (
+                    role in (self._ask, self._stream, self._ask_health)
+                    and not self._is_over.is_set()
+                ):
                     self.refused.append(f"{name}: {error!r}"[:300])
                 self._is_over.wait(0.1)
 
@@ -204,20 +230,28 @@ class Load:
             self.counts[what] += 1
 
     def _check(self, who: str, question: str, text: str) -> None:
-        # An answer may end within a character, which HTTP leaves out and the client shows as a replacement.
+        # An answer may end within a character, which HTTP leaves out and the client shows as a
+        # replacement.
         if text.rstrip("\ufffd") != self._texts[question].rstrip("\ufffd"):
             with self._lock:
                 self.wrong.append((who, question, text))
 
     def _draft(self, chance: random.Random) -> None:
         mode: Any = chance.choice(MODES)
-        own: dict[str, Any] = {"ca": self._server.ca, "timeouts": Timeouts(connect_s=60, silence_s=0.3, dead_s=2)}
+        own: dict[str, Any] = {
+            "ca": self._server.ca,
+            "timeouts": Timeouts(connect_s=60, silence_s=0.3, dead_s=2),
+        }
         with DraftingClient(self._proxy.address, self._model, mode=mode, **own) as client:
             for question in chance.sample(QUESTIONS, 3):
-                answer = client.chat([{"role": "user", "content": question}], max_new_tokens=N_TOKENS)
+                answer = client.chat(
+                    [{"role": "user", "content": question}], max_new_tokens=N_TOKENS
+                )
                 self._check(mode, question, answer.text)
 
-    def _pieces(self, response: http.client.HTTPResponse, pause_s: float = 0.0, most: int = 1 << 30) -> str:
+    def _pieces(
+        self, response: http.client.HTTPResponse, pause_s: float = 0.0, most: int = 1 << 30
+    ) -> str:
         text = ""
         for _, line in zip(range(most), response, strict=False):
             data = line.strip().removeprefix(b"data: ")
@@ -248,7 +282,9 @@ class Load:
     def _send_garbage(self, chance: random.Random) -> None:
         port = chance.choice([self._server.port, self._server.grpc_port])
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            connection.sendall(chance.choice(BEGINNINGS) + chance.randbytes(chance.randint(1, 50_000)))
+            connection.sendall(
+                chance.choice(BEGINNINGS) + chance.randbytes(chance.randint(1, 50_000))
+            )
             self._is_over.wait(chance.random())
 
     def _ask(self, chance: random.Random) -> None:
@@ -269,7 +305,9 @@ class Load:
     # Attackers
 
     def _never_read(self, chance: random.Random) -> None:
-        body = self._server.body(chance.choice(QUESTIONS), stream=True, max_tokens=900, temperature=1)
+        body = self._server.body(
+            chance.choice(QUESTIONS), stream=True, max_tokens=900, temperature=1
+        )
         with never_read(self._server.address, post(CHAT, body), self._server.tls):
             self._is_over.wait(chance.uniform(5, 40))
 
@@ -296,7 +334,9 @@ class Load:
 
     def _be_a_foreign_page(self, chance: random.Random) -> None:
         headers, status = chance.choice(list(foreign_pages()))
-        connection, response = self._server.request(chance.choice(QUESTIONS), stream=False, headers=headers)
+        connection, response = self._server.request(
+            chance.choice(QUESTIONS), stream=False, headers=headers
+        )
         with contextlib.closing(connection):
             if response.status != status:
                 self.wrong.append(("foreign page", str(headers), response.read().decode()))
@@ -315,13 +355,17 @@ class Load:
         self._is_over.wait(0.1)
 
     def _send_long_stops(self, chance: random.Random) -> None:
-        connection, response = self._server.request(QUESTIONS[0], stream=True, stop="ab" * 100_000, max_tokens=900)
+        connection, response = self._server.request(
+            QUESTIONS[0], stream=True, stop="ab" * 100_000, max_tokens=900
+        )
         with contextlib.closing(connection):
             if response.status != 400:
                 self.wrong.append(("long stop string", "", response.read().decode()))
 
     def _send_wrong_items(self, chance: random.Random) -> None:
-        connection, response = self._server.request(QUESTIONS[0], stream=False, **chance.choice(WRONG_BODIES))
+        connection, response = self._server.request(
+            QUESTIONS[0], stream=False, **chance.choice(WRONG_BODIES)
+        )
         with contextlib.closing(connection):
             if response.status != 400:
                 self.wrong.append(("wrong items", "", response.read().decode()))
@@ -346,7 +390,9 @@ def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]
 def growth(samples: list[tuple[float, float, int, int]]) -> dict[str, Any]:
     """Memory of the last quarter of the time beside that of the second, in MiB."""
     n = len(samples) // 4
-    before, after = (statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:]))
+    before, after = (
+        statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:])
+    )
     return {
         "before_mib": round(before, 1), "after_mib": round(after, 1), "is_flat": after <= before * 1.05 + 8,
         "threads": samples[-1][2], "files": samples[-1][3],
@@ -357,7 +403,10 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
     """Median, 99th percentile and maximum."""
     ordered = sorted(seconds)
     picked = {"median": 0.5, "p99": 0.99, "max": 1.0}
-    return {name: round(1e3 * ordered[min(len(ordered) - 1, int(q * len(ordered)))], 1) for name, q in picked.items()}
+    return {
+        name: round(1e3 * ordered[min(len(ordered) - 1, int(q * len(ordered)))], 1)
+        for name, q in picked.items()
+    }
 
 
 def wait_until_free(server: Server) -> int:
@@ -396,5 +445,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     needed = {"required": True}
-    record = run("serving-load", measure, model=needed, drafter=needed, bundle=Path, minutes=10.0, tls=False)
+    record = run(
+        "serving-load", measure, model=needed, drafter=needed, bundle=Path, minutes=10.0, tls=False
+    )
     sys.exit(not record["is_good"])

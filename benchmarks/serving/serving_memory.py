@@ -29,7 +29,19 @@ from typing import Any
 from benchmarks.kit.harness import run
 
 CHAT = "/v1/chat/completions"
-WORDS = ["river", "stone", "window", "garden", "letter", "market", "winter", "engine", "paper", "silver", "bridge"]
+WORDS = [
+    "river",
+    "stone",
+    "window",
+    "garden",
+    "letter",
+    "market",
+    "winter",
+    "engine",
+    "paper",
+    "silver",
+    "bridge",
+]
 SAMPLE_S = 5.0
 LONGEST_WORDS = 3000
 """Words of the longest prompt; each is about one token."""
@@ -48,7 +60,9 @@ class Server:
             "--grpc-port", "none", "--device", "cpu",
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+        )
         assert self.process.stdout is not None
         ready = re.search(r"http://127\.0\.0\.1:(\d+)", self.process.stdout.readline())
         if ready is None:
@@ -117,20 +131,29 @@ class Clients:
     def _send(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=300)
         content = json.dumps({"model": self._server.model} | body)
-        connection.request("POST", path, content, {"content-type": "application/json", "connection": "close"})
+        connection.request(
+            "POST", path, content, {"content-type": "application/json", "connection": "close"}
+        )
         response = connection.getresponse()
         if response.status != 200:
             raise http.client.HTTPException(f"{response.status}: {response.read()[:200]!r}")
         return response
 
-    def _chat(self, chance: random.Random, n_words: int, **settings: Any) -> http.client.HTTPResponse:
+    def _chat(
+        self, chance: random.Random, n_words: int, **settings: Any
+    ) -> http.client.HTTPResponse:
         content = " ".join(chance.choices(WORDS, k=n_words))
         return self._send(CHAT, {"messages": [{"role": "user", "content": content}]} | settings)
 
     def _ask_short(self, chance: random.Random) -> None:
-        choices: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": True}]
+        choices: list[dict[str, Any]] = [
+            {"temperature": 0},
+            {"temperature": 0.8, "top_p": 0.9, "logprobs": True},
+        ]
         settings = chance.choice(choices)
-        with self._chat(chance, chance.randint(3, 60), max_tokens=chance.randint(8, 64), **settings) as response:
+        with self._chat(
+            chance, chance.randint(3, 60), max_tokens=chance.randint(8, 64), **settings
+        ) as response:
             response.read()
 
     def _ask_long(self, chance: random.Random) -> None:
@@ -139,12 +162,16 @@ class Clients:
             response.read()
 
     def _ask_several(self, chance: random.Random) -> None:
-        with self._chat(chance, chance.randint(10, 200), max_tokens=32, n=chance.randint(2, 6)) as response:
+        with self._chat(
+            chance, chance.randint(10, 200), max_tokens=32, n=chance.randint(2, 6)
+        ) as response:
             response.read()
 
     def _stream(self, chance: random.Random) -> None:
         n_words = chance.randint(3, 100)
-        with self._chat(chance, n_words, max_tokens=chance.randint(16, 200), stream=True) as response:
+        with self._chat(
+            chance, n_words, max_tokens=chance.randint(16, 200), stream=True
+        ) as response:
             response.read()
 
     def _stream_long(self, chance: random.Random) -> None:
@@ -169,7 +196,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     clients = Clients(server)
     began = time.monotonic()
     of_minutes: dict[int, float] = {}
-    while (passed_s := time.monotonic() - began) < 60 * options.minutes and server.process.poll() is None:
+    while (
+        passed_s := time.monotonic() - began
+    ) < 60 * options.minutes and server.process.poll() is None:
         minute = int(passed_s // 60) + 1
         of_minutes[minute] = max(server.resident_mb(), of_minutes.get(minute, 0.0))
         time.sleep(SAMPLE_S)

@@ -128,7 +128,9 @@ def main() -> None:
         command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--part", part]
         subprocess.run(command, check=True)
         found[part] = json.loads((out / f"{part}.json").read_text())
-    rows = compare(found["plan"], found["extract"], "extract") + compare(found["dry-run"], found["train"], "train")
+    rows = compare(found["plan"], found["extract"], "extract") + compare(
+        found["dry-run"], found["train"], "train"
+    )
     print(json.dumps(rows, indent=1))
     print(write_record(out, "estimates", {"settings": settings_of(options), "figures": rows}))
 

@@ -40,7 +40,10 @@ def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
     padded = []
     for part in range(plan.manifest.n_parts):
         for rows in batches(plan.table.filter(pc.field("part") == part), plan.forward.batch_tokens):
-            texts = [torch.from_numpy(plan.sequences.text(key)[0]).long() for key in rows["sequence_id"].to_pylist()]
+            texts = [
+                torch.from_numpy(plan.sequences.text(key)[0]).long()
+                for key in rows["sequence_id"].to_pylist()
+            ]
             padded.append(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
     return padded
 
@@ -50,7 +53,9 @@ def forward_seconds(target: Target, padded: list[torch.Tensor]) -> float:
     """Seconds of the bare forwards, from the first to the end of the last."""
     started = time.perf_counter()
     for tokens in padded:
-        target.model.model(input_ids=tokens.to(target.device), past_key_values=new_cache(), use_cache=True)
+        target.model.model(
+            input_ids=tokens.to(target.device), past_key_values=new_cache(), use_cache=True
+        )
     synchronize(target.device)
     return time.perf_counter() - started
 
@@ -92,7 +97,9 @@ def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
         "flops": flops,
         "peak_flops_per_s": peak,
         "forward_mfu": utilisation(flops, statistics.median(forward_s), peak),
-        "extract_mfu": utilisation(flops, statistics.median(run.extract_s for run in timings), peak),
+        "extract_mfu": utilisation(
+            flops, statistics.median(run.extract_s for run in timings), peak
+        ),
     }
 
 
@@ -105,7 +112,8 @@ def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) ->
         "extract_over_forward_range": [min(ratios), max(ratios)],
         "forward_s": forward_s,
         "extract_s": extract_s,
-        # Where a run's time goes; the copies, the writer's thread and the encoders work beside the forwards.
+        # Where a run's time goes; the copies, the writer's thread and the encoders work beside the
+        # forwards.
         "forwards_and_gathering_s": [run.forward_s for run in timings],
         "copies_s": [run.copy_s for run in timings],
         "encoders_cpu_s": [run.encode_s for run in timings],
@@ -124,7 +132,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("--model and --dataset belong together")
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as name:
         folder = Path(name)
-        model, dataset = (options.model, options.dataset) if options.model else make_input(folder, options)
+        model, dataset = (
+            (options.model, options.dataset) if options.model else make_input(folder, options)
+        )
         config = ExtractConfig.of(
             model=model, dataset=dataset, out="unused", max_sequences=options.max_sequences,
             max_length=options.max_length, device=options.device, codec=options.codec,

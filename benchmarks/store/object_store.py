@@ -61,7 +61,9 @@ class Link:
             with self._lock:
                 self.requests[_kind(request)] += 1
                 self.n_bytes += n_bytes
-                self._free_at_s = max(time.monotonic(), self._free_at_s) + n_bytes / self.bytes_per_s
+                self._free_at_s = (
+                    max(time.monotonic(), self._free_at_s) + n_bytes / self.bytes_per_s
+                )
                 free_at_s = self._free_at_s
             time.sleep(max(0.0, free_at_s - time.monotonic()))
             return answer
@@ -75,7 +77,9 @@ def _kind(request: Callable[[], Any]) -> str:
     return "list" if "all_pages" in getattr(request, "__qualname__", "") else "read"
 
 
-def trained(options: argparse.Namespace, store: str, out: Path, cache: Path | None) -> dict[str, Any]:
+def trained(
+    options: argparse.Namespace, store: str, out: Path, cache: Path | None
+) -> dict[str, Any]:
     """Train for an epoch; return what it took."""
     report = train(
         TrainConfig.of(

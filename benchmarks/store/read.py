@@ -28,10 +28,16 @@ CASES = ("random all", "random layer", "random hidden", "epoch all")
 Timing = dict[str, dict[str, list[float]]]
 
 
-def batches(data: read_data.Data, case: str, batch: int, n_batches: int, turn: int) -> list[np.ndarray]:
+def batches(
+    data: read_data.Data, case: str, batch: int, n_batches: int, turn: int
+) -> list[np.ndarray]:
     """The rows of each batch; a turn's random batches are the same for all formats."""
     n = len(data.lengths)
-    order = np.arange(n) if case.startswith("epoch") else np.random.default_rng([7, turn]).permutation(n)
+    order = (
+        np.arange(n)
+        if case.startswith("epoch")
+        else np.random.default_rng([7, turn]).permutation(n)
+    )
     cut = [order[start : start + batch] for start in range(0, n - batch + 1, batch)] or [order]
     return cut if case.startswith("epoch") else cut[:n_batches]
 
@@ -61,10 +67,15 @@ def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None
         out = cut(buffers(data, what, len(rows)), data, rows)
         read(rows, what, out)
         for field, array in out.items():
-            source = data.hidden if field != "kv" else data.kv[:, -1:] if what == "layer" else data.kv
+            source = (
+                data.hidden if field != "kv" else data.kv[:, -1:] if what == "layer" else data.kv
+            )
             for b, row in enumerate(rows.tolist()):
                 n, start = data.lengths[row], data.starts[row]
-                if not np.array_equal(array[b, :n], source[start : start + n]) or array[b, n:].any():
+                if (
+                    not np.array_equal(array[b, :n], source[start : start + n])
+                    or array[b, n:].any()
+                ):
                     raise SystemExit(f"{name} reads {field} ({what}) of sequence {row} wrongly.")
 
 
@@ -84,9 +95,13 @@ def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], o
     return raw_bytes(data, what, rows) / (time.perf_counter() - began) / 1e6
 
 
-def in_turns(formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace) -> Timing:
+def in_turns(
+    formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace
+) -> Timing:
     """All formats in turn, ``options.turns`` times."""
-    places = {entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats}
+    places = {
+        entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats
+    }
     found: Timing = {case: {entry.name: [] for entry in formats} for case in options.cases}
     for case in options.cases:
         _, what = case.split()
@@ -121,12 +136,23 @@ def summarize(found: Timing) -> dict[str, dict[str, dict[str, float]]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write, check and read all formats that are installed."""
     n_bytes = options.mb * 10**6
-    data = read_data.load(options.source, n_bytes) if options.source else read_data.draw(options.shape, n_bytes)
-    wanted = [entry for entry in FORMATS if not options.formats or any(part in entry.name for part in options.formats)]
+    data = (
+        read_data.load(options.source, n_bytes)
+        if options.source
+        else read_data.draw(options.shape, n_bytes)
+    )
+    wanted = [
+        entry
+        for entry in FORMATS
+        if not options.formats or any(part in entry.name for part in options.formats)
+    ]
     formats = [entry for entry in wanted if entry.is_installed]
     if FORMATS[0] not in formats:
         formats.insert(0, FORMATS[0])
-    raw, some = data.kv.nbytes + data.hidden.nbytes, np.random.default_rng(1).permutation(len(data.lengths))[:4]
+    raw, some = (
+        data.kv.nbytes + data.hidden.nbytes,
+        np.random.default_rng(1).permutation(len(data.lengths))[:4],
+    )
     stored = {}
     with tempfile.TemporaryDirectory(prefix="moa-data-read-", dir=options.folder) as name:
         folder = Path(name)
@@ -135,10 +161,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if not place.exists():
                 place.mkdir()
                 entry.write(data, place)
-            stored[entry.name] = sum(path.stat().st_size for path in read_data.files_below(place)) / raw
+            stored[entry.name] = (
+                sum(path.stat().st_size for path in read_data.files_below(place)) / raw
+            )
             check(entry.open(place, data), data, some, entry.name)
         found = in_turns(formats, folder, data, options)
-    shape = {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
+    shape = {
+        "n_sequences": len(data.lengths),
+        "n_tokens": int(data.lengths.sum()),
+        "kv_shape": data.kv.shape[1:],
+    }
     return {"figures": summarize(found), "turns": found, "stored": stored, "data": shape}
 
 

@@ -7,7 +7,14 @@ import numpy as np
 
 from benchmarks.kit.made import recipe
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, bfloat16_bits, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import (
+    FieldSpec,
+    bfloat16_bits,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
 from moa_data.storage.write.store import StoreWriter
 
 SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}
@@ -52,7 +59,10 @@ def load(store: Path, n_bytes: int) -> Data:
         if not n:
             raise SystemExit(f"{store} has no sequence below --mb; raise it.")
         chosen = np.argsort(-source.lengths[:n], kind="stable")
-        kv, hidden = (np.concatenate([source.read(i, name) for i in chosen.tolist()]) for name in ("kv", "hidden/last"))
+        kv, hidden = (
+            np.concatenate([source.read(i, name) for i in chosen.tolist()])
+            for name in ("kv", "hidden/last")
+        )
         return Data(kv, hidden, source.lengths[chosen].astype(np.int64))
 
 
@@ -84,7 +94,11 @@ def write_store(data: Data, path: Path) -> None:
         for row, start in zip(out.sequences.to_pylist(), data.starts.tolist(), strict=True):
             span = slice(start, start + row["n_tokens"])
             out.write("tokens", row["first_token"], np.zeros(row["n_tokens"], np.int32))
-            out.write("response_mask", row["first_token"], (np.arange(row["n_tokens"]) > 0).astype(np.uint8))
+            out.write(
+                "response_mask",
+                row["first_token"],
+                (np.arange(row["n_tokens"]) > 0).astype(np.uint8),
+            )
             out.write("kv", row["first_token"], data.kv[span])
             out.write("hidden/last", row["first_token"], data.hidden[span])
         out.commit()

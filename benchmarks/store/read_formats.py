@@ -52,7 +52,9 @@ def place(out: np.ndarray, b: int, values: np.ndarray) -> None:
     out[b, len(values) :] = 0
 
 
-def per_sequence(sequence: Callable[[int, str], tuple[np.ndarray | None, np.ndarray | None]]) -> Read:
+def per_sequence(
+    sequence: Callable[[int, str], tuple[np.ndarray | None, np.ndarray | None]],
+) -> Read:
     """Reads a batch one sequence after the other."""
 
     def read(rows: np.ndarray, what: str, out: Out) -> None:
@@ -92,9 +94,14 @@ def sequences(data: Data) -> Iterable[dict[str, torch.Tensor]]:
         yield {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in pair.items()}
 
 
-def as_bits(tensors: dict[str, torch.Tensor], what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+def as_bits(
+    tensors: dict[str, torch.Tensor], what: str
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """The wanted arrays of a sequence, as bits."""
-    kv, hidden = (tensors[name].view(torch.uint16).numpy() if name in tensors else None for name in ("kv", "hidden"))
+    kv, hidden = (
+        tensors[name].view(torch.uint16).numpy() if name in tensors else None
+        for name in ("kv", "hidden")
+    )
     return (kv[:, -1:] if what == "layer" and kv is not None else kv), hidden
 
 
@@ -102,7 +109,9 @@ def write_pt_gz(data: Data, folder: Path) -> None:
     """One gzipped .pt per sequence, as SpecForge writes them."""
     for row, tensors in enumerate(sequences(data)):
         with gzip.open(folder / f"{row}.pt.gz", "wb", compresslevel=6) as file:
-            torch.save({name: tensor.clone() for name, tensor in tensors.items()}, cast(IO[bytes], file))
+            torch.save(
+                {name: tensor.clone() for name, tensor in tensors.items()}, cast(IO[bytes], file)
+            )
 
 
 def open_pt_gz(folder: Path, data: Data) -> Read:
@@ -120,7 +129,10 @@ def write_safetensors(data: Data, folder: Path) -> None:
     from safetensors.torch import save_file
 
     for row, tensors in enumerate(sequences(data)):
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{row}.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / f"{row}.safetensors",
+        )
 
 
 def open_safetensors(folder: Path, data: Data) -> Read:
@@ -156,8 +168,12 @@ def open_ours(n_threads: int) -> Callable[[Path, Data], Read]:
         store = ActivationStore(folder / "store")
 
         def read(rows: np.ndarray, what: str, out: Out) -> None:
-            fields = {"all": ["kv", "hidden/last"], "layer": ["kv"], "hidden": ["hidden/last"]}[what]
-            store.read_batch(rows, fields, out=out, layers=[-1] if what == "layer" else None, n_threads=n_threads)
+            fields = {"all": ["kv", "hidden/last"], "layer": ["kv"], "hidden": ["hidden/last"]}[
+                what
+            ]
+            store.read_batch(
+                rows, fields, out=out, layers=[-1] if what == "layer" else None, n_threads=n_threads
+            )
 
         return read
 
@@ -185,9 +201,13 @@ def open_tensorstore(folder: Path, data: Data) -> Read:
     import tensorstore as ts
 
     part, first, lengths = part_and_starts(folder)
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 8 << 20}})  # for indexes, not for whole batches
+    # for indexes, not for whole batches
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 8 << 20}})
     arrays = {
-        name: ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(part / name)}}, context=context)
+        name: ts.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(part / name)}},
+            context=context,
+        )
         for name in ("kv", "hidden/last")
     }
     opened = {name: array.result() for name, array in arrays.items()}

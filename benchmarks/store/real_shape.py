@@ -63,7 +63,9 @@ def run_stage(name: str, command: list[str], log: Path, measured: Path | None = 
     process.returncode = os.waitstatus_to_exitcode(status)
     seconds, peak_gb = time.perf_counter() - started, usage.ru_maxrss * 1024 / 1e9
     if process.returncode:
-        sys.exit(f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; see {log}")
+        sys.exit(
+            f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; see {log}"
+        )
     found = [file for file in measured.rglob("*") if file.is_file()] if measured else []
     stage = Stage(name, seconds, peak_gb, sum(file.stat().st_size for file in found), len(found))
     print(f"    {seconds:.0f} s, peak {peak_gb:.1f} GB", flush=True)
@@ -77,9 +79,24 @@ def stages(out: Path, options: argparse.Namespace) -> list[tuple[str, list[str],
     middle = sorted({min(2, options.layers - 1), options.layers // 2, max(options.layers - 3, 0)})
     hidden = ",".join(f"hidden:layer:{layer}" for layer in middle)
     source = ["--model", model, "--dataset", chats, "--out", store, "--compute-dtype", "bfloat16"]
-    source += ["--activations", f"kv,hidden:last,{hidden}", "--target-layers", "1", "--codec", options.codec]
+    source += [
+        "--activations",
+        f"kv,hidden:last,{hidden}",
+        "--target-layers",
+        "1",
+        "--codec",
+        options.codec,
+    ]
     source += ["--max-sequences", str(options.sequences), "--max-length", str(options.tokens // 4)]
-    part = [sys.executable, "-m", __spec__.name, str(out), "--layers", str(options.layers), "--part"]
+    part = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        str(out),
+        "--layers",
+        str(options.layers),
+        "--part",
+    ]
     rows: list[tuple[str, list[str], Path | None]] = [
         ("make the target", [*part, "target"], out / "target"),
         ("plan", [*cli, "plan", *source], None),
@@ -90,9 +107,23 @@ def stages(out: Path, options: argparse.Namespace) -> list[tuple[str, list[str],
     for kind in DRAFTERS:
         run = out / "runs" / kind
         reads_layers = kind in ("eagle3", "dspark", "dflash")
-        extra = ["--set", f"drafter.fused_layers={','.join(map(str, middle))}"] if reads_layers else []
-        steps = ["--max-steps", "2", "--batch-size", "4", "--validation-fraction", "0.2", "--drafter", kind, *extra]
-        rows.append((f"train {kind}", [*cli, "train", store, "--out", str(run), *steps], run / "drafter"))
+        extra = (
+            ["--set", f"drafter.fused_layers={','.join(map(str, middle))}"] if reads_layers else []
+        )
+        steps = [
+            "--max-steps",
+            "2",
+            "--batch-size",
+            "4",
+            "--validation-fraction",
+            "0.2",
+            "--drafter",
+            kind,
+            *extra,
+        ]
+        rows.append(
+            (f"train {kind}", [*cli, "train", store, "--out", str(run), *steps], run / "drafter")
+        )
     return [*rows, ("generate with each", [*part, "generate"], None)]
 
 
@@ -136,7 +167,10 @@ def main() -> None:
                 shutil.rmtree(checkpoints)
             record.write_text(json.dumps(asdict(stage)))
         done.append(Stage(**json.loads(record.read_text())))
-    document = {"stages": [asdict(stage) for stage in done], "settings": settings_of(options, "keep", "part")}
+    document = {
+        "stages": [asdict(stage) for stage in done],
+        "settings": settings_of(options, "keep", "part"),
+    }
     print(write_record(out, "real-shape", document))
     if not options.keep:
         shutil.rmtree(out / "target")

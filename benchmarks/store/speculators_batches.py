@@ -23,12 +23,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from moa_data.pipeline.exchange.speculators_backend import StoreTransfer
 
-    sides: dict[str, HiddenStatesTransfer] = {"files": FileTransfer(Path(options.files) / "hidden_states")}
+    sides: dict[str, HiddenStatesTransfer] = {
+        "files": FileTransfer(Path(options.files) / "hidden_states")
+    }
     folders = {"files": Path(options.files) / "hidden_states"}
     for store in map(Path, options.stores):
         sides[store.name], folders[store.name] = StoreTransfer(str(store)), store / "parts"
     datasets = {
-        name: ArrowDataset(options.max_length, options.files, side, on_missing="raise") for name, side in sides.items()
+        name: ArrowDataset(options.max_length, options.files, side, on_missing="raise")
+        for name, side in sides.items()
     }
     n_layers, width = sides["files"].get_cached(0)["hidden_states"].shape[1:]
     collate, n = CollateFn(options.max_length, width, n_layers - 1), len(datasets["files"])
@@ -37,7 +40,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).tolist()
         firsts = range(0, n, options.batch_size)
         return [
-            collate([datasets[name][i] for i in order[k : k + options.batch_size]])["hidden_states"] for k in firsts
+            collate([datasets[name][i] for i in order[k : k + options.batch_size]])["hidden_states"]
+            for k in firsts
         ]
 
     wanted = batches("files")

@@ -33,7 +33,9 @@ def fit(tokens: Numbers, lengths: Numbers) -> tuple[float, float, float]:
     for power in POWERS:
         terms = np.stack([np.ones_like(tokens), -(tokens**-power)], axis=1)
         (a, b), *_ = np.linalg.lstsq(terms, lengths, rcond=None)
-        found.append((float(((terms @ (a, b) - lengths) ** 2).sum()), float(a), float(b), float(power)))
+        found.append(
+            (float(((terms @ (a, b) - lengths) ** 2).sum()), float(a), float(b), float(power))
+        )
     return min(found)[1:]
 
 
@@ -45,14 +47,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         by_steps[report["n_steps"]].append(report)
     n_runs = [len(by_steps[one]) for one in sorted(by_steps)]
     tokens, lengths = (
-        np.array([float(np.mean([report[key] for report in by_steps[one]])) for one in sorted(by_steps)])
+        np.array(
+            [float(np.mean([report[key] for report in by_steps[one]])) for one in sorted(by_steps)]
+        )
         for key in ("n_tokens_total", "best_expected_acceptance_length")
     )
     tokens /= 1e6
     fitted = tokens <= options.up_to / 1e6
     a, b, c = fit(tokens[fitted], lengths[fitted])
     predicted = a - b * tokens**-c
-    columns = zip(tokens.tolist(), n_runs, lengths.tolist(), fitted.tolist(), predicted.tolist(), strict=True)
+    columns = zip(
+        tokens.tolist(), n_runs, lengths.tolist(), fitted.tolist(), predicted.tolist(), strict=True
+    )
     names = ("tokens_m", "n_runs", "length", "is_fitted", "predicted")
     rows = [dict(zip(names, one, strict=True)) for one in columns]
     return {"a": a, "b": b, "c": c, "rows": rows}

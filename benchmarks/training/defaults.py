@@ -38,12 +38,20 @@ def train_chosen(options: Namespace, store: str, kind: str) -> dict[str, Any]:
     """Train without settings, or with the number of epochs alone; returns the report and what was chosen."""
     out = run_folder(options, store, kind, f"chosen-{options.epochs or 'epochs'}")
     length = {"epochs": options.epochs} if options.epochs else {}
-    report = trained(TrainConfig.of(store=store, out=str(out), drafter=kind, seed=options.seed, **length))
+    report = trained(
+        TrainConfig.of(store=store, out=str(out), drafter=kind, seed=options.seed, **length)
+    )
     return report | {"settings": yaml.safe_load((out / RUN_FILE).read_text())}
 
 
 def train_other(
-    options: Namespace, store: str, kind: str, epochs: float, optimizer: str, factor: float, batch: int
+    options: Namespace,
+    store: str,
+    kind: str,
+    epochs: float,
+    optimizer: str,
+    factor: float,
+    batch: int,
 ) -> dict[str, Any]:
     """Train with a batch, an optimizer and a factor of the learning rates; returns the report."""
     out = run_folder(options, store, kind, f"{epochs:g}-{optimizer}-{factor:g}-{batch}")
@@ -91,13 +99,21 @@ def search(options: Namespace, store: str, kind: str) -> dict[str, Any]:
 def main() -> None:
     """Train what is not there yet, and write all rows."""
     stores = {"nargs": "+", "required": True, "metavar": "STORE"}
-    own = {"drafters": ["eagle", "eagle3", "moa"], "optimizers": ["muon"], "factors": [0.5, 1.0, 2.0]}
-    options = parsed(parser_of(__name__, "out", stores=stores, batches=[4, 8, 16], epochs=float, seed=0, **own))
+    own = {
+        "drafters": ["eagle", "eagle3", "moa"],
+        "optimizers": ["muon"],
+        "factors": [0.5, 1.0, 2.0],
+    }
+    options = parsed(
+        parser_of(__name__, "out", stores=stores, batches=[4, 8, 16], epochs=float, seed=0, **own)
+    )
     options.out = Path(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     for store, kind in product(options.stores, options.drafters):
         row = search(options, store, kind)
-        (options.out / f"row-{row['store']}-{kind}-{row['epochs']:g}.json").write_text(json.dumps(row, indent=1) + "\n")
+        (options.out / f"row-{row['store']}-{kind}-{row['epochs']:g}.json").write_text(
+            json.dumps(row, indent=1) + "\n"
+        )
     rows = [json.loads(file.read_text()) for file in sorted(options.out.glob("row-*.json"))]
     document = {"rows": rows, "provenance": provenance()}
     (options.out / "defaults.json").write_text(json.dumps(document, indent=1) + "\n")

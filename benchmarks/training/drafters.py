@@ -32,14 +32,19 @@ from moa_data.trainer.config import PRESETS, TrainConfig
 READ = (1, 3, 6)
 """Target layers whose outputs are read."""
 BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
-PUBLISHED = {"forward_kl_weight": 0.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}  # DSpark's loss
+# DSpark's loss
+PUBLISHED = {"forward_kl_weight": 0.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}
 DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK | PUBLISHED
 MOA: dict[str, Any] = {
     "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235, "cross_attention_kv_heads": 1,
     "cross_attention_mlp_width": 320, "layer_attention_heads": 4, "layer_attention_kv_heads": 2,
     "layer_attention_mlp_width": 224,
 }  # fmt: skip
-PAPER = MOA | PRESETS["paper"]["drafter"] | {"self_attention_mlp_width": 278, "cross_attention_mlp_width": 363}
+PAPER = (
+    MOA
+    | PRESETS["paper"]["drafter"]
+    | {"self_attention_mlp_width": 278, "cross_attention_mlp_width": 363}
+)
 BOTH_PASSES = {"teacher_forced_weight": 1.0}
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("EAGLE-2", {"drafter": "eagle", "self_attention_mlp_width": 1024}),
@@ -80,7 +85,12 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "paper": ("MoA as in the paper", PAPER),
     "last-layer": (
         "no layer self-attention, KV of the last layer only, wider MLPs",
-        PAPER | {"layer_attention": False, "self_attention_mlp_width": 438, "cross_attention_mlp_width": 523},
+        PAPER
+        | {
+            "layer_attention": False,
+            "self_attention_mlp_width": 438,
+            "cross_attention_mlp_width": 523,
+        },
     ),
     "no-bound": ("no step bound", PAPER | {"step_bound": False}),
     "fixed-bound": ("one step bound of 10", PAPER | {"step_bound_min": 10, "step_bound_max": 10}),
@@ -93,8 +103,14 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "one-pass": ("one pass", MOA | {"teacher_forced_weight": 0.0}),
     "half-layers": ("every second layer", MOA | {"layer_stride": 2}),
-    "target-layers-1": ("the paper's, through 1 target layer", PAPER | {"target_layer_inference": 1}),
-    "target-layers-3": ("the paper's, through 3 target layers", PAPER | {"target_layer_inference": 3}),
+    "target-layers-1": (
+        "the paper's, through 1 target layer",
+        PAPER | {"target_layer_inference": 1},
+    ),
+    "target-layers-3": (
+        "the paper's, through 3 target layers",
+        PAPER | {"target_layer_inference": 3},
+    ),
 }
 """Mixture of Attentions without one part each, or with another (``--only``): what each part gives."""
 
@@ -109,7 +125,8 @@ def train_config(options: argparse.Namespace, name: str, rate: float, seed: int)
     )  # fmt: skip
     rates = config.named()
     return config.replaced(
-        learning_rate=rate * rates["learning_rate"], matrix_learning_rate=rate * rates["matrix_learning_rate"]
+        learning_rate=rate * rates["learning_rate"],
+        matrix_learning_rate=rate * rates["matrix_learning_rate"],
     )
 
 
@@ -121,7 +138,11 @@ def settings_given(changes: list[str]) -> dict[str, Any]:
 def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[float, float]]:
     """Train with each rate; return the one with the longest expected acceptance on held-out training chats, and all."""
     found = {
-        rate: float(trained(train_config(options, name, rate, options.seeds[0]))["best_expected_acceptance_length"])
+        rate: float(
+            trained(train_config(options, name, rate, options.seeds[0]))[
+                "best_expected_acceptance_length"
+            ]
+        )
         for rate in options.rates
     }
     return max(found, key=lambda rate: found[rate]), found
@@ -143,7 +164,12 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
 
 def main() -> None:
     """Train and measure what is not there yet, and write all rows that are."""
-    only = {"nargs": "+", "choices": [*DRAFTERS, *ABLATIONS], "default": list(DRAFTERS), "metavar": "DRAFTER"}
+    only = {
+        "nargs": "+",
+        "choices": [*DRAFTERS, *ABLATIONS],
+        "default": list(DRAFTERS),
+        "metavar": "DRAFTER",
+    }
     changes = {"nargs": "+", "default": [], "metavar": "SETTING=VALUE"}
     own = {"steps": 340, "seeds": [0, 1], "rates": [0.5, 1.0], "only": only, "set": changes}
     words = ("store", "model", "prompts", "out")

@@ -34,16 +34,25 @@ from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import MAX_POSITIONS, train_target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 192,
+    "n_layers": 8,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},  # Llama with norms of queries and keys
     # The experts of a layer have as many weights as Llama's MLP; a token uses a quarter of them.
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
     "olmo2": {},  # norms after attention and MLP in place of before
-    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},  # of eight layers the sixth sees all
-    # What parts Gemma from Llama, alone: windows, or their lack, and the scale of embeddings (``SCALES``).
-    "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},  # no token is out of sight
+    # of eight layers the sixth sees all
+    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},
+    # What parts Gemma from Llama, alone: windows, or their lack, and the scale of embeddings
+    # (``SCALES``).
+    # no token is out of sight
+    "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
     "gemma3_text-unscaled": {"sliding_window": 32, "query_pre_attn_scalar": 48},
     "gemma3_text-wide-unscaled": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
     "qwen3-windows": {"sliding_window": 32, "use_sliding_window": True, "layer_types": [
@@ -60,14 +69,18 @@ SEEN = 32
 def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
     """Make an untrained target in float32."""
     torch.manual_seed(config.seed)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     sizes = {
         "vocab_size": len(tokenizer), "hidden_size": config.hidden_size, "intermediate_size": 3 * config.hidden_size,
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.hidden_size // config.n_heads,
         "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
     }  # fmt: skip
-    found = AutoConfig.for_model(model_type.split("-")[0], **sizes, **FAMILIES[model_type], **special)
+    found = AutoConfig.for_model(
+        model_type.split("-")[0], **sizes, **FAMILIES[model_type], **special
+    )
     model: Any = AutoModelForCausalLM.from_config(found, trust_remote_code=False)
     model.generation_config = GenerationConfig(do_sample=False, **special)
     if (scale := SCALES.get(model_type.rpartition("-")[2])) is not None:
@@ -105,14 +118,22 @@ def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
     """
     from moa_data.moa.targets.live import Target
 
-    target, loss, entropy, n, draws = Target.load(str(folder), device=DEVICE), 0.0, 0.0, 0, random.Random(0)
+    target, loss, entropy, n, draws = (
+        Target.load(str(folder), device=DEVICE),
+        0.0,
+        0.0,
+        0,
+        random.Random(0),
+    )
     model: Any = target.model
     cut, chosen = [], []
     for row in rows:
         encoded = target.tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = (torch.tensor(encoded[name][:MAX_POSITIONS]) for name in ("input_ids", "assistant_masks"))
+        ids, mask = (
+            torch.tensor(encoded[name][:MAX_POSITIONS]) for name in ("input_ids", "assistant_masks")
+        )
         answered = mask[1:].bool()
         log_p = model(ids[None].to(DEVICE)).logits[0, :-1].cpu().log_softmax(dim=-1)
         loss -= float(log_p[answered].gather(1, ids[1:][answered][:, None]).sum())
@@ -122,9 +143,16 @@ def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
         for at in draws.sample(late, min(12, len(late))):
             cut.append(torch.cat((ids[:1], ids[at + 1 - SEEN : at + 1])))
             chosen.append(log_p[at].argmax())
-    alone = [model(part.to(DEVICE)).logits[:, -1].argmax(dim=-1).cpu() for part in torch.stack(cut).split(128)]
+    alone = [
+        model(part.to(DEVICE)).logits[:, -1].argmax(dim=-1).cpu()
+        for part in torch.stack(cut).split(128)
+    ]
     is_same = torch.cat(alone) == torch.stack(chosen)
-    return {"held_out_loss": loss / n, "entropy": entropy / n, "same_by_near_tokens": float(is_same.double().mean())}
+    return {
+        "held_out_loss": loss / n,
+        "entropy": entropy / n,
+        "same_by_near_tokens": float(is_same.double().mean()),
+    }
 
 
 def called(*words: object) -> None:
@@ -141,17 +169,25 @@ def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, ra
     """Train a drafter that is not there yet; returns the length that it is expected to have on chats nobody saw."""
     named, steps = own_folder(options), options.steps
     given = argparse.Namespace(
-        store=str(own / "store"), out=own / "drafters" / named, set=options.set, steps=steps, validation_sequences=150
+        store=str(own / "store"),
+        out=own / "drafters" / named,
+        set=options.set,
+        steps=steps,
+        validation_sequences=150,
     )
     trained(config := train_config(given, drafter, rate, seed))
     # One step that moves nothing, and then the validation on nine tenths of another store.
     given.store, given.out = str(own / "unseen"), own / "on-unseen" / named
     given.steps, given.validation_sequences = 1, 400
     given.set = [*options.set, f"init_from={config.out}", "validation_fraction=0.9"]
-    return float(trained(train_config(given, drafter, 1e-30, seed))["best_expected_acceptance_length"])
+    return float(
+        trained(train_config(given, drafter, 1e-30, seed))["best_expected_acceptance_length"]
+    )
 
 
-def decoded(options: argparse.Namespace, own: Path, family: str, drafter: str, seed: int) -> dict[str, Any]:
+def decoded(
+    options: argparse.Namespace, own: Path, family: str, drafter: str, seed: int
+) -> dict[str, Any]:
     """Decode the test prompts with a drafter: its acceptance lengths by method."""
     out = own / "drafters" / own_folder(options)
     called(
@@ -159,7 +195,9 @@ def decoded(options: argparse.Namespace, own: Path, family: str, drafter: str, s
         family, "--only", drafter, "--steps", options.steps, "--seeds", seed, "--rates", options.rate,
         *(("--set", *options.set) if options.set else ()),
     )  # fmt: skip
-    lengths: dict[str, Any] = json.loads((out / f"row-{drafter}-{seed}.json").read_text())["lengths"]
+    lengths: dict[str, Any] = json.loads((out / f"row-{drafter}-{seed}.json").read_text())[
+        "lengths"
+    ]
     return lengths
 
 
@@ -178,7 +216,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             target_matrix_learning_rate=0.02, target_learning_rate=3e-3,
         )  # fmt: skip
         with torch.device(DEVICE):
-            found = train_target(train, config, own / "target", build=lambda *given, name=family: build(name, *given))
+            found = train_target(
+                train, config, own / "target", build=lambda *given, name=family: build(name, *given)
+            )
         held_out = chats(folder / "held_out.jsonl")
         found |= on_held_out(own / "target", held_out)
         fields = "kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6"
@@ -191,16 +231,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "--activations", fields, "--max-length", MAX_POSITIONS, "--max-sequences", n_chats,
             )  # fmt: skip
         for drafter in options.drafters:
-            row = {"family": family, "target_steps": int(steps), "seed": seed, "target": found, "drafter": drafter}
+            row = {
+                "family": family,
+                "target_steps": int(steps),
+                "seed": seed,
+                "target": found,
+                "drafter": drafter,
+            }
             row["expected_length"] = expected(options, own, drafter, seed, options.rate)
             if options.decode:
                 row["lengths"] = decoded(options, own, family, drafter, seed)
             rows.append(row)
     for row in rows:
         # Of a Llama that has the same loss, between those of the same seed.
-        same = [one for one in rows if one["family"] == "llama" and one["drafter"] == row["drafter"]]
+        same = [
+            one for one in rows if one["family"] == "llama" and one["drafter"] == row["drafter"]
+        ]
         points = sorted(
-            (one["target"]["held_out_loss"], one["expected_length"]) for one in same if one["seed"] == row["seed"]
+            (one["target"]["held_out_loss"], one["expected_length"])
+            for one in same
+            if one["seed"] == row["seed"]
         )
         if points and points[0][0] <= row["target"]["held_out_loss"] <= points[-1][0]:
             losses, lengths = zip(*points, strict=True)

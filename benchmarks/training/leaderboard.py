@@ -55,7 +55,9 @@ DECODING: dict[str, Any] = {
 """Options of how test prompts are decoded; a batch holds for all but tokens/s."""
 
 
-def decoded(options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any) -> dict[str, Any]:
+def decoded(
+    options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any
+) -> dict[str, Any]:
     """Return the report of decoding the test prompts, measured first if it is not there."""
     values = {
         "model": options.model, "prompts": options.prompts, "device": options.device, "n_prompts": options.n_prompts,
@@ -65,7 +67,9 @@ def decoded(options: argparse.Namespace, name: str, run: str, shape: dict[str, A
     found: dict[str, Any] = kept(config, evaluate)
     wrong = [row["method"] for row in found["methods"] if row["n_exact"] != row["n_answers"]]
     if wrong:
-        sys.exit(f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. See {config.out}.")
+        sys.exit(
+            f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. See {config.out}."
+        )
     return found
 
 
@@ -90,15 +94,20 @@ def lengths(report: dict[str, Any], method: str) -> list[float]:
 def acceptance(options: argparse.Namespace, name: str, run: str) -> dict[str, list[float]]:
     """Decode the test prompts with all shapes; returns acceptance lengths by key."""
     return {
-        key: lengths(decoded(options, f"{name}-{key}", run, shape), shape["method"][1]) for key, shape in SHAPES.items()
+        key: lengths(decoded(options, f"{name}-{key}", run, shape), shape["method"][1])
+        for key, shape in SHAPES.items()
     }
 
 
 def by_position(options: argparse.Namespace, name: str, run: str) -> str:
     """The shares of target calls that accepted the draft at each of :data:`POSITIONS` of a chain of ten, in percent."""
     report = decoded(options, f"{name}-chain10", run, SHAPES["chain10"])
-    (found,) = [row["accepted_by_position"] for row in report["methods"] if row["method"] == "chain"]
-    return ", ".join(f"{100 * found[place - 1]:.0f}" if place <= len(found) else "0" for place in POSITIONS)
+    (found,) = [
+        row["accepted_by_position"] for row in report["methods"] if row["method"] == "chain"
+    ]
+    return ", ".join(
+        f"{100 * found[place - 1]:.0f}" if place <= len(found) else "0" for place in POSITIONS
+    )
 
 
 def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
@@ -114,10 +123,19 @@ def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
 
 
 def one_at_a_time(
-    options: argparse.Namespace, name: str, run: str, prompts: str, methods: tuple[str, ...], stop: float
+    options: argparse.Namespace,
+    name: str,
+    run: str,
+    prompts: str,
+    methods: tuple[str, ...],
+    stop: float,
 ) -> dict[str, dict[str, Any]]:
     """Decode prompts one at a time, plain and by methods in turns; returns what the report says of each method."""
-    shape = {"method": ("plain", *methods), "draft_length": SPEED_LENGTH, "tree": f"{STOPPED_LENGTH}@{stop:g}"}
+    shape = {
+        "method": ("plain", *methods),
+        "draft_length": SPEED_LENGTH,
+        "tree": f"{STOPPED_LENGTH}@{stop:g}",
+    }
     own = {"prompts": prompts, "n_prompts": options.speed_prompts, "batch_size": 1}
     report = decoded(options, name, run, shape, **own)
     return {row["method"]: row for row in report["methods"]}
@@ -128,7 +146,9 @@ def chosen_stop(options: argparse.Namespace, name: str, run: str) -> float:
     if options.held_out is None:
         return DEFAULT_STOP
     found = {
-        stop: one_at_a_time(options, f"{name}-stop-{stop:g}", run, options.held_out, ("tree",), stop)["tree"]["ratio"]
+        stop: one_at_a_time(
+            options, f"{name}-stop-{stop:g}", run, options.held_out, ("tree",), stop
+        )["tree"]["ratio"]
         for stop in STOPS
     }
     return max(found, key=lambda stop: found[stop])
@@ -168,7 +188,9 @@ def main() -> None:
     table = json.loads(TABLE.read_text())
     same = ("drafter", "target", "tokens", "seed")
     others = [one for one in table["rows"] if any(one[name] != row[name] for name in same)]
-    table["rows"] = sorted([*others, row], key=lambda one: (one["target"], -(one["tokens"] or 0), -one["chain10"][0]))
+    table["rows"] = sorted(
+        [*others, row], key=lambda one: (one["target"], -(one["tokens"] or 0), -one["chain10"][0])
+    )
     TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(row, indent=1))
 

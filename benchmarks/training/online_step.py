@@ -34,7 +34,9 @@ class DrafterStep:
     def __init__(self, module: DrafterModule) -> None:
         self._module = module
         # Outside a fit Lightning has nowhere to log to.
-        vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
+        vars(module).update(
+            log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None
+        )
         self._optimizer = module.build_optimizer("32-true")
 
     def __call__(self, batch: Batch) -> float:
@@ -54,7 +56,9 @@ def run_target(target: Target, batch: Batch) -> float:
     model: Any = target.model
     with torch.inference_mode():
         cache = new_cache()
-        hidden = model.model(input_ids=batch.inputs.tokens, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = model.model(
+            input_ids=batch.inputs.tokens, past_key_values=cache, use_cache=True
+        ).last_hidden_state
         packed = pack_kv(*cache_layers(cache))
     batch.inputs.kv, batch.inputs.hidden = packed.clone(), hidden.clone()
     return time.perf_counter() - start
@@ -112,4 +116,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run("online", measure, "store", "model", pairs=40, batch_size=8, threads=1, **SIZE_OPTIONS, **TRAINING_OPTIONS)
+    run(
+        "online",
+        measure,
+        "store",
+        "model",
+        pairs=40,
+        batch_size=8,
+        threads=1,
+        **SIZE_OPTIONS,
+        **TRAINING_OPTIONS,
+    )

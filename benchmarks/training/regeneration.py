@@ -45,21 +45,28 @@ def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
     return [json.loads(rows[chat["row"]]) for chat in own], own
 
 
-def store_of(options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int | None = None) -> int:
+def store_of(
+    options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int | None = None
+) -> int:
     """Extract chats, up to a number of tokens; returns the tokens of the store."""
     if n_tokens is not None:
         with ActivationStore(options.out / f"store-{kind}-all") as store:
             table = store.sequences.sort_by("source_row")
         total = 0
         taken: list[int] = []
-        for row, length in zip(table["source_row"].to_pylist(), table["n_tokens"].to_pylist(), strict=True):
+        for row, length in zip(
+            table["source_row"].to_pylist(), table["n_tokens"].to_pylist(), strict=True
+        ):
             if total + length > n_tokens:
                 break
             total, taken = total + length, [*taken, row]
         chats = [chats[row] for row in taken]
     name = kind if n_tokens is not None else f"{kind}-all"
     file = options.out / f"{name}.jsonl"
-    file.write_text("".join(json.dumps({"messages": chat["messages"]}) + "\n" for chat in chats), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"messages": chat["messages"]}) + "\n" for chat in chats),
+        encoding="utf-8",
+    )
     out = options.out / f"store-{name}"
     extract(
         ExtractConfig.of(
@@ -92,14 +99,18 @@ def acceptance(rows: Rows) -> list[tuple[str, float, float]]:
     return [(prompt, float(sum(each)), float(len(each))) for prompt, each in calls]
 
 
-def figures(found: dict[str, list[dict[str, Any]]], n_tokens: dict[str, int], seeds: Sequence[int]) -> Rows:
+def figures(
+    found: dict[str, list[dict[str, Any]]], n_tokens: dict[str, int], seeds: Sequence[int]
+) -> Rows:
     """Return a row for each kind: acceptance length over all seeds and by seed, and its ratio to the dataset's."""
     values = {kind: [acceptance(one["rows"]) for one in runs] for kind, runs in found.items()}
     rows = []
     for kind, by_seed in values.items():
         joined = [value for own in by_seed for value in own]
         base = [value for own in values["dataset"] for value in own]
-        mean, interval = ratio_with_interval([one[0] for one in joined], [one[1:] for one in joined])
+        mean, interval = ratio_with_interval(
+            [one[0] for one in joined], [one[1:] for one in joined]
+        )
         pairs = [(*own[1:], *other[1:]) for own, other in zip(joined, base, strict=True)]
         ratio, ratio_interval = ratio_with_interval([one[0] for one in joined], pairs)
         rows.append(
@@ -110,7 +121,10 @@ def figures(found: dict[str, list[dict[str, Any]]], n_tokens: dict[str, int], se
                 "store_tokens": n_tokens[kind],
                 "trained_tokens": [one["training"].get("n_tokens_total") for one in found[kind]],
                 "acceptance": [mean, *(interval or ())],
-                "by_seed": [ratio_with_interval([v[0] for v in own], [v[1:] for v in own])[0] for own in by_seed],
+                "by_seed": [
+                    ratio_with_interval([v[0] for v in own], [v[1:] for v in own])[0]
+                    for own in by_seed
+                ],
                 "of_dataset": [ratio, *(ratio_interval or ())],
             }
         )

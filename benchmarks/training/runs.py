@@ -44,7 +44,11 @@ TRAINING_OPTIONS: dict[str, Any] = {
 def chosen(options: argparse.Namespace) -> dict[str, Any]:
     """Return those of these options that were given."""
     values = vars(options)
-    return {name: values[name] for name in (*SIZE_OPTIONS, *TRAINING_OPTIONS) if values.get(name) is not None}
+    return {
+        name: values[name]
+        for name in (*SIZE_OPTIONS, *TRAINING_OPTIONS)
+        if values.get(name) is not None
+    }
 
 
 def small_config(store: str, out: str, drafter: str = "moa", **named: Any) -> TrainConfig:
@@ -62,11 +66,18 @@ def trained(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     report = out / REPORT_FILE
     if report.is_file():
-        before, now = TrainConfig(**yaml.safe_load((out / RUN_FILE).read_text())).named(), config.named()
-        given = {name: value for name, value in now.items() if name != "resume" and not is_open(value)}
+        before, now = (
+            TrainConfig(**yaml.safe_load((out / RUN_FILE).read_text())).named(),
+            config.named(),
+        )
+        given = {
+            name: value for name, value in now.items() if name != "resume" and not is_open(value)
+        }
         changed = [name for name, value in given.items() if before.get(name, value) != value]
         if changed:
-            sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
+            sys.exit(
+                f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT."
+            )
         found: dict[str, Any] = json.loads(report.read_text())
         if found["n_steps"] >= (config.schedule.max_steps or 0):
             return found

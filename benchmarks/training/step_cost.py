@@ -110,7 +110,9 @@ class Side:
         batch = self._data.on_after_batch_transfer(next(self._batches), 0)
         began = time.thread_time()
         chunked_losses = losses.chunked_losses
-        losses.chunked_losses = self.parts.after(chunked_losses, "LM head and losses, backward included")
+        losses.chunked_losses = self.parts.after(
+            chunked_losses, "LM head and losses, backward included"
+        )
         self.parts.begin()
         self._step(batch)
         self.parts.mark("the rest of the backward, optimizer")
@@ -143,7 +145,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             side.count()
     found = {}
     for side in sides:
-        ratios = [own / first for own, first in zip(side.seconds, sides[0].seconds, strict=True)][WARM_UP:]
+        ratios = [own / first for own, first in zip(side.seconds, sides[0].seconds, strict=True)][
+            WARM_UP:
+        ]
         found[side.name] = {
             "ratio": quartiles(ratios), "cpu_s": statistics.median(side.seconds[WARM_UP:]),
             "n_parameters": side.n_parameters, "n_tokens": side.n_tokens,
@@ -154,5 +158,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    only = {"nargs": "+", "choices": [*DRAFTERS, *ABLATIONS], "default": list(DRAFTERS), "metavar": "DRAFTER"}
-    run("step-cost", measure, "store", steps=40, only=only, threads=1, default_sizes=False, parts=False, batch_size=int)
+    only = {
+        "nargs": "+",
+        "choices": [*DRAFTERS, *ABLATIONS],
+        "default": list(DRAFTERS),
+        "metavar": "DRAFTER",
+    }
+    run(
+        "step-cost",
+        measure,
+        "store",
+        steps=40,
+        only=only,
+        threads=1,
+        default_sizes=False,
+        parts=False,
+        batch_size=int,
+    )

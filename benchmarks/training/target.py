@@ -24,20 +24,29 @@ from benchmarks.kit.harness import parsed, parser_of
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import train_target
 
-SIZES: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "n_layers": 8,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+}
 """15.9 M weights."""
 HELD_OUT_SHARE = 0.05
 
 
 def chats(file: Path) -> list[dict[str, Any]]:
     """Read a file of chats, one JSON object with ``messages`` a line."""
-    with file.open(encoding="utf-8") as lines:  # str.splitlines would also cut at line separators inside a text
+    # str.splitlines would also cut at line separators inside a text
+    with file.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def write_chats(file: Path, rows: list[dict[str, Any]]) -> None:
     """Write chats, one a line."""
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def lay_out(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -49,14 +58,22 @@ def lay_out(options: argparse.Namespace) -> list[dict[str, Any]]:
     in_turns = itertools.zip_longest(*(chats(file) for file in options.test))
     write_chats(options.out / "train.jsonl", train)
     write_chats(options.out / "held_out.jsonl", held_out)
-    write_chats(options.out / "test.jsonl", [row for rows in in_turns for row in rows if row is not None])
+    write_chats(
+        options.out / "test.jsonl", [row for rows in in_turns for row in rows if row is not None]
+    )
     return train
 
 
 def main() -> None:
     """Lay out the chats, and train unless the target is there."""
     files = {"type": Path, "nargs": "+", "required": True}
-    numbers = {"steps": 700, "batch_tokens": 4096, "matrix_learning_rate": 0.02, "learning_rate": 3e-3, "seed": 0}
+    numbers = {
+        "steps": 700,
+        "batch_tokens": 4096,
+        "matrix_learning_rate": 0.02,
+        "learning_rate": 3e-3,
+        "seed": 0,
+    }
     options = parsed(parser_of(__name__, "out", train=files, test=files, threads=2, **numbers))
     options.out = Path(options.out)
     options.out.mkdir(parents=True, exist_ok=True)

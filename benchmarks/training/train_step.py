@@ -71,7 +71,10 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
         drafter_class(one.kind).reads(sizes["n_layers"], one)
         for one in (settings() for settings in get_args(AnyDrafter))
     ]
-    hidden = ["last", *(f"layer_{layer}" for layer in sorted({layer for one in reads for layer in one.outputs}))]
+    hidden = [
+        "last",
+        *(f"layer_{layer}" for layer in sorted({layer for one in reads for layer in one.outputs})),
+    ]
     kv = kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"])
     activations = (kv, *(hidden_field(name, wide) for name in hidden))
     fields = (tokens_field(), response_mask_field(), *activations)
@@ -81,11 +84,20 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
             config.save_pretrained(folder)
             matrix = torch.empty(vocab_size, wide, dtype=torch.bfloat16).normal_(0, 0.02)
             weights = {"embed_tokens.weight": matrix, "lm_head.weight": matrix.flip(0).contiguous()}
-            save_file(weights | {"norm.weight": torch.ones(wide, dtype=torch.bfloat16)}, folder / FROZEN_FILE)
+            save_file(
+                weights | {"norm.weight": torch.ones(wide, dtype=torch.bfloat16)},
+                folder / FROZEN_FILE,
+            )
         with writer.part(0) as part:
             for row in part.sequences.to_pylist():
-                part.write("tokens", row["first_token"], rng.integers(0, vocab_size, n_tokens).astype(np.int32))
-                part.write("response_mask", row["first_token"], (np.arange(n_tokens) > 0).astype(np.uint8))
+                part.write(
+                    "tokens",
+                    row["first_token"],
+                    rng.integers(0, vocab_size, n_tokens).astype(np.int32),
+                )
+                part.write(
+                    "response_mask", row["first_token"], (np.arange(n_tokens) > 0).astype(np.uint8)
+                )
                 for spec in activations:
                     for start in range(0, n_tokens, 256):
                         shape = (min(256, n_tokens - start), *spec.token_shape)
@@ -96,8 +108,17 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
 
 def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> TrainConfig:
     """The settings of long runs, with what a batch of one sequence needs, and the precision of a run on the device."""
-    own: dict[str, Any] = {"optimizer": "adamw", "batch_size": 1, "validation_fraction": 0.0, "drafter": kind}
-    own |= {"accelerator": "cpu", "precision": "32-true"} if device == "cpu" else {"precision": "bf16-mixed"}
+    own: dict[str, Any] = {
+        "optimizer": "adamw",
+        "batch_size": 1,
+        "validation_fraction": 0.0,
+        "drafter": kind,
+    }
+    own |= (
+        {"accelerator": "cpu", "precision": "32-true"}
+        if device == "cpu"
+        else {"precision": "bf16-mixed"}
+    )
     return TrainConfig.of(store=str(store), out="unused", **(own | changes))
 
 
@@ -110,14 +131,20 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
     data = StoreDataModule(store, config)
     module = build_module(store, data)
     vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
-    found: dict[str, Any] = {"n_parameters": sum(weight.numel() for weight in module.drafter.parameters())}
+    found: dict[str, Any] = {
+        "n_parameters": sum(weight.numel() for weight in module.drafter.parameters())
+    }
     module.recomputes = options.does == "recompute"
     micro_batch = options.micro_batch or 1
     if options.does == "auto":
         began = time.perf_counter()
         mixed = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type != "cpu")
         trial = Trial(module, data.longest_sequence(), device, mixed)
-        sizes = [options.micro_batch or 1] if options.micro_batch or device.type == "cpu" else [32, 16, 8, 4, 2, 1]
+        sizes = (
+            [options.micro_batch or 1]
+            if options.micro_batch or device.type == "cpu"
+            else [32, 16, 8, 4, 2, 1]
+        )
         chosen = trial.choose(sizes, free_memory(), 2)
         micro_batch, module.recomputes = chosen.micro_batch, chosen.recomputes
         found |= {"trial_s": time.perf_counter() - began}
@@ -129,7 +156,11 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
 
 
 def _steps(
-    module: DrafterModule, data: StoreDataModule, device: torch.device, micro_batch: int, options: argparse.Namespace
+    module: DrafterModule,
+    data: StoreDataModule,
+    device: torch.device,
+    micro_batch: int,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Take the steps on one micro-batch, gradients and moments being there, and report the last.
 
@@ -167,7 +198,9 @@ def _steps(
         "step_s": step_s,
         "tokens_per_s": batch.n_tokens / step_s,
         "flops": flops or None,
-        "mfu": utilisation(flops, step_s, peak_flops(device, options.peak_tflops)) if flops else None,
+        "mfu": utilisation(flops, step_s, peak_flops(device, options.peak_tflops))
+        if flops
+        else None,
         "attention_kernels": dict(kernels),
     }
 
@@ -182,7 +215,9 @@ def _loss(module: DrafterModule, batch: Batch) -> torch.Tensor:
 
 def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Batch:
     """Read a micro-batch as a run does, of the stored sequences over and over."""
-    reader = BatchReader(data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device)
+    reader = BatchReader(
+        data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device
+    )
     rows = np.resize(data.train_sequences, n_sequences)
     stream = TrainingStream(reader, rows, data.store.lengths.astype(np.int64)[rows], 2, 0, 1)
     return data.on_after_batch_transfer(next(iter(stream)), 0)
@@ -194,7 +229,9 @@ def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
     It comes from a server that has imported everything and computed nothing: neither CUDA nor OpenMP survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moa_data.trainer.fit", "moa_data.demo.target", "torch.utils.flop_counter"])
+    context.set_forkserver_preload(
+        ["moa_data.trainer.fit", "moa_data.demo.target", "torch.utils.flop_counter"]
+    )
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, *arguments))
     process.start()
@@ -218,7 +255,9 @@ def _send(sender: Connection, *arguments: Any) -> None:
         sender.send({"error": f"{type(error).__name__}: {error}"[:300]})
 
 
-def measure_each(folder: Path, options: argparse.Namespace, ends: float | None) -> dict[str, dict[str, Any]]:
+def measure_each(
+    folder: Path, options: argparse.Namespace, ends: float | None
+) -> dict[str, dict[str, Any]]:
     """Measure the drafters one after the other; each may take twice an equal share of the time that is left.
 
     The first one compiles kernels that the others find in a cache.
@@ -236,7 +275,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write the store, and measure the loader and each drafter in a process of its own."""
     ends = time.perf_counter() + options.limit_s if options.limit_s else None
     with contextlib.ExitStack() as stack:
-        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
+        folder = (
+            options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
+        )
         if not (folder / TARGET_NAME).exists():
             write_store(folder, shape_config(options.shape, options.layers), options.tokens)
         return {"steps": measure_each(folder, options, ends)}

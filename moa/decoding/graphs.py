@@ -19,12 +19,14 @@ from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
 from .tree import DraftTree, TreeShape
 
-Record = Callable[[LayerState], DraftTree]  # drafts from a state whose round has begun on the device
+# drafts from a state whose round has begun on the device
+Record = Callable[[LayerState], DraftTree]
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    numbers: Tensor  # [B, N + 2 + buffers] int64: the tokens of each row, how many, and the lengths before them
+    # [B, N + 2 + buffers] int64: the tokens of each row, how many, and the lengths before them
+    numbers: Tensor
     states: Tensor | None  # [B, N, ...], the target's, of drafters that take any
     drafts: Tensor  # [B, depth] int64, which each run overwrites
 
@@ -37,7 +39,12 @@ class ChainGraphs:
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
     def run(
-        self, state: LayerState, cache: TargetCache, committed: Sequence[list[int]], shape: TreeShape, record: Record
+        self,
+        state: LayerState,
+        cache: TargetCache,
+        committed: Sequence[list[int]],
+        shape: TreeShape,
+        record: Record,
     ) -> Tensor | None:
         """Draft chains [B, depth] int64; None for a round that no graph is made for, such as the first of a text."""
         # One more than a chain and its bonus: the slots of some drafters end before the root.
@@ -51,12 +58,22 @@ class ChainGraphs:
         state.forget_drafts()
         self._settle(buffers, n_slots)
         tokens, states = state.fresh_rows(committed)
-        columns = [len(new) for new in tokens], state.n_true, *(buffer.lengths for buffer in buffers)
-        rows = zip([new + [0] * (n_new - len(new)) for new in tokens], zip(*columns, strict=True), strict=True)
+        columns = (
+            [len(new) for new in tokens],
+            state.n_true,
+            *(buffer.lengths for buffer in buffers),
+        )
+        rows = zip(
+            [new + [0] * (n_new - len(new)) for new in tokens],
+            zip(*columns, strict=True),
+            strict=True,
+        )
         numbers = torch.tensor([[*new, *lengths] for new, lengths in rows]).pin_memory()
         key = len(committed), shape, cache.home
         if key not in self._graphs:
-            room = None if states is None else states.new_zeros(len(states), n_new, *states.shape[2:])
+            room = (
+                None if states is None else states.new_zeros(len(states), n_new, *states.shape[2:])
+            )
             place = numbers.to(cache.buffer.device)
             self._graphs[key] = _recorded(place, room, n_new, n_slots - shape.depth, state, record)
         graph = self._graphs[key]
@@ -72,9 +89,15 @@ class ChainGraphs:
     def _settle(self, buffers: Sequence[KVBuffer], n_slots: int) -> None:
         """Move what a state holds to where the graphs find it, which are forgotten where that takes another place."""
         shapes = [(*buffer.buffer.shape[:4], n_slots, buffer.buffer.shape[5]) for buffer in buffers]
-        if not self._homes or self._homes[0].shape[4] != n_slots or self._homes[0].shape[2] < shapes[0][2]:
+        if (
+            not self._homes
+            or self._homes[0].shape[4] != n_slots
+            or self._homes[0].shape[2] < shapes[0][2]
+        ):
             self._graphs.clear()
-            self._homes = [one.buffer.new_zeros(shape) for one, shape in zip(buffers, shapes, strict=True)]
+            self._homes = [
+                one.buffer.new_zeros(shape) for one, shape in zip(buffers, shapes, strict=True)
+            ]
         for buffer, home in zip(buffers, self._homes, strict=True):
             place = home[:, :, : len(buffer.lengths)]  # a batch that shrinks stays at the beginning
             if buffer.buffer.data_ptr() != place.data_ptr():
@@ -92,7 +115,9 @@ def _recorded(
         own.given = numbers[:, :n_new], states, DeviceLengths(n_new, counts)
         own.n_true = DeviceLengths(most - n_new, before)
         own.slots = tuple(copy.copy(buffer) for buffer in state.slots)
-        vars(own).update({name: copy.copy(one) for name, one in vars(state).items() if isinstance(one, KVBuffer)})
+        vars(own).update(
+            {name: copy.copy(one) for name, one in vars(state).items() if isinstance(one, KVBuffer)}
+        )
         for buffer, length in zip(_buffers(own), lengths, strict=True):
             buffer.lengths = DeviceLengths(most - n_new - (buffer not in own.slots), length)
         return own

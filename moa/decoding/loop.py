@@ -41,7 +41,8 @@ from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 PLAIN = Proposer()  # of plain decoding: it is never asked for drafts
 # Called with each committed run of tokens and, for each of them, whether it was drafted.
 OnTokens = Callable[[list[int], list[bool]], None]
-# Called after each verification with the drafts and, per row, the accepted nodes from the root down.
+# Called after each verification with the drafts and, per row, the accepted nodes from the root
+# down.
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 
 
@@ -49,7 +50,8 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 class DecodeStats:
     """The cost of a generation."""
 
-    committed_per_call: list[int] = field(default_factory=list)  # tokens of each target call after the prefill
+    # tokens of each target call after the prefill
+    committed_per_call: list[int] = field(default_factory=list)
     n_tokens: int = 0  # generated, the one from the prefill included
     n_drafted: int = 0
     n_drafted_calls: int = 0  # target calls that verified drafts
@@ -66,7 +68,11 @@ class DecodeStats:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens committed per target call, bonus included; NaN when there was no call after the prefill."""
-        return sum(self.committed_per_call) / self.n_target_calls if self.committed_per_call else float("nan")
+        return (
+            sum(self.committed_per_call) / self.n_target_calls
+            if self.committed_per_call
+            else float("nan")
+        )
 
 
 @dataclass
@@ -130,7 +136,8 @@ def generate_batch(
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     ends = target.eos_token_ids.union(stop_token_ids)
     rows = [
-        _Row(target, prompt, max_new_tokens, own, ends, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)
+        _Row(target, prompt, max_new_tokens, own, ends, on_tokens)
+        for prompt, own in zip(prompts, seeds, strict=True)
     ]
     policy = tree if isinstance(tree, ShapePolicy) else ShapePolicy(tree)
     policy.begin()
@@ -168,7 +175,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        verified_at = mark_moment(target.device)  # right after what waits for it, so that reading the clock does not
+        # right after what waits for it, so that reading the clock does not
+        verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
         began = verified_at
@@ -176,7 +184,9 @@ def _decode(
         cache.commit(kept)
         proposer.observe(hidden, kept)
         if n_recorded() == n_before:  # else the round took longer than it ever will again
-            policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
+            policy.observe(
+                drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s
+            )
         draft_s = 0.0 if shape is None else draft_s
         for row, drafted in zip(active, drafts.on_host[0], strict=True):
             n_drafted = len(drafted) - drafted.count(NO_DRAFT)
@@ -188,13 +198,18 @@ def _decode(
             on_round(drafts, accepted)
 
 
-def prefill(target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN) -> Tensor:
+def prefill(
+    target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN
+) -> Tensor:
     """Run prompts, padded on the right, and commit them; returns the hidden states of their last tokens, [B, E]."""
     hidden = target.forward(padded(prompts, target.device), cache)
     kept = [range(len(prompt)) for prompt in prompts]
     cache.commit(kept)
     proposer.observe(hidden, kept)
-    return hidden[torch.arange(len(prompts)), to_device([len(prompt) - 1 for prompt in prompts], hidden.device)]
+    return hidden[
+        torch.arange(len(prompts)),
+        to_device([len(prompt) - 1 for prompt in prompts], hidden.device),
+    ]
 
 
 def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
@@ -204,7 +219,9 @@ def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: Samplin
         if sampling.is_argmax:
             token = int(logits.argmax())
         else:
-            token = accept_sampled(nothing, 0, logits[None], row.committed, sampling, row.generator, row.n_prompt)[1]
+            token = accept_sampled(
+                nothing, 0, logits[None], row.committed, sampling, row.generator, row.n_prompt
+            )[1]
         row.append([token], [False])
 
 
@@ -217,10 +234,15 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer) -
 
 
 def _propose(
-    target: Target, proposer: Proposer, shape: TreeShape | None, rows: list["_Row"], sampling: SamplingConfig
+    target: Target,
+    proposer: Proposer,
+    shape: TreeShape | None,
+    rows: list["_Row"],
+    sampling: SamplingConfig,
 ) -> DraftTree:
     """Propose drafts; greedy ones are cut to the positions that are left and the tokens that any row still needs."""
-    # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend on the rest of its
+    # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend
+    # on the rest of its
     # batch. Tokens beyond the last position are cut when they are committed.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
@@ -232,11 +254,16 @@ def _propose(
 
 
 def _verify(
-    target: Target, cache: TargetCache, rows: list["_Row"], drafts: DraftTree, sampling: SamplingConfig
+    target: Target,
+    cache: TargetCache,
+    rows: list["_Row"],
+    drafts: DraftTree,
+    sampling: SamplingConfig,
 ) -> tuple[Tensor, list[list[int]]]:
     """Run the target once over root and drafts of each row; returns hidden states, and the nodes that it accepts."""
     roots = to_device([[row.committed[-1]] for row in rows], target.device)
-    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots  # padding is token 0
+    # padding is token 0
+    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
     predicted = drafts.on_host_with(logits.argmax(dim=-1)) if sampling.is_argmax else None
@@ -277,7 +304,9 @@ class _Row:
                 "shorten the prompt."
             )
         vocab_size = target.sizes["vocab_size"]
-        if (unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)) is not None:
+        if (
+            unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
+        ) is not None:
             raise DrafterError(
                 f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; use its tokenizer."
             )

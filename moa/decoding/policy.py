@@ -27,13 +27,18 @@ from typing_extensions import override
 
 from .tree import TreeShape
 
-# The fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of a target call.
+# The fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of a
+# target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's rounds scatter by 2
-# steps about a mean of 1 or more: a smaller number gives up good drafters, a larger one loses more where drafts fail.
+# Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's
+# rounds scatter by 2
+# steps about a mean of 1 or more: a smaller number gives up good drafters, a larger one loses more
+# where drafts fail.
 PATIENCE = 12.0
-# A plain step is timed after this many rounds with drafts, and this many plain steps pay back the loss of one step.
-# Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become slower.
+# A plain step is timed after this many rounds with drafts, and this many plain steps pay back the
+# loss of one step.
+# Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become
+# slower.
 MEASURE_EVERY = 128
 
 
@@ -83,8 +88,11 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # The more is lost, the sooner a plain step is timed: the machine may be slower, not the drafts worse.
-        if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (1 - self._lost / PATIENCE):
+        # The more is lost, the sooner a plain step is timed: the machine may be slower, not the
+        # drafts worse.
+        if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
+            1 - self._lost / PATIENCE
+        ):
             return None
         return self._shape if self._savings > 0 and self._lost < PATIENCE else None
 
@@ -98,7 +106,8 @@ class AutoPolicy(ShapePolicy):
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # In its first round the drafter also reads the prompt, which says nothing of the rounds to come.
+        # In its first round the drafter also reads the prompt, which says nothing of the rounds to
+        # come.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
@@ -111,4 +120,6 @@ class AutoPolicy(ShapePolicy):
         """Say how many target calls of generations, which count them as ``DecodeStats``, verified its drafts."""
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)
-        return f"chains {self._shape} in {n_drafted:,} of {n_calls:,} target calls, else plain steps"
+        return (
+            f"chains {self._shape} in {n_drafted:,} of {n_calls:,} target calls, else plain steps"
+        )

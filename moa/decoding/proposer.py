@@ -20,9 +20,11 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-_ASKS_AFTER = {"cuda": 4}  # drafts after which a chain asks whether it ends: each time the host waits for the device
+# drafts after which a chain asks whether it ends: each time the host waits for the device
+_ASKS_AFTER = {"cuda": 4}
 
-# Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order.
+# Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a
+# level, in order.
 Choose = Callable[[Tensor], Tensor]
 
 
@@ -57,14 +59,20 @@ class Chain:
     """
 
     def __init__(
-        self, drafter: Drafter, frozen: FrozenTarget, state: object, cache: KVSource, features: Tensor
+        self,
+        drafter: Drafter,
+        frozen: FrozenTarget,
+        state: object,
+        cache: KVSource,
+        features: Tensor,
     ) -> None:
         # The features are the root's, [B, 1, E], from ``Drafter.draft_root``.
         self._drafter = drafter
         self._frozen = frozen
         self._state = state
         self._cache = cache
-        self._path = [(0, features)]  # of the root and each level: its place among what was fed, and its features
+        # of the root and each level: its place among what was fed, and its features
+        self._path = [(0, features)]
         self._n_fed = 1
 
     @property
@@ -110,7 +118,9 @@ class DrafterProposer(Proposer):
     With a temperature above 0, chains are sampled from the drafter's distribution under it.
     """
 
-    def __init__(self, target: Target | FrozenTarget, drafter: Drafter, sampling: SamplingConfig = GREEDY) -> None:
+    def __init__(
+        self, target: Target | FrozenTarget, drafter: Drafter, sampling: SamplingConfig = GREEDY
+    ) -> None:
         frozen = target
         if isinstance(frozen, Target):
             frozen = FrozenTarget.from_model(frozen.model, drafter.config.target_layer_inference)
@@ -134,11 +144,14 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        cache.watched_layers = self.drafter.observed_layers  # whose outputs the target's calls then keep
+        # whose outputs the target's calls then keep
+        cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
         is_captured = cache.stays_in_place and self._device.type == "cuda"
-        self._uses_graphs = is_captured and self.drafter.by_graph and self._sampling.temperature == 0
+        self._uses_graphs = (
+            is_captured and self.drafter.by_graph and self._sampling.temperature == 0
+        )
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
         """Continue with caches, and a choice of the tokens of chains, that the caller keeps in step."""
@@ -168,22 +181,30 @@ class DrafterProposer(Proposer):
 
     def _drafted(self, state: Any, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         features = self.drafter.draft_root(state, self.frozen, committed, self.cache)
-        return self._chain(state, features, committed, shape) if shape.is_chain else self._tree(state, features, shape)
+        return (
+            self._chain(state, features, committed, shape)
+            if shape.is_chain
+            else self._tree(state, features, shape)
+        )
 
     @override
     def select_rows(self, rows: Sequence[int]) -> None:
         self.state.select_rows(rows)
         self._generators = [self._generators[row] for row in rows] if self._generators else []
 
-    def _chain(self, state: Any, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+    def _chain(
+        self, state: Any, features: Tensor, committed: Sequence[list[int]], shape: TreeShape
+    ) -> DraftTree:
         self._sampling.check_shape(shape)
         is_drawn = self._sampling.temperature > 0
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
         reached: list[Tensor] = []  # [B] of each draft: the probability of the chain up to it
-        kept: list[Tensor] = []  # [B] bool of each draft: whether the chain is not cut before or at it
+        # [B] bool of each draft: whether the chain is not cut before or at it
+        kept: list[Tensor] = []
         paths = [list(row) for row in committed]
-        probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
+        # [B], of the whole chain
+        probability = features.new_ones(features.shape[0], dtype=torch.float32)
         chain = Chain(self.drafter, self.frozen, state, self.cache, features)
         asks_after = _ASKS_AFTER.get(self._device.type, 1)
         for level in range(min(shape.depth, shape.n_nodes)):
@@ -197,7 +218,10 @@ class DrafterProposer(Proposer):
                     break
             logits = chain.logits  # [B, V]
             if self._choose is None and is_drawn:
-                drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
+                drawn = [
+                    distribution(row, path, self._sampling)
+                    for row, path in zip(logits, paths, strict=True)
+                ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
                 if self._sampling.reads_text:  # else no distribution depends on the path
@@ -223,8 +247,10 @@ class DrafterProposer(Proposer):
         n_rows = features.shape[0]
         b = min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
-        # Tokens, parents and scores are the candidates of all levels. The beam is the b nodes of the last level that
-        # are extended: their places among the candidates, cumulative scores, and which fed tokens they see.
+        # Tokens, parents and scores are the candidates of all levels. The beam is the b nodes of
+        # the last level that
+        # are extended: their places among the candidates, cumulative scores, and which fed tokens
+        # they see.
         tokens = []
         parents = []
         scores = []
@@ -254,10 +280,17 @@ class DrafterProposer(Proposer):
             parents_of_fed = features.gather(1, came_from.expand(-1, -1, features.shape[2]))
             nodes = DraftLevel(fed, parents_of_fed, beam_seen, level)
             features = self.drafter.draft_level(state, self.frozen, nodes, self.cache)
-        return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)
+        return pick_best(
+            torch.cat(tokens, dim=1),
+            torch.cat(parents, dim=1),
+            torch.cat(scores, dim=1),
+            shape.n_nodes,
+        )
 
 
-def _cut_chain(tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor) -> DraftTree:
+def _cut_chain(
+    tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
+) -> DraftTree:
     """Make chains of the drafts that are kept, [B, N] bool; a row with fewer than others is filled up."""
     n_drafts = int(kept.sum(dim=1).max())
     if not n_drafts:

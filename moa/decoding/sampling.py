@@ -32,13 +32,18 @@ from ...errors import DrafterError
 from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
-# Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small.
+# Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is
+# too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
-# Numbers that a random generator makes in the time that it takes to move to the next one that is wanted.
+# Numbers that a random generator makes in the time that it takes to move to the next one that is
+# wanted.
 _N_PER_MOVE = 700
-_N_PLAIN = 8192  # possible tokens that are compared as they are; of more it is sought first which of them can be chosen
-_ROUNDING = 1e-9  # relative error of what is compared in choosing a token: logarithms of float64 are far more exact
+# possible tokens that are compared as they are; of more it is sought first which of them can be
+# chosen
+_N_PLAIN = 8192
+# relative error of what is compared in choosing a token: logarithms of float64 are far more exact
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class SamplingConfig:
     """
 
     temperature: float = 0.0  # 0 for greedy decoding
-    top_p: float = 1.0  # keep the most likely tokens up to this cumulative probability, at least one
+    # keep the most likely tokens up to this cumulative probability, at least one
+    top_p: float = 1.0
     top_k: int = 0  # keep this many tokens; 0 keeps all
     repetition_penalty: float = 1.0
     min_p: float = 0.0  # keep tokens of at least this share of the most likely one's probability
@@ -66,7 +72,9 @@ class SamplingConfig:
         if self.top_k < 0:
             raise DrafterError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}.")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise DrafterError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+            raise DrafterError(
+                f"repetition_penalty must be a number above 0, got {self.repetition_penalty}."
+            )
         if not 0 <= self.min_p <= 1:
             raise DrafterError(f"min_p must be from 0 to 1, got {self.min_p}.")
 
@@ -93,7 +101,9 @@ class SamplingConfig:
 GREEDY = SamplingConfig()
 
 
-def cut_answer(tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]) -> tuple[list[int], str]:
+def cut_answer(
+    tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]
+) -> tuple[list[int], str]:
     """Cut new tokens of an answer; also return why it ends: ``stop``, ``length``, or empty if it continues."""
     kept = tokens[:max_tokens]
     for index, token in enumerate(kept):
@@ -102,7 +112,9 @@ def cut_answer(tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]
     return kept, "length" if len(kept) == max_tokens else ""
 
 
-def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int = 0) -> Tensor:
+def distribution(
+    logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int = 0
+) -> Tensor:
     """The distribution of the next token, given logits [V], prompt and all tokens so far: [V] float64 on their device.
 
     With temperature 0 all mass is on the most likely token. The answer begins after ``n_prompt`` tokens.
@@ -110,7 +122,8 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     scores = _adjusted(logits, previous, config, n_prompt)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
-    scores = (scores - scores.max()) / config.temperature  # at most 0: a tiny temperature overflows to -inf alone
+    # at most 0: a tiny temperature overflows to -inf alone
+    scores = (scores - scores.max()) / config.temperature
     if config.min_p:
         scores = scores.masked_fill(scores < math.log(config.min_p), -torch.inf)
     if 0 < config.top_k < scores.shape[0]:
@@ -119,7 +132,9 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     return probability if config.top_p == 1 else _likeliest(probability, config.top_p)
 
 
-def _adjusted(logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int) -> Tensor:
+def _adjusted(
+    logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int
+) -> Tensor:
     """Apply bias and penalties to logits [V]: [V] float64 on their device."""
     if config.logit_bias:
         tokens, values = zip(*config.logit_bias, strict=True)
@@ -128,21 +143,27 @@ def _adjusted(logits: Tensor, previous: Sequence[int], config: SamplingConfig, n
     scores = penalised(logits, previous, config.repetition_penalty)
     if (config.presence_penalty or config.frequency_penalty) and len(previous) > n_prompt:
         counts = Counter(previous[n_prompt:])
-        penalties = [config.presence_penalty + config.frequency_penalty * n for n in counts.values()]
+        penalties = [
+            config.presence_penalty + config.frequency_penalty * n for n in counts.values()
+        ]
         seen = to_device(list(counts), scores.device)
-        scores = scores.index_add(0, seen, to_device(penalties, scores.device, torch.float64), alpha=-1)
+        scores = scores.index_add(
+            0, seen, to_device(penalties, scores.device, torch.float64), alpha=-1
+        )
     return scores
 
 
 def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
     """Apply the repetition penalty to logits [V], given all tokens so far: [V] float64 on their device."""
-    scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()  # mps has no float64
+    # mps has no float64
+    scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()
     if penalty == 1 or not previous:
         return scores
     seen = to_device(sorted(set(previous)), scores.device)
     found = scores[seen]
     changed = torch.where(found < 0, found * penalty, found / penalty)
-    return scores.index_put((seen,), changed.clamp(max=torch.finfo(scores.dtype).max))  # a tiny penalty overflows
+    # a tiny penalty overflows
+    return scores.index_put((seen,), changed.clamp(max=torch.finfo(scores.dtype).max))
 
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:
@@ -163,10 +184,13 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
 
 def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
     """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64."""
-    # The first at which the cumulative sum exceeds u times the total, for a uniform u of its row's generator;
+    # The first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
+    # generator;
     # torch.multinomial takes 20 times as long at a vocabulary of 128,256.
     cumulative = probabilities.cumsum(dim=-1)
-    uniform = [float(torch.rand(1, generator=generator, dtype=torch.float64)) for generator in generators]
+    uniform = [
+        float(torch.rand(1, generator=generator, dtype=torch.float64)) for generator in generators
+    ]
     # Rounding can give the total itself, which no cumulative sum exceeds.
     below_total = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     drawn = to_device([[value] for value in uniform], probabilities.device, torch.float64)
@@ -179,7 +203,8 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
 
     The noise of a token is a function of seed, position and token alone.
     """
-    # Philox 4x64 with the key (seed, position) gives the same bits on every machine, of which token i has the i-th.
+    # Philox 4x64 with the key (seed, position) gives the same bits on every machine, of which token
+    # i has the i-th.
     generator = _philox(seed, position)
     if tokens[-1] < _N_PER_MOVE * len(tokens):
         bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
@@ -211,19 +236,27 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     n_possible = np.count_nonzero(is_possible)
     if n_possible <= _N_PLAIN:  # none where logits are not numbers: the first token then
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
-    # With noise -log(-log u) the largest log p + noise has the smallest -log(u) / p. As 1 - u is at most -log(u), no
-    # token whose (1 - u) / p is above some token's -log(u) / p can be it; so a logarithm for each is not needed.
+    # With noise -log(-log u) the largest log p + noise has the smallest -log(u) / p. As 1 - u is at
+    # most -log(u), no
+    # token whose (1 - u) / p is above some token's -log(u) / p can be it; so a logarithm for each
+    # is not needed.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
     bits |= np.uint64(0x3FF << 52)  # as a float64: from 1 to 2, u + 1 less half of the last bit
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
     bounds = above / probability
     best = bounds.argmin()
     reached = -torch.log1p(-above[best]) / probability[best]
-    return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())  # all of them where something is not a number
+    # all of them where something is not a number
+    return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())
 
 
 def choose(
-    logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int, n_prompt: int = 0
+    logits: Tensor,
+    previous: Sequence[int],
+    sampling: SamplingConfig,
+    seed: int,
+    position: int,
+    n_prompt: int = 0,
 ) -> int:
     """Choose the token at a position of a text, the prompt included, given prompt and tokens so far.
 
@@ -233,7 +266,9 @@ def choose(
     """
     if sampling.temperature == 0:
         return int(_adjusted(logits, previous, sampling, n_prompt).argmax())
-    return _likeliest_with_noise(distribution(logits, previous, sampling, n_prompt).cpu(), seed, position)
+    return _likeliest_with_noise(
+        distribution(logits, previous, sampling, n_prompt).cpu(), seed, position
+    )
 
 
 def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
@@ -251,7 +286,8 @@ class Text:
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    allowed: Callable[[Sequence[int]], np.ndarray] | None = None  # which tokens may follow an answer: [V] bool
+    # which tokens may follow an answer: [V] bool
+    allowed: Callable[[Sequence[int]], np.ndarray] | None = None
     min_tokens: int = 0  # of the answer, before which none of the ends comes
     ends: frozenset[int] = frozenset()
 
@@ -278,7 +314,11 @@ class Text:
             return logits
         others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
         # Where nothing else is allowed the answer ends all the same, as in vLLM.
-        return others if self.allowed is None else torch.where((others > -torch.inf).any(), others, logits)
+        return (
+            others
+            if self.allowed is None
+            else torch.where((others > -torch.inf).any(), others, logits)
+        )
 
 
 def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
@@ -286,10 +326,16 @@ def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
     pairs = [(text.choosable(own), text) for own, text in zip(logits, texts, strict=True)]
     if not logits[0].is_cuda:
         return [
-            choose(own, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt) for own, text in pairs
+            choose(own, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt)
+            for own, text in pairs
         ]
-    found = torch.stack([distribution(own, text.tokens, text.sampling, text.n_prompt) for own, text in pairs])
-    return [_likeliest_with_noise(p, text.seed, len(text.tokens)) for p, text in zip(found.cpu(), texts, strict=True)]
+    found = torch.stack(
+        [distribution(own, text.tokens, text.sampling, text.n_prompt) for own, text in pairs]
+    )
+    return [
+        _likeliest_with_noise(p, text.seed, len(text.tokens))
+        for p, text in zip(found.cpu(), texts, strict=True)
+    ]
 
 
 class ChainChoice:
@@ -309,7 +355,9 @@ class ChainChoice:
         return to_device(chosen, logits.device)
 
 
-def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
+def accept_argmax(
+    tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]
+) -> tuple[list[int], int]:
     """Verify greedily, given N + 1 predicted tokens: after the root, -1, then after each node.
 
     Returns the accepted nodes from the root down, and the target's next token after the last of them.
@@ -368,11 +416,15 @@ def accept_sampled(
     """Verify one row by sampling, or greedily with penalties; see :func:`accept_argmax`."""
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
-    judge = _Judge(tree, row, logits, previous, lambda own, text: distribution(own, text, config, n_prompt))
+    judge = _Judge(
+        tree, row, logits, previous, lambda own, text: distribution(own, text, config, n_prompt)
+    )
     while True:
         at = accepted[-1] if accepted else -1
         # Padding takes no random number: a row alone has none.
-        children = [node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT]
+        children = [
+            node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT
+        ]
         node, probability = _try(judge, at, children, generator)
         if node is None:
             return accepted, int(draw_rows(probability[None], [generator]))
@@ -383,15 +435,24 @@ class _Judge:
     """The target's distributions after the root and each node of a row, and the probabilities of the drafts."""
 
     def __init__(
-        self, tree: DraftTree, row: int, logits: Tensor, previous: Sequence[int], of: Callable[..., Tensor]
+        self,
+        tree: DraftTree,
+        row: int,
+        logits: Tensor,
+        previous: Sequence[int],
+        of: Callable[..., Tensor],
     ) -> None:
-        self._logits, self._previous, self._of = logits, previous, of  # of: the distribution of logits after a text
+        # of: the distribution of logits after a text
+        self._logits, self._previous, self._of = logits, previous, of
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
-        self.proposals = proposals if proposals is None or logits.device.type != "mps" else proposals.cpu()
+        self.proposals = (
+            proposals if proposals is None or logits.device.type != "mps" else proposals.cpu()
+        )
         self._after: dict[int, Tensor] = {}
         self._chances: list[list[float]] | None = None
-        if logits.device.type == "cuda" and self.tokens:  # all of them at once: each time that one is read waits
+        # all of them at once: each time that one is read waits
+        if logits.device.type == "cuda" and self.tokens:
             everything = torch.stack([self._chance(node) for node in range(len(self.tokens))])
             self._chances = everything.tolist()
 
@@ -414,10 +475,16 @@ class _Judge:
     def _chance(self, node: int) -> Tensor:
         token = max(self.tokens[node], 0)  # padding is never asked for
         of_target = self.after(self._parents[node])[token]
-        return of_target[None] if self.proposals is None else torch.stack((of_target, self.proposals[node, token]))
+        return (
+            of_target[None]
+            if self.proposals is None
+            else torch.stack((of_target, self.proposals[node, token]))
+        )
 
 
-def _try(judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None) -> tuple[int | None, Tensor]:
+def _try(
+    judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None
+) -> tuple[int | None, Tensor]:
     """Try the drafts after a node, in order; return the accepted one or None, and what to draw from instead.
 
     Any number of them were picked, or one was drawn from a proposal [V].

@@ -25,24 +25,35 @@ class TreeShape:
     """The shape of the drafts of a round: a chain, or a tree grown by the drafter's probabilities."""
 
     depth: int  # levels of drafts below the root (the official depth less one)
-    breadth: int = 1  # nodes that are extended at each level, and children that each of them gets; 1 makes a chain
+    # nodes that are extended at each level, and children that each of them gets; 1 makes a chain
+    breadth: int = 1
     n_nodes: int = 1 << 30  # most nodes that are verified, the best by cumulative log-probability
-    # A chain ends after the draft at which the product of the drafter's probabilities (in a batch its mean over the
+    # A chain ends after the draft at which the product of the drafter's probabilities (in a batch
+    # its mean over the
     # rows) falls below this, on a GPU up to three later; 0 for chains of full depth.
     stop_below: float = 0.0
-    # Each row's chain ends before the first draft to which the drafter's confidence head gives a lower probability of
+    # Each row's chain ends before the first draft to which the drafter's confidence head gives a
+    # lower probability of
     # acceptance, so that there may be no draft; 0 for chains of full depth.
     cut_below: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("depth", "breadth", "n_nodes"):
             if getattr(self, name) < 1:
-                raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
+                raise DrafterError(
+                    f"{name} of a draft tree must be at least 1, got {getattr(self, name)}."
+                )
         for name in ("stop_below", "cut_below"):
             if not 0 <= getattr(self, name) < 1:
-                raise DrafterError(f"{name} of a chain must be at least 0 and below 1, got {getattr(self, name)}.")
-        if (self.stop_below and self.cut_below) or ((self.stop_below or self.cut_below) and not self.is_chain):
-            raise DrafterError("only chains end by a probability or a confidence, and by one of them.")
+                raise DrafterError(
+                    f"{name} of a chain must be at least 0 and below 1, got {getattr(self, name)}."
+                )
+        if (self.stop_below and self.cut_below) or (
+            (self.stop_below or self.cut_below) and not self.is_chain
+        ):
+            raise DrafterError(
+                "only chains end by a probability or a confidence, and by one of them."
+            )
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
                 f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; give at least {self.depth}."
@@ -101,8 +112,10 @@ class DraftTree:
     tokens: Tensor  # [B, N] int64; NO_DRAFT where a row has fewer drafts than its neighbours
     parents: Tensor  # [B, N] int64; smaller than the node's own index, -1 for the root
     scores: Tensor | None = None  # [B, N], cumulative log-probability of the drafter
-    probabilities: Tensor | None = None  # [B, N, V], what nodes were drawn from; None where they were picked
-    is_chain: bool = False  # whether each node is the child of the one before it, so that a causal run verifies them
+    # [B, N, V], what nodes were drawn from; None where they were picked
+    probabilities: Tensor | None = None
+    # whether each node is the child of the one before it, so that a causal run verifies them
+    is_chain: bool = False
 
     @property
     def n_nodes(self) -> int:
@@ -129,7 +142,9 @@ class DraftTree:
         return cls(nothing, nothing, is_chain=True)
 
     @classmethod
-    def chain(cls, tokens: Tensor, scores: Tensor | None = None, probabilities: Tensor | None = None) -> "DraftTree":
+    def chain(
+        cls, tokens: Tensor, scores: Tensor | None = None, probabilities: Tensor | None = None
+    ) -> "DraftTree":
         """Make a chain of tokens [B, N]."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
         return cls(tokens, parents, scores, probabilities, is_chain=True)
@@ -139,11 +154,13 @@ def ancestors(parents: Tensor) -> Tensor:
     """Find which tokens each sees, itself and all on its way to the root: [B, N] -> [B, 1 + N, 1 + N] bool."""
     n_rows, n_nodes = parents.shape
     own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
-    up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)  # [B, 1 + N]; the root is its own parent
+    # [B, 1 + N]; the root is its own parent
+    up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)
     seen = own
     reach = 1
     while reach <= n_nodes:
-        # Pointer doubling: what a token sees within 2r steps is what it and its r-th ancestor see within r.
+        # Pointer doubling: what a token sees within 2r steps is what it and its r-th ancestor see
+        # within r.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2
@@ -164,11 +181,15 @@ def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> 
 
     ``tokens, parents, scores``: [B, C] in level order; parents are candidates, scores cumulative log-probabilities.
     """
-    # A child never scores above its parent, and ties go to the first, so a parent is never dropped before its child.
+    # A child never scores above its parent, and ties go to the first, so a parent is never dropped
+    # before its child.
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values  # [B, N]
-    new_index = torch.full_like(parents, -1).scatter(1, best, torch.arange(n_nodes, device=best.device).expand_as(best))
+    # [B, N]
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values
+    new_index = torch.full_like(parents, -1).scatter(
+        1, best, torch.arange(n_nodes, device=best.device).expand_as(best)
+    )
     old_parents = parents.gather(1, best)
     kept_parents = torch.where(old_parents < 0, -1, new_index.gather(1, old_parents.clamp(min=0)))
     return DraftTree(tokens.gather(1, best), kept_parents, scores.gather(1, best))

@@ -22,7 +22,9 @@ class Advice:
     reason: str
 
 
-def advise(n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float = 1.0) -> list[Advice]:
+def advise(
+    n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float = 1.0
+) -> list[Advice]:
     """Advise a drafter, activations, settings and an amount of chats.
 
     Args:
@@ -34,7 +36,11 @@ def advise(n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float
     times = f"a token takes {kv_growth:.0f} times the bytes"
     found = [
         Advice("drafter", "train --drafter eagle", _ON_CPU if is_on_cpu else _FEW),
-        Advice("activations", "--activations hidden:last", f"eagle reads nothing else; with kv {times}."),
+        Advice(
+            "activations",
+            "--activations hidden:last",
+            f"eagle reads nothing else; with kv {times}.",
+        ),
     ]
     if not has_kv:
         found[0] = Advice("drafter", "train --drafter eagle", _NO_KV)
@@ -42,7 +48,9 @@ def advise(n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float
     elif n_tokens >= FEW_TOKENS and not is_on_cpu:
         found[0] = Advice("drafter", "train --drafter moa, the default", _MANY)
         found[1] = Advice(
-            "activations", "--activations kv,hidden:last, the default", f"moa reads both; {times} of hidden:last alone."
+            "activations",
+            "--activations kv,hidden:last, the default",
+            f"moa reads both; {times} of hidden:last alone.",
         )
     found.append(Advice("settings", "none", _SETTINGS))
     if n_tokens < FEW_TOKENS:

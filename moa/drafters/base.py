@@ -55,8 +55,11 @@ class DraftLevel:
     """The nodes of one level of a draft tree that are fed together."""
 
     tokens: Tensor  # [B, b] int64
-    parent_features: Tensor  # [B, b, E], what ``draft_root`` or ``draft_level`` gave for the parent of each node
-    seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round a node sees: root first, then level by level
+    # [B, b, E], what ``draft_root`` or ``draft_level`` gave for the parent of each node
+    parent_features: Tensor
+    # [B, b, n] bool, which of the tokens fed in this round a node sees: root first, then level by
+    # level
+    seen: Tensor
     depth: int  # 1 for the children of the root
 
 
@@ -66,22 +69,29 @@ class Drafter(nn.Module, ABC):
     config_class: ClassVar[type[DrafterSizes]]
     config: Any  # the sizes, of this class
     draft_ids: Tensor  # [V_d] int64, the tokens that are drafted, ascending; empty for all
-    by_graph: ClassVar[bool] = False  # whether it drafts from tokens and lengths that only the device knows
+    # whether it drafts from tokens and lengths that only the device knows
+    by_graph: ClassVar[bool] = False
     # Target layers whose outputs :meth:`observe` gets; empty where it gets the last hidden state.
     observed_layers: tuple[int, ...] = ()
-    drafts_remotely: ClassVar[bool] = False  # whether it can draft on another machine than its target, else beside it
-    context_width: int | None = None  # W, numbers of a position's context, 0 if it needs none; None beside the target
+    # whether it can draft on another machine than its target, else beside it
+    drafts_remotely: ClassVar[bool] = False
+    # W, numbers of a position's context, 0 if it needs none; None beside the target
+    context_width: int | None = None
     context_needs_kv: bool = False  # whether :meth:`encode_context` reads the target's KV
-    uses_target_head: ClassVar[bool] = True  # whether the target's LM head turns features into logits
+    # whether the target's LM head turns features into logits
+    uses_target_head: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        # Rows of LM heads that belong to the draft vocabulary, in lists so that they are not submodules: of the target,
+        # Rows of LM heads that belong to the draft vocabulary, in lists so that they are not
+        # submodules: of the target,
         # with the state of its head, and of the drafter itself.
         self._target_rows: list[tuple[tuple[int, int], nn.Linear]] = []
         self._own_rows: list[nn.Linear] = []
-        self.register_buffer("draft_ids", torch.tensor(config.draft_tokens, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "draft_ids", torch.tensor(config.draft_tokens, dtype=torch.int64), persistent=False
+        )
 
     @property
     def kind(self) -> str:
@@ -143,7 +153,9 @@ class Drafter(nn.Module, ABC):
         """Compute the loss of one mini-batch."""
 
     @abstractmethod
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
         """Compute features of every position of ``masks.drafted_positions``, each as its draft round gives them.
 
         A round sees target activations up to its context position, and the text of the batch in place of drafts.
@@ -222,7 +234,9 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def draft_root(self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource) -> Tensor:
+    def draft_root(
+        self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+    ) -> Tensor:
         """Begin a round: forget what was drafted, catch up with what was committed, and feed the root: [B, 1, E].
 
         A round may begin again at the root of the one before. ``committed``: per row prompt and generated tokens; all
@@ -230,7 +244,9 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def draft_level(self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         """Feed the nodes of one level; returns their features [B, b, E]."""
 
     # Decoding on another machine than the target
@@ -272,7 +288,9 @@ class Drafter(nn.Module, ABC):
         weight = next(self.parameters())
         self._take_context(state, cache, context.to(weight.device, weight.dtype))
 
-    def reuse_context(self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+    def reuse_context(
+        self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
         """Take contexts [B, n, W] that were made to be sent, so that drafting need not make them again.
 
         They are of positions from each row's start on, so many real ones. By default, and where they do not continue

@@ -64,13 +64,16 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
     mask_token: int  # the token whose embedding stands for an unknown one
     block_size: int  # G, slots of a block
-    sample_from_anchor: bool  # whether the anchor's slot drafts the next token; else each further slot drafts its own
-    context: str = "hidden"  # what the layers see of verified positions, see the module: hidden, kv or memory
+    # whether the anchor's slot drafts the next token; else each further slot drafts its own
+    sample_from_anchor: bool
+    # what the layers see of verified positions, see the module: hidden, kv or memory
+    context: str = "hidden"
     fused_layers: tuple[int, ...] = ()
     """Target layers that are read. Context hidden: those whose outputs ``fc`` takes. Context kv: those whose KV the
     layers see, as many for each, the first layer the lowest. Context memory: none."""
     block_layers: int = 5  # decoder layers
-    reduced_vocabulary: bool = False  # whether only the tokens that ``t2d`` marks are drafted (speculators)
+    # whether only the tokens that ``t2d`` marks are drafted (speculators)
+    reduced_vocabulary: bool = False
 
     @override
     def problems(self) -> Iterator[str]:
@@ -83,7 +86,9 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             yield from self.encoder_problems()
         if self.context == "kv" and own != n_kv_heads:
             yield f"self_attention_kv_heads ({own}) must be the {n_kv_heads} of the target"
-        if self.context == "kv" and (n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)):
+        if self.context == "kv" and (
+            n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)
+        ):
             yield (
                 f"{self.n_heads} query heads cannot share evenly the {n_kv_heads} KV heads of {n_seen} layers of the "
                 "target, which each layer sees: give other fused_layers"
@@ -124,7 +129,9 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         if context == "memory":
             found |= cls.encoder_defaults(config, given)
         elif "fused_layers" not in given:  # small targets have no default
-            n_read = given.get("block_layers", cls.block_layers) if context == "kv" else N_READ_LAYERS
+            n_read = (
+                given.get("block_layers", cls.block_layers) if context == "kv" else N_READ_LAYERS
+            )
             found["fused_layers"] = default_read_layers(facts["n_layers"], n_read)
         return found
 
@@ -132,7 +139,9 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
     """The target layers that a drafter with some settings or sizes reads, with -1 for the embedding."""
     if settings.fused_layers is None and settings.context != "memory":
-        return default_read_layers(n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS)
+        return default_read_layers(
+            n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS
+        )
     check_context(settings, n_layers)
     return tuple(settings.fused_layers or ())
 
@@ -182,7 +191,9 @@ class BlockState(LayerState):
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
         """Return the fresh states and clear them, so many of each row: [B, n, E], right padded."""
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
-            raise DrafterError("the target's states do not reach the token to draft after: give them before drafting.")
+            raise DrafterError(
+                "the target's states do not reach the token to draft after: give them before drafting."
+            )
         like = next(part for parts in self.fresh for part in parts)
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
         self.fresh = [()] * len(rows)
@@ -240,7 +251,9 @@ class BlockDrafter(KVEncoder, Drafter):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         anchors, valid = training.draw_anchors(response_mask, draws)
         weights = training.draft_weights(response_mask, anchors, valid, draws.blocks)
-        places = training.draft_positions(anchors, draws.blocks.n_drafts).clamp(max=response_mask.shape[1] - 1)
+        places = training.draft_positions(anchors, draws.blocks.n_drafts).clamp(
+            max=response_mask.shape[1] - 1
+        )
         found = torch.zeros(response_mask.shape, device=weights.device)
         return found.scatter_add_(1, places.flatten(1), weights.flatten(1))
 
@@ -266,12 +279,18 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def slots(self, frozen: FrozenTarget, anchors: Tensor) -> Tensor:
         """Make what the layers read of blocks, anchors [B, N] int64: [B, N * G, E]."""
-        tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token, device=anchors.device)
+        tokens = torch.full(
+            (*anchors.shape, self.config.block_size), self.config.mask_token, device=anchors.device
+        )
         tokens[..., 0] = anchors
         return frozen.embed(tokens.flatten(1))
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, appends: Sequence[AppendKV], mask: masks.Mask | Tensor | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        appends: Sequence[AppendKV],
+        mask: masks.Mask | Tensor | None,
     ) -> Tensor:
         """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers, each with its ``append``: [B, Q, E]."""
         rotation = self.rotary(positions)
@@ -281,7 +300,9 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def drafting(self, hidden: Tensor) -> Tensor:
         """Pick the slots that draft, the last K, of blocks [..., N * G, E]: [..., N, K, E]."""
-        picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[..., -self.config.n_drafts :, :]
+        picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[
+            ..., -self.config.n_drafts :, :
+        ]
         return picked
 
     # Features: the hidden state of a slot, and the Markov head's state
@@ -303,10 +324,16 @@ class BlockDrafter(KVEncoder, Drafter):
         logits = self.target_logits(frozen, hidden)
         if self.markov_head is not None:
             code = self.markov_head.code(markov, hidden)
-            bias: Tensor = self.own_logits(code) if self.config.draft_tokens else self.markov_head.markov_w2(code)
+            bias: Tensor = (
+                self.own_logits(code)
+                if self.config.draft_tokens
+                else self.markov_head.markov_w2(code)
+            )
             logits = logits + bias
         logits = self.over_all_tokens(logits)
-        return logits.masked_fill(~self.t2d, -torch.inf) if self.config.reduced_vocabulary else logits
+        return (
+            logits.masked_fill(~self.t2d, -torch.inf) if self.config.reduced_vocabulary else logits
+        )
 
     @property
     @override
@@ -328,23 +355,34 @@ class BlockDrafter(KVEncoder, Drafter):
 
     # Training
 
-    def text_hidden(self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor) -> Tensor:
+    def text_hidden(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor
+    ) -> Tensor:
         """Run blocks over texts, at anchors [B, N] of which some are valid: hidden states of drafts [B, N, K, E]."""
         size = self.config.block_size
         n_tokens = inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
-        appends = [partial(concatenated, seen) for seen in self._text_context(frozen, inputs, x.dtype)]
+        appends = [
+            partial(concatenated, seen) for seen in self._text_context(frozen, inputs, x.dtype)
+        ]
         mask = training.block_mask(anchors, valid, size, n_tokens)
-        return self.drafting(self.run_layers(x, training.draft_positions(anchors, size).flatten(1), appends, mask))
+        return self.drafting(
+            self.run_layers(x, training.draft_positions(anchors, size).flatten(1), appends, mask)
+        )
 
-    def _text_context(self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype) -> list[KeysValues]:
+    def _text_context(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype
+    ) -> list[KeysValues]:
         """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
         if self.config.context == "hidden":
             made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
             packed = inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2)
-            return [_side_by_side([unpack_kv(layer, n_heads) for layer in seen.unbind(2)]) for seen in packed]
+            return [
+                _side_by_side([unpack_kv(layer, n_heads) for layer in seen.unbind(2)])
+                for seen in packed
+            ]
         else:
             made = self.encode_kv(inputs.required_kv())
         context = self.context(frozen, inputs.tokens, made)
@@ -353,7 +391,9 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Pick the token before each draft of blocks [B, N] from texts [B, T], past their ends the last: [B, N, K]."""
-        before = training.draft_positions(anchors, self.config.n_drafts).clamp(max=tokens.shape[1] - 1)
+        before = training.draft_positions(anchors, self.config.n_drafts).clamp(
+            max=tokens.shape[1] - 1
+        )
         return tokens.gather(1, before.flatten(1)).view_as(before)
 
     @override
@@ -370,7 +410,8 @@ class BlockDrafter(KVEncoder, Drafter):
         shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
         at = training.places(shares > 0)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
-        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]  # [P, F]
+        # [P, F]
+        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]
         rows = at[0]
         share = shares[at]
         positions = training.draft_positions(anchors, self.config.n_drafts)[at]
@@ -387,7 +428,10 @@ class BlockDrafter(KVEncoder, Drafter):
                 own_hidden, labels, frozen.lm_head_weight, code, matrix, frozen.logit_cap
             )
             share = share * losses.d_pace_weights(wrong, shares > 0, weights.d_pace)[at]
-        of_terms = [share * scale * weight for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)]
+        of_terms = [
+            share * scale * weight
+            for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)
+        ]
         total, terms = losses.chunked_losses(
             own_hidden[:, None],
             inputs.hidden[rows, positions],
@@ -410,7 +454,9 @@ class BlockDrafter(KVEncoder, Drafter):
         return LossTerms(total, sums[0], None, n_positions, parts=found)
 
     @override
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
         """Run a block at the root of each round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = torch.arange(drafted.shape[1], device=drafted.device)
@@ -421,9 +467,13 @@ class BlockDrafter(KVEncoder, Drafter):
         begins = drafted & (index == root)
         anchors, is_block = training.loss_queries(begins)
         hidden = self.text_hidden(frozen, inputs, anchors, is_block)
-        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors)).flatten(1, 2)
+        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors)).flatten(
+            1, 2
+        )
         block = (begins.cumsum(dim=1) - 1).gather(1, queries).clamp(min=0)
-        return DraftedFeatures(queries, valid, training.at_queries(features, block * self.config.n_drafts + place))
+        return DraftedFeatures(
+            queries, valid, training.at_queries(features, block * self.config.n_drafts + place)
+        )
 
     # Decoding
 
@@ -439,7 +489,11 @@ class BlockDrafter(KVEncoder, Drafter):
 
     @override
     def draft_root(
-        self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: BlockState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> Tensor:
         device = frozen.lm_head_weight.device
         size = self.config.block_size
@@ -448,7 +502,10 @@ class BlockDrafter(KVEncoder, Drafter):
         appends: list[AppendKV]
         if self.config.context == "kv":
             check_arrived(cache, before)
-            appends = [partial(self._write_after_target, cache, before, index) for index in range(len(self.layers))]
+            appends = [
+                partial(self._write_after_target, cache, before, index)
+                for index in range(len(self.layers))
+            ]
         else:
             self._extend_context(state, frozen, committed, cache)
             appends = [buffer.append for buffer in state.slots]
@@ -457,7 +514,9 @@ class BlockDrafter(KVEncoder, Drafter):
             every = torch.ones(len(committed), size, size, dtype=torch.bool, device=device)
             mask = masks.tree_mask(before, every)
         anchors = to_device([[tokens[-1]] for tokens in committed], device)
-        hidden = self.run_layers(self.slots(frozen, anchors), positions_from(before, size, device), appends, mask)
+        hidden = self.run_layers(
+            self.slots(frozen, anchors), positions_from(before, size, device), appends, mask
+        )
         state.hidden = self.drafting(hidden)[:, 0]
         return self.text_features(state.hidden[:, :1], anchors)
 
@@ -465,20 +524,31 @@ class BlockDrafter(KVEncoder, Drafter):
         self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor
     ) -> KeysValues:
         n_slots = keys.shape[2]
-        views = [cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(index)]
+        views = [
+            cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(index)
+        ]
         return _side_by_side([write_after(view, before, n_slots, keys, values) for view in views])
 
     def _extend_context(
-        self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: BlockState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> None:
-        counts = [len(row) - 1 - before for row, before in zip(committed, state.n_true, strict=True)]
+        counts = [
+            len(row) - 1 - before for row, before in zip(committed, state.n_true, strict=True)
+        ]
         if not any(counts):
             return
         device = frozen.lm_head_weight.device
         starts = state.n_true
         encodes = self.config.context == "memory"
         made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
-        tokens = padded([row[start:-1] for row, start in zip(committed, starts, strict=True)], device)  # [B, n]
+        # [B, n]
+        tokens = padded(
+            [row[start:-1] for row, start in zip(committed, starts, strict=True)], device
+        )
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -511,13 +581,17 @@ class BlockDrafter(KVEncoder, Drafter):
         if self.config.context == "kv":
             layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
         elif self.config.context == "memory":
-            self._append_context(state, self.hidden_norm(self.encoded_of(context[None])), [len(context)])
+            self._append_context(
+                state, self.hidden_norm(self.encoded_of(context[None])), [len(context)]
+            )
         else:
             state.fresh[0] = (*state.fresh[0], context)
         cache.extend(len(context), layers, n_heads)
 
     @override
-    def reuse_context(self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+    def reuse_context(
+        self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
         state.forget_drafts()
         rows = zip(state.n_true, starts, counts, strict=True)
         fitting = [count if length == start else 0 for length, start, count in rows]
@@ -525,7 +599,9 @@ class BlockDrafter(KVEncoder, Drafter):
             self._append_context(state, self.hidden_norm(self.encoded_of(contexts)), fitting)
 
     @override
-    def draft_level(self, state: BlockState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: BlockState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         assert state.hidden is not None, "a round begins with its root"
         hidden = state.hidden[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
         if self.markov_head is None:
@@ -571,15 +647,19 @@ class DSparkSizes(BlockDrafterSizes):
 
     block_size: int = 7
     sample_from_anchor: bool = True
-    markov_head: str = "vanilla"  # how a draft follows from the one before it, see :mod:`..nn.markov`
+    # how a draft follows from the one before it, see :mod:`..nn.markov`
+    markov_head: str = "vanilla"
     markov_rank: int = 256  # r, rank of the Markov head
     confidence_head: bool = True  # whether there is a confidence head
-    confidence_with_markov: bool = True  # whether it reads the Markov head's embedding of the token before too
+    # whether it reads the Markov head's embedding of the token before too
+    confidence_with_markov: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.markov_head not in MARKOV_HEADS:
-            raise DrafterError(f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}.")
+            raise DrafterError(
+                f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}."
+            )
 
 
 class DSparkDrafter(BlockDrafter):
@@ -594,4 +674,6 @@ class DSparkDrafter(BlockDrafter):
             self.markov_head = head(config.vocab_size, config.markov_rank, config.hidden_size)
         if config.confidence_head:
             reads_markov = config.confidence_with_markov and config.markov_head != "none"
-            self.confidence_head = ConfidenceHead(config.hidden_size + reads_markov * config.markov_rank)
+            self.confidence_head = ConfidenceHead(
+                config.hidden_size + reads_markov * config.markov_rank
+            )

@@ -90,7 +90,9 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(rows))
     stops = itertools.accumulate(counts)
     starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
-    places = [min(start + index, sum(counts) - 1) for start in starts for index in range(max(counts))]
+    places = [
+        min(start + index, sum(counts) - 1) for start in starts for index in range(max(counts))
+    ]
     together = torch.cat(list(rows))
     placed = together.index_select(0, to_device(places, together.device))
     return placed.view(len(rows), -1, *placed.shape[1:])
@@ -109,24 +111,31 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
         values = expand_heads(values, n_heads)
-    return torch.cat((first[0].to(keys.dtype), keys), dim=2), torch.cat((first[1].to(values.dtype), values), dim=2)
+    return torch.cat((first[0].to(keys.dtype), keys), dim=2), torch.cat(
+        (first[1].to(values.dtype), values), dim=2
+    )
 
 
-def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor) -> KeysValues:
+def write_after(
+    view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
+) -> KeysValues:
     """Write a drafter's newest keys and values after the target's verified ones [B, H_kv, S, d], in place.
 
     The target's next call overwrites these slots. Of each row so many tokens are verified ``before`` the ``n_fed`` ones
     of this round, the newest included.
     """
     n_new = keys.shape[2]
-    # Calls of longer rows, or over the whole cache, later read these slots under a mask, which stops no NaN.
+    # Calls of longer rows, or over the whole cache, later read these slots under a mask, which
+    # stops no NaN.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
     return view
 
 
-def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor) -> Tensor:
+def causal_features(
+    blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor
+) -> Tensor:
     """Run causal layers over x [B, S, E], slot t at position t: features of queries [B, Q]."""
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
@@ -147,7 +156,8 @@ class Fed(NamedTuple):
     rotation: Rotation  # of these positions, by the drafter
     before: list[int]  # verified tokens of each row
     seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round each of them sees
-    mask: Tensor | None  # [B, b, S] bool, ``seen`` after the verified tokens; None where nothing is masked
+    # [B, b, S] bool, ``seen`` after the verified tokens; None where nothing is masked
+    mask: Tensor | None
 
 
 class LayerState(RowState):
@@ -158,23 +168,30 @@ class LayerState(RowState):
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.n_true = [0] * n_rows  # committed slots of each row
         self.n_fed = 0  # slots of this round's tree, the root's included
-        # Per row the target's states [n, ...] of committed positions that no layer has been fed with.
+        # Per row the target's states [n, ...] of committed positions that no layer has been fed
+        # with.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
         self.given: Fresh | None = None
 
     @override
     def forget_drafts(self) -> None:
-        # Accepted drafts lie among others, in the order of feeding. Encoding them again is two projections of a few
+        # Accepted drafts lie among others, in the order of feeding. Encoding them again is two
+        # projections of a few
         # tokens, cheaper than finding out which are in place already.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0
 
     def observe(
-        self, states: Tensor, kept: Sequence[Sequence[int]], make: Callable[[Tensor], Tensor] | None = None
+        self,
+        states: Tensor,
+        kept: Sequence[Sequence[int]],
+        make: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Keep the target's states [B, n, ...] of committed tokens, or what is made of them, until they are fed."""
-        places = [row * states.shape[1] + index for row, indices in enumerate(kept) for index in indices]
+        places = [
+            row * states.shape[1] + index for row, indices in enumerate(kept) for index in indices
+        ]
         own = states.flatten(0, 1).index_select(0, to_device(places, states.device))
         made = own if make is None else make(own)
         for row, new in enumerate(made.split([len(indices) for indices in kept])):
@@ -182,8 +199,11 @@ class LayerState(RowState):
 
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
         """Take the committed tokens that the slots lack, and the target's states [B, n, ...] that are fed with them."""
-        # The root is fed again in each round: where it stands, the cache may hold a draft that was rejected there.
-        self.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)]
+        # The root is fed again in each round: where it stands, the cache may hold a draft that was
+        # rejected there.
+        self.n_true = [
+            min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)
+        ]
         return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)], None
 
     def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
@@ -199,7 +219,8 @@ class LayerState(RowState):
         rotary: Rotary,
         x: Tensor,  # [B, n, E], right padded
         counts: Sequence[int],  # per row how many of the n are real, at least 1
-        last: Callable[..., Tensor] | None = None,  # what the last layer computes, if not its ``forward``
+        # what the last layer computes, if not its ``forward``
+        last: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Fed]:
         """Feed what was committed since the last round up to the root, in place of what was drafted.
 
@@ -224,7 +245,11 @@ class LayerState(RowState):
                 break
             mask = None
             if len(counts) > 1 or n_new > 1:
-                causal = torch.ones(n_new, n_new, dtype=torch.bool, device=device).tril().expand(len(counts), -1, -1)
+                causal = (
+                    torch.ones(n_new, n_new, dtype=torch.bool, device=device)
+                    .tril()
+                    .expand(len(counts), -1, -1)
+                )
                 mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
             x = block(x, rotation, keys, values, mask)
         before = added(self.n_true, -1)
@@ -235,7 +260,11 @@ class LayerState(RowState):
         if is_alone:
             return x, root
         # Of the last layer only the root's feature is wanted.
-        x = x[:, -1:] if are_alike(counts) else at_queries(x, to_device(counts, device)[:, None] - 1)
+        x = (
+            x[:, -1:]
+            if are_alike(counts)
+            else at_queries(x, to_device(counts, device)[:, None] - 1)
+        )
         return (last or block)(x, root.rotation, keys, values, mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
@@ -244,12 +273,18 @@ class LayerState(RowState):
         before = added(self.n_true, -1)
         self.n_fed += n_nodes
         # All nodes of a level stand at one position.
-        positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(-1, n_nodes)
+        positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(
+            -1, n_nodes
+        )
         is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1 and are_alike(before)
         mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
-        return Fed(positions, rotary(positions, level.parent_features.dtype), before, level.seen, mask)
+        return Fed(
+            positions, rotary(positions, level.parent_features.dtype), before, level.seen, mask
+        )
 
-    def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel) -> Tensor:
+    def feed_level(
+        self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel
+    ) -> Tensor:
         """Feed the nodes of one level, given as x [B, b, E]; returns their features [B, b, E]."""
         fed = self.begin_level(rotary, level)
         for block, slots in zip(blocks, self.slots, strict=True):

@@ -51,14 +51,18 @@ class FeatureState(LayerState):
         for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
             if not parts:  # the root is fed again
                 if last is None:
-                    raise DrafterError("nothing of the target has been observed: give its states before drafting.")
+                    raise DrafterError(
+                        "nothing of the target has been observed: give its states before drafting."
+                    )
                 self.n_true[row] -= 1
                 parts = (last,)
             fresh.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         self.fresh = [()] * len(fresh)
         self.last = [states[-1:] for states in fresh]
         texts = zip(committed, self.n_true, fresh, strict=True)
-        return [row[start + 1 : start + 1 + len(states)] for row, start, states in texts], stacked(fresh)
+        return [row[start + 1 : start + 1 + len(states)] for row, start, states in texts], stacked(
+            fresh
+        )
 
 
 class FeatureDrafter(Drafter):
@@ -84,14 +88,19 @@ class FeatureDrafter(Drafter):
         return outputs
 
     @override
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
         # All rounds at once, step by step: each step is fed with the features of the one before.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         context = context[:, 1:]  # [B, S]: the last slot of the target's that a query sees
         slots = torch.arange(context.shape[1], device=context.device)
-        step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
+        # 0 for the root's slot, -1 for none
+        step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings = frozen.embed(inputs.tokens[:, 1:])
-        joined = self.join(embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype)))
+        joined = self.join(
+            embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
+        )
         true_keys_values = []
         features = joined
         rotation = self.rotary(slots[None, :])
@@ -105,20 +114,28 @@ class FeatureDrafter(Drafter):
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
             limit = context.gather(1, queries)[..., None]
-            seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
+            # [B, Q, 2S]
+            seen = torch.cat(
+                (slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1
+            )
             x = self.join(
-                training.at_queries(embeddings, queries), training.at_queries(features, (queries - 1).clamp(min=0))
+                training.at_queries(embeddings, queries),
+                training.at_queries(features, (queries - 1).clamp(min=0)),
             )
             at = rows.expand_as(queries)[valid], queries[valid]
             rotation = self.rotary(queries)
-            for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
+            for block, true, own in zip(
+                self.blocks, true_keys_values, own_keys_values, strict=True
+            ):
                 for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
                     buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
                 keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
                 x = block(x, rotation, keys, values, seen)
             features[at] = self.fed_back(x)[valid].to(features.dtype)
         queries, valid = training.loss_queries(drafted)
-        return DraftedFeatures(queries, valid, training.at_queries(features, (queries - 1).clamp(min=0)))
+        return DraftedFeatures(
+            queries, valid, training.at_queries(features, (queries - 1).clamp(min=0))
+        )
 
     @override
     def new_state(self, n_rows: int) -> FeatureState:
@@ -130,16 +147,23 @@ class FeatureDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: FeatureState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> Tensor:
-        # Slots up to the root's come from the target's own states; those of accepted drafts are computed again.
+        # Slots up to the root's come from the target's own states; those of accepted drafts are
+        # computed again.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
         assert hidden is not None  # [B, n, E or K * E]
         x = self.join(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
         return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 
     @override
-    def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         x = self.join(frozen.embed(level.tokens), level.parent_features)
         return self.fed_back(state.feed_level(self.blocks, self.rotary, x, level))
 
@@ -161,7 +185,8 @@ class EagleSizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):  # others would be rounded in an export
+        # others would be rounded in an export
+        if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 
 
@@ -177,7 +202,9 @@ class EagleDrafter(FeatureDrafter):
         self.context_width = config.hidden_size
         first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
-        self.layers = nn.ModuleList(DecoderBlock(config.layer if i else first) for i in range(config.eagle_layers))
+        self.layers = nn.ModuleList(
+            DecoderBlock(config.layer if i else first) for i in range(config.eagle_layers)
+        )
         self.rotary = config.rotary()
 
     @override
@@ -188,7 +215,9 @@ class EagleDrafter(FeatureDrafter):
         """
         super().adopt(frozen, count_tokens)
         if self.config.eagle_embedding_scale == 0:
-            parts = torch.arange(self.config.vocab_size, device=frozen.lm_head_weight.device).split(1 << 13)
+            parts = torch.arange(self.config.vocab_size, device=frozen.lm_head_weight.device).split(
+                1 << 13
+            )
             square = sum(float(frozen.embed(tokens).double().square().sum()) for tokens in parts)
             size = math.sqrt(square / (self.config.vocab_size * self.config.hidden_size))
             self.config = replace(self.config, eagle_embedding_scale=2.0 ** -round(math.log2(size)))
@@ -226,8 +255,12 @@ class EagleDrafter(FeatureDrafter):
         at = training.places(valid)
         features = self(self.join(embeddings, seen[:, :-1]), queries)[at]  # [P, E]
         goal = training.at_queries(hidden[:, 1:], queries)[at]
-        kl, feature = training.distillation(frozen, features, goal, step.scale(len(features)), weights.divergence)
-        return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features))
+        kl, feature = training.distillation(
+            frozen, features, goal, step.scale(len(features)), weights.divergence
+        )
+        return LossTerms(
+            weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features)
+        )
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:

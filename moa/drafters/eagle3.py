@@ -41,10 +41,19 @@ from ..targets.bundle import FrozenTarget
 from ..targets.families import target_sizes
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries, places
+from .training import (
+    LossTerms,
+    Reads,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    loss_queries,
+    places,
+)
 from .vocabulary import most_frequent, over_all_tokens
 
-STEP_DECAY = 0.8  # weight of a step's loss relative to the step before (official ``traineagle3/main.py``)
+# weight of a step's loss relative to the step before (official ``traineagle3/main.py``)
+STEP_DECAY = 0.8
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
 """Tokens that can be drafted where the target has more, as the authors take of Llama 3's 128,256."""
@@ -66,16 +75,22 @@ class Eagle3Sizes(LayerSizes):
     test_time_steps: int = 7  # J, draft steps that training unrolls
     fc_norm: bool = False
     """Whether each of the outputs has a norm before they are fused, as in EAGLE-3.1 (arXiv 2605.09992)."""
-    norm_output: bool = False  # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
-    norm_before_fc: bool = False  # whether all outputs together have a norm before they are fused (speculators)
-    norm_before_residual: bool = False  # whether the residual begins after the norm of the features (speculators)
-    query_key_norm: bool = False  # whether queries and keys have a norm per head, as Qwen3's (speculators)
+    # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
+    norm_output: bool = False
+    # whether all outputs together have a norm before they are fused (speculators)
+    norm_before_fc: bool = False
+    # whether the residual begins after the norm of the features (speculators)
+    norm_before_residual: bool = False
+    # whether queries and keys have a norm per head, as Qwen3's (speculators)
+    query_key_norm: bool = False
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         # A foreign checkpoint does not say how many layers its target has.
-        check_target_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
+        check_target_layers(
+            self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
+        )
 
     @classmethod
     @override
@@ -139,7 +154,9 @@ class Eagle3Drafter(FeatureDrafter):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(len(config.fused_layers) * width, eps=config.norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=config.norm_eps) for _ in config.fused_layers)
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(width, eps=config.norm_eps) for _ in config.fused_layers
+            )
         sizes = replace(config.layer, input_width=2 * width, query_key_norm=config.query_key_norm)
         self.midlayer = Eagle3Block(sizes, config.norm_before_residual)
         self.norm = RMSNorm(width, eps=config.norm_eps)
@@ -168,7 +185,11 @@ class Eagle3Drafter(FeatureDrafter):
     @classmethod
     @override
     def reads(cls, n_layers: int, settings: Any) -> Reads:
-        layers = default_fused_layers(n_layers) if settings.fused_layers is None else settings.fused_layers
+        layers = (
+            default_fused_layers(n_layers)
+            if settings.fused_layers is None
+            else settings.fused_layers
+        )
         check_target_layers(layers, n_layers)
         return Reads(outputs=layers)
 
@@ -193,7 +214,11 @@ class Eagle3Drafter(FeatureDrafter):
                 f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 to {len(marked) - 1}; "
                 "it holds offsets (target id - draft id), not target ids."
             )
-        if len(ids.unique()) < len(ids) or int(marked.sum()) != len(ids) or not bool(marked[ids].all()):
+        if (
+            len(ids.unique()) < len(ids)
+            or int(marked.sum()) != len(ids)
+            or not bool(marked[ids].all())
+        ):
             raise DrafterError(
                 f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks {int(marked.sum())} "
                 "tokens; expected the same ones in both."
@@ -213,7 +238,9 @@ class Eagle3Drafter(FeatureDrafter):
             states = self.input_norm(states)
         if self.config.fc_norm:
             parts = states.split(self.config.hidden_size, dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            states = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
+            )
         features: Tensor = self.fc(states)
         return features
 
@@ -258,10 +285,18 @@ class Eagle3Drafter(FeatureDrafter):
         )
         scale = step.scale(n_positions)
         # The first step, unweighted, is what other drafters report.
-        return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions)
+        return LossTerms(
+            step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions
+        )
 
     def paced(
-        self, tokens: Tensor, queries: Tensor, at: tuple[Tensor, ...], own: Tensor, reached: Tensor, smoothing: float
+        self,
+        tokens: Tensor,
+        queries: Tensor,
+        at: tuple[Tensor, ...],
+        own: Tensor,
+        reached: Tensor,
+        smoothing: float,
     ) -> Tensor:
         """Weigh steps by D-PACE, each round a block: of tokens [B, T] and features ``own`` [P, J, E], [J, B, Q]."""
         labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
@@ -277,7 +312,9 @@ class Eagle3Drafter(FeatureDrafter):
         # Step j of the round that begins at a query stands j queries further (see below).
         by_round = [x.roll(-step, dims=1) for step, x in enumerate(grid.unbind(dim=-1))]
         seen = [x.roll(-step, dims=1) for step, x in enumerate(reached)]
-        paced = losses.d_pace_weights(torch.stack(by_round, dim=-1), torch.stack(seen, dim=-1), smoothing)
+        paced = losses.d_pace_weights(
+            torch.stack(by_round, dim=-1), torch.stack(seen, dim=-1), smoothing
+        )
         return torch.stack([x.roll(step, dims=1) for step, x in enumerate(paced.unbind(dim=-1))])
 
     def test_time_features(
@@ -307,8 +344,11 @@ class Eagle3Drafter(FeatureDrafter):
                 x = self.join(at_queries(embeddings, at), outputs)
                 own.append(block.keys_values(x, rotation))
             attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own)
-            outputs = self.fed_back(block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))))
-            # Round p stands at the position that is `step` places further among the queries, if none is left out.
+            outputs = self.fed_back(
+                block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
+            )
+            # Round p stands at the position that is `step` places further among the queries, if
+            # none is left out.
             features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
@@ -331,11 +371,24 @@ def attend_with_own_steps(
         return _attend(q, keys, values, seen, *flat)
     # The scores are computed again in the backward pass, so that few of them are held at a time.
     attended = []
-    for rows in zip(*(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True):
+    for rows in zip(
+        *(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True
+    ):
         row_q, row_keys, row_values, row_seen, *row_own = rows
-        by_query = zip(*(part.split(n_queries, dim=2) for part in (row_q, row_seen[:, None], *row_own)), strict=True)
+        by_query = zip(
+            *(part.split(n_queries, dim=2) for part in (row_q, row_seen[:, None], *row_own)),
+            strict=True,
+        )
         parts = [
-            checkpoint(_attend, part_q, row_keys, row_values, part_seen[:, 0], *part_own, use_reentrant=False)
+            checkpoint(
+                _attend,
+                part_q,
+                row_keys,
+                row_values,
+                part_seen[:, 0],
+                *part_own,
+                use_reentrant=False,
+            )
             for part_q, part_seen, *part_own in by_query
         ]
         attended.append(torch.cat(parts, dim=2))
@@ -349,7 +402,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor)
     shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
     scores = [shared.masked_fill(~seen[:, None, None], -torch.inf)]
     scores += [(rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True) for own_keys in own[::2]]
-    share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)  # [B, H_kv, group, Q, S + steps]
+    # [B, H_kv, group, Q, S + steps]
+    share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]
     for index, own_values in enumerate(own[1::2]):
         attended = attended + share[..., n_slots + index, None] * own_values[:, :, None]

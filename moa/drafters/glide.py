@@ -51,9 +51,12 @@ class GlideSizes(LayerSizes):
     kind: ClassVar[str] = "glide"
     left_out: ClassVar[tuple[str, ...]] = ("draft_", "target_")
 
-    kv_width: int  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
-    target_kv: tuple[int, ...] = ()  # attended layer, its heads, widths of key and value; none of Llama's last layer
-    target_latents: bool = False  # whether that layer caches a latent as key, and a rotated key as value
+    # D = 2 * target KV heads * target head dim, the widest where layers are not alike
+    kv_width: int
+    # attended layer, its heads, widths of key and value; none of Llama's last layer
+    target_kv: tuple[int, ...] = ()
+    # whether that layer caches a latent as key, and a rotated key as value
+    target_latents: bool = False
     block_size: int = 5  # tokens of a block in training
 
     @classmethod
@@ -74,7 +77,9 @@ class GlideSizes(LayerSizes):
         yield from super().problems()
         layer, n_heads, key_width, value_width = self.attended
         is_whole = len(self.target_kv) in (0, 4) and min(n_heads, key_width, value_width) >= 1
-        is_held = n_heads * (key_width + value_width) <= self.kv_width and layer < max(1, self.n_layers)
+        is_held = n_heads * (key_width + value_width) <= self.kv_width and layer < max(
+            1, self.n_layers
+        )
         if not (is_whole and is_held):
             yield "target_kv must be a layer, its heads, and the widths of a key and a value"
         if self.n_heads % max(1, n_heads):
@@ -104,9 +109,12 @@ class GlideDrafter(Drafter):
             key_width, value_width = key_width + value_width, key_width
         sizes = replace(config.layer, n_kv_heads=n_heads, head_dim=key_width, qkv_bias=False)
         self.cross_attention = Attention(sizes)
-        del self.cross_attention.k_proj, self.cross_attention.v_proj  # the target has projected its keys and values
+        # the target has projected its keys and values
+        del self.cross_attention.k_proj, self.cross_attention.v_proj
         if key_width != value_width:
-            self.cross_attention.o_proj = nn.Linear(config.n_heads * value_width, config.hidden_size, bias=False)
+            self.cross_attention.o_proj = nn.Linear(
+                config.n_heads * value_width, config.hidden_size, bias=False
+            )
         self.rotary = config.rotary()
 
     @classmethod
@@ -124,22 +132,34 @@ class GlideDrafter(Drafter):
         at = training.places(valid)
         features = self._features(frozen, inputs, last_seen, queries)[at]  # [P, E]
         goal = training.at_queries(inputs.hidden, queries)[at]
-        kl, feature = training.distillation(frozen, features, goal, step.scale(len(features)), step.weights.divergence)
+        kl, feature = training.distillation(
+            frozen, features, goal, step.scale(len(features)), step.weights.divergence
+        )
         return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), len(features))
 
     @override
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        # Only tokens are fed back, so the training forward will do, with the rounds of the draws in place of blocks.
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
+        # Only tokens are fed back, so the training forward will do, with the rounds of the draws in
+        # place of blocks.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
-    def _features(self, frozen: FrozenTarget, inputs: TrainingInputs, last_seen: Tensor, queries: Tensor) -> Tensor:
+    def _features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, last_seen: Tensor, queries: Tensor
+    ) -> Tensor:
         seen = masks.Mask.up_to(last_seen, inputs.tokens.shape[1])
         features: Tensor = self(frozen, inputs.tokens, inputs.required_kv(), seen, queries)
         return features
 
     def forward(
-        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor
+        self,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        kv: Tensor,
+        seen: masks.Mask | Tensor,
+        queries: Tensor,
     ) -> Tensor:
         """Run many draft rounds at once, fed with the text [B, T]: features of queries [B, Q].
 
@@ -152,14 +172,22 @@ class GlideDrafter(Drafter):
         own = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
         _, n_heads, key_width, value_width = self.config.attended
-        packed = kv[:, :, -1, : n_heads * (key_width + value_width)].unflatten(2, (n_heads, -1)).transpose(1, 2)
+        packed = (
+            kv[:, :, -1, : n_heads * (key_width + value_width)]
+            .unflatten(2, (n_heads, -1))
+            .transpose(1, 2)
+        )
         target = self._keys_values(*packed.split((key_width, value_width), dim=3))
         x = training.at_queries(embeddings, queries)
         return self._layer(target, seen, x, self.rotary(queries), *own, causal)
 
     def _keys_values(self, keys: Tensor, values: Tensor) -> KeysValues:
         """Return what is attended to of keys and values [B, H_kv, T, d] as the target caches them."""
-        return (torch.cat((keys, values), dim=3), keys) if self.config.target_latents else (keys, values)
+        return (
+            (torch.cat((keys, values), dim=3), keys)
+            if self.config.target_latents
+            else (keys, values)
+        )
 
     def _layer(
         self,
@@ -183,14 +211,22 @@ class GlideDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: LayerState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)
         last = self._decoding_layer(masks.added(masks.added(state.n_true, counts), -1), cache)
-        return state.feed_committed([self.self_attention], self.rotary, frozen.embed(tokens), counts, last)[0]
+        return state.feed_committed(
+            [self.self_attention], self.rotary, frozen.embed(tokens), counts, last
+        )[0]
 
     @override
-    def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         fed = state.begin_level(self.rotary, level)
         x = frozen.embed(level.tokens)
         own = state.slots[0].append(*self.self_attention.keys_values(x, fed.rotation))
@@ -199,7 +235,8 @@ class GlideDrafter(Drafter):
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = (x[:, :n_heads] for x in cache.layer_view(layer, max(before)))
-        target = self._keys_values(keys[..., :key_width], values[..., :value_width])  # the cache may be wider
+        # the cache may be wider
+        target = self._keys_values(keys[..., :key_width], values[..., :value_width])
         return partial(self._layer, target, lengths_mask(before, keys.device))
 
 

@@ -25,7 +25,16 @@ from ..targets.families import mlp_width
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
 from .sizes import DrafterSizes, multiple_of_32
-from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, loss_queries, places, round_queries
+from .training import (
+    Draws,
+    LossTerms,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    loss_queries,
+    places,
+    round_queries,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,9 @@ class IndependentSizes(DrafterSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.independent_width % 2:
-            raise DrafterError(f"independent_width must be an even number from 2 up, got {self.independent_width}.")
+            raise DrafterError(
+                f"independent_width must be an even number from 2 up, got {self.independent_width}."
+            )
 
     @classmethod
     @override
@@ -54,14 +65,23 @@ class IndependentSizes(DrafterSizes):
     def own_head_dim(self) -> int:
         """Head dim of its layers: the largest even divisor of W up to the target's head dim and W / 4."""
         width = self.independent_width
-        return next(d for d in range(max(2, min(self.head_dim, width // 4)), 1, -1) if width % d == 0 and d % 2 == 0)
+        return next(
+            d
+            for d in range(max(2, min(self.head_dim, width // 4)), 1, -1)
+            if width % d == 0 and d % 2 == 0
+        )
 
     @property
     def own_block(self) -> BlockSizes:
         """Sizes of each layer, which has as many KV heads as query heads."""
         n_heads = self.independent_width // self.own_head_dim
         return BlockSizes(
-            self.independent_width, n_heads, n_heads, self.own_head_dim, self.independent_mlp_width, self.norm_eps
+            self.independent_width,
+            n_heads,
+            n_heads,
+            self.own_head_dim,
+            self.independent_mlp_width,
+            self.norm_eps,
         )
 
 
@@ -77,9 +97,13 @@ class IndependentDrafter(Drafter):
     def __init__(self, config: IndependentSizes) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.independent_width)
-        self.layers = nn.ModuleList(DecoderBlock(config.own_block) for _ in range(config.independent_layers))
+        self.layers = nn.ModuleList(
+            DecoderBlock(config.own_block) for _ in range(config.independent_layers)
+        )
         self.norm = RMSNorm(config.independent_width, eps=config.norm_eps)
-        self.rotary = Rotary(config.own_head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.rotary = Rotary(
+            config.own_head_dim, config.rope_parameters, config.max_position_embeddings
+        )
 
     @classmethod
     @override
@@ -88,7 +112,9 @@ class IndependentDrafter(Drafter):
 
     def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
         """Run the model over tokens [B, T]: normed features [B, Q, W] of queries [B, Q]."""
-        return self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
+        return self.norm(
+            causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries)
+        )
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -106,7 +132,9 @@ class IndependentDrafter(Drafter):
         return LossTerms(step.weights.forward_kl * mean, mean, None, len(features))
 
     @override
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
         # Where rounds begin makes no difference to a model that reads only tokens.
         queries, valid, _ = round_queries(inputs.response_mask, draws, first=0)
         return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
@@ -126,13 +154,19 @@ class IndependentDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: LayerState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, self.embed_tokens.weight.device)
         x, _ = state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts)
         return self.norm(x)
 
     @override
-    def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level)
         return self.norm(x)

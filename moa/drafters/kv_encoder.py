@@ -27,7 +27,8 @@ from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
-# In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and a long prompt
+# In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences,
+# and a long prompt
 # would need L times its length in rows of the MLP's width.
 _MAX_POSITIONS = 1 << 13
 
@@ -38,17 +39,21 @@ class KVEncoderSizes(DrafterSizes):
 
     left_out: ClassVar[tuple[str, ...]] = ("draft_", "kv_group")
 
-    kv_width: int = 0  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
-    kv_groups: tuple[int, ...] = ()  # group of each layer with KV, ascending; none where all layers are alike
+    # D = 2 * target KV heads * target head dim, the widest where layers are not alike
+    kv_width: int = 0
+    # group of each layer with KV, ascending; none where all layers are alike
+    kv_groups: tuple[int, ...] = ()
     kv_group_widths: tuple[int, ...] = ()  # numbers of a layer of each group, in place of D
     layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
     layer_attention_head_dim: int = 0  # head dim of layer self-attention
     layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
     layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
-    layer_attention: bool = True  # without layer self-attention only the KV of the target's last layer is encoded
+    # without layer self-attention only the KV of the target's last layer is encoded
+    layer_attention: bool = True
     layer_groups: int = 2  # G, groups of consecutive layers; 1 in the paper
     unrotated_keys: bool = True  # encode the target's keys as before RoPE; in the paper as after it
-    layer_stride: int = 1  # encode the last layer and every so many below it; 1 is all, as in the paper
+    # encode the last layer and every so many below it; 1 is all, as in the paper
+    layer_stride: int = 1
 
     @property
     def n_kv_layers(self) -> int:
@@ -78,7 +83,10 @@ class KVEncoderSizes(DrafterSizes):
             yield f"layer_attention_head_dim ({head_dim}) must be even"
         if self.layer_stride > max(1, n_layers):
             yield f"layer_stride ({self.layer_stride}) must be between 1 and the {n_layers} layers"
-        if not set(self.kv_groups) <= set(range(n_groups)) or max(self.kv_group_widths, default=0) > self.kv_width:
+        if (
+            not set(self.kv_groups) <= set(range(n_groups))
+            or max(self.kv_group_widths, default=0) > self.kv_width
+        ):
             yield f"kv_groups must be groups of kv_group_widths, of at most kv_width ({self.kv_width}) numbers"
         if self.layer_groups > max(1, n_encoded):
             yield f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers that are encoded"
@@ -91,10 +99,13 @@ class KVEncoderSizes(DrafterSizes):
         kv_width = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
         if "kv_width" in facts:
             groups = kv_groups(config)
-            of_layer = sorted((layer, number) for number, group in enumerate(groups) for layer in group.layers)
+            of_layer = sorted(
+                (layer, number) for number, group in enumerate(groups) for layer in group.layers
+            )
             grouped["kv_groups"] = tuple(number for _, number in of_layer)
             grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
-        n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]  # of latents are many
+        # of latents are many
+        n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The official code gives layer self-attention the target's heads and rounds their dim down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
@@ -129,7 +140,11 @@ def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
-    return next(h for h in range(min(n_heads, kv_width), 0, -1) if kv_width % h == 0 and (kv_width // h) % 2 == 0)
+    return next(
+        h
+        for h in range(min(n_heads, kv_width), 0, -1)
+        if kv_width % h == 0 and (kv_width // h) % 2 == 0
+    )
 
 
 class KVEncoder(nn.Module):
@@ -147,10 +162,13 @@ class KVEncoder(nn.Module):
                 config.layer_attention_head_dim, config.layer_attention_mlp_width, config.norm_eps, config.qkv_bias,
             )  # fmt: skip
             self.layer_self_attention = DecoderBlock(sizes)
-        self._kv_groups = [config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups]
+        self._kv_groups = [
+            config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups
+        ]
         if len(widths := config.kv_group_widths) > 1:  # to the width of the widest
             inputs = {
-                str(one): nn.Linear(widths[one], config.kv_width, bias=False) for one in sorted({*self._kv_groups})
+                str(one): nn.Linear(widths[one], config.kv_width, bias=False)
+                for one in sorted({*self._kv_groups})
             }
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
@@ -189,7 +207,9 @@ class KVEncoder(nn.Module):
             if self.config.unrotated_keys:
                 part = rotate_packed_keys(part, self.rotary.inverse(where))
             if self.config.layer_attention:
-                means = self.layer_self_attention.attend_self_means(part, rotation, self.config.layer_groups)
+                means = self.layer_self_attention.attend_self_means(
+                    part, rotation, self.config.layer_groups
+                )
                 summaries.append(means.flatten(1))
             else:
                 summaries.append(part[:, 0])
@@ -205,16 +225,24 @@ class KVEncoder(nn.Module):
         for group, project in self.kv_inputs.items():
             places = [place for place, one in enumerate(self._kv_groups) if str(one) == group]
             own = torch.stack([layers[place] for place in places], dim=1)
-            for place, made in zip(places, project(own[..., : project.in_features]).unbind(1), strict=True):
+            for place, made in zip(
+                places, project(own[..., : project.in_features]).unbind(1), strict=True
+            ):
                 layers[place] = made
         return torch.stack(layers, dim=1)
 
-    def encode_cached(self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    def encode_cached(
+        self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]
+    ) -> Tensor:
         """Encode the KV of so many positions of each row of the target's cache, from its start on: [B, n, E]."""
         check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)
-        kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_kv_layers - 1)
-        return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))
+        kv = cache.packed(
+            starts, n_tokens, 0 if self.config.layer_attention else self.config.n_kv_layers - 1
+        )
+        return self.encode_kv(
+            kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device)
+        )
 
     # On another machine than the target
 

@@ -30,9 +30,18 @@ from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import RowState
 from .sizes import DrafterSizes
-from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, places, round_queries
+from .training import (
+    Draws,
+    LossTerms,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    places,
+    round_queries,
+)
 
-HEAD_DECAY = 0.8  # the loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain
+# the loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain
+HEAD_DECAY = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +116,8 @@ class MedusaDrafter(Drafter):
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of a mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``."""
-        # Head k is trained where decoding can use it: on positions that are in one response with the k - 1 before them.
+        # Head k is trained where decoding can use it: on positions that are in one response with
+        # the k - 1 before them.
         # Each head's sum is divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
@@ -115,7 +125,8 @@ class MedusaDrafter(Drafter):
         shares = []
         reached = [self.loss_positions(inputs.response_mask, step.draws)]  # of each head [B, T]
         for _ in self.heads[1:]:
-            reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))  # the position before is reached too
+            # the position before is reached too
+            reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
         n_positions = counts[0]
@@ -123,8 +134,11 @@ class MedusaDrafter(Drafter):
         _, rows, at = places(every)  # nothing is reached by head k before position k
         of_heads = zip(self.heads, rows.split(counts), at.split(counts), strict=True)
         for k, (head, own_rows, own) in enumerate(of_heads, start=1):
-            features.append(head(hidden[own_rows, own - k]))  # [P_k, E], each from k positions before
-            shares.append(torch.full((len(own),), HEAD_DECAY**k / total_share, device=hidden.device))
+            # [P_k, E], each from k positions before
+            features.append(head(hidden[own_rows, own - k]))
+            shares.append(
+                torch.full((len(own),), HEAD_DECAY**k / total_share, device=hidden.device)
+            )
         kl, _ = losses.chunked_losses(
             torch.cat(features)[:, None], hidden[rows, at], frozen.lm_head_weight, torch.cat(shares)[:, None, None],
             divergence=step.weights.divergence, cap=frozen.logit_cap,
@@ -133,7 +147,9 @@ class MedusaDrafter(Drafter):
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
     @override
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
         """Ask the heads at the context position of each round."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
         step = torch.where(valid, queries - context, 0)  # k of the head that drafts there
@@ -161,12 +177,18 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: MedusaState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: MedusaState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> Tensor:
         features: Tensor = self.heads[0](state.hidden)[:, None]
         return features
 
     @override
-    def draft_level(self, state: MedusaState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: MedusaState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         features: Tensor = self.heads[level.depth](state.hidden)[:, None]
         return features.expand(-1, level.tokens.shape[1], -1)

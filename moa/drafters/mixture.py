@@ -66,7 +66,8 @@ class MoASizes(KVEncoderSizes):
     self_attention_mlp_width: int  # MLP width of the causal self-attention
     cross_attention_kv_heads: int  # KV heads of the cross-attention
     cross_attention_mlp_width: int  # MLP width of the cross-attention
-    target_layer_inference: int = 0  # N, how many of the target's last layers the drafted features pass through
+    # N, how many of the target's last layers the drafted features pass through
+    target_layer_inference: int = 0
     cross_attention_drafts: bool = True
     """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
 
@@ -84,7 +85,9 @@ class MoASizes(KVEncoderSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose sizes in the proportions of the official Llama-3-8B drafter."""
         facts = target_sizes(config)
-        half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
+        half_kv_heads = next(
+            h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0
+        )
         narrow = multiple_of_32(mlp_width(config) * 3 / 7)
         return {
             "self_attention_kv_heads": half_kv_heads,
@@ -121,8 +124,12 @@ class MoADrafter(KVEncoder, Drafter):
 
     def __init__(self, config: MoASizes) -> None:
         super().__init__(config)
-        own = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias)
-        cross = config.block(config.cross_attention_kv_heads, config.cross_attention_mlp_width, qkv_bias=False)
+        own = config.block(
+            config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias
+        )
+        cross = config.block(
+            config.cross_attention_kv_heads, config.cross_attention_mlp_width, qkv_bias=False
+        )
         self.self_attention = DecoderBlock(own)
         self.cross_attention = DecoderBlock(cross)
         self.rotary = config.rotary()
@@ -134,23 +141,30 @@ class MoADrafter(KVEncoder, Drafter):
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         n_last = settings.target_layer_inference
         layers = read_kv_layers(settings, n_layers)
-        if n_last > 1 and layers is not None:  # those that target layer inference attends to, besides the last
+        # those that target layer inference attends to, besides the last
+        if n_last > 1 and layers is not None:
             layers = None if settings.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
 
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        return torch.stack([weight * drafted for weight, drafted, _ in draws.passes(response_mask)]).sum(dim=0)
+        return torch.stack(
+            [weight * drafted for weight, drafted, _ in draws.passes(response_mask)]
+        ).sum(dim=0)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275)."""
         inputs = step.inputs
         rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
-        return self.losses(frozen, step, rounds, *self(frozen, inputs.tokens, inputs.required_kv(), rounds))
+        return self.losses(
+            frozen, step, rounds, *self(frozen, inputs.tokens, inputs.required_kv(), rounds)
+        )
 
-    def forward(self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds
+    ) -> tuple[Tensor, Tensor]:
         """Run many draft rounds at once, fed with the text [B, T] and packed target KV [B, T, L, D].
 
         Returns what enters the target's last N layers, and features, [B, Q, E] each; they are the same where N is 0.
@@ -168,7 +182,10 @@ class MoADrafter(KVEncoder, Drafter):
         embeddings = frozen.embed(tokens)
         keys, values = self.self_attention.keys_values(embeddings, rotation)
         self_mask = masks.self_attention_mask(queries, context, rounds.staircase, n_tokens)
-        x1 = self.self_attention(at_queries(embeddings, queries), query_rotation, keys, values, self_mask)  # [B, Q, E]
+        # [B, Q, E]
+        x1 = self.self_attention(
+            at_queries(embeddings, queries), query_rotation, keys, values, self_mask
+        )
 
         # Cross-attention
         verified = self.cross_attention.keys_values(encoded, rotation)
@@ -186,7 +203,12 @@ class MoADrafter(KVEncoder, Drafter):
         return x2, frozen.norm(run_target_layers(frozen, x2, kv, rounds))
 
     def losses(
-        self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, entering: Tensor, features: Tensor
+        self,
+        frozen: FrozenTarget,
+        step: TrainingStep,
+        rounds: Rounds,
+        entering: Tensor,
+        features: Tensor,
     ) -> LossTerms:
         """Compare what :meth:`forward` gives with the target's states at the loss positions of some rounds."""
         inputs = step.inputs
@@ -197,14 +219,21 @@ class MoADrafter(KVEncoder, Drafter):
         features = features[at]  # [P, E]
         hidden = at_queries(inputs.hidden, rounds.queries)[at]  # [P, E]
         if step.weights.d_pace is not None:
-            labels = inputs.tokens[at[0], (rounds.queries[at] + 1).clamp(max=inputs.tokens.shape[1] - 1)]
-            wrong = losses.chunked_cross_entropy(features, labels, frozen.lm_head_weight, cap=frozen.logit_cap)
+            labels = inputs.tokens[
+                at[0], (rounds.queries[at] + 1).clamp(max=inputs.tokens.shape[1] - 1)
+            ]
+            wrong = losses.chunked_cross_entropy(
+                features, labels, frozen.lm_head_weight, cap=frozen.logit_cap
+            )
             weights = weights * rounds.d_pace(wrong, at, step.weights.d_pace)
         teachers = None
         if step.draws.on_policy_weight and step.draws.teacher_forced_weight:
-            # Both passes learn from the same distribution wherever they draft for the same position.
+            # Both passes learn from the same distribution wherever they draft for the same
+            # position.
             teachers = at[0] * inputs.tokens.shape[1] + rounds.queries[at]
-        kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights, teachers)
+        kl, feature = distillation(
+            frozen, features, hidden, scale, step.weights.divergence, weights, teachers
+        )
         before = None
         feature_term = feature
         if n_layers:
@@ -217,7 +246,9 @@ class MoADrafter(KVEncoder, Drafter):
         return LossTerms(total, kl, feature, len(features), before)
 
     @override
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+    def drafted_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
+    ) -> DraftedFeatures:
         rounds = Rounds.packed(draws, inputs.response_mask)
         _, features = self(frozen, inputs.tokens, inputs.required_kv(), rounds)
         return DraftedFeatures(rounds.queries, rounds.drafted, features)
@@ -228,26 +259,42 @@ class MoADrafter(KVEncoder, Drafter):
 
     @override
     def draft_root(
-        self, state: MoADraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self,
+        state: MoADraftState,
+        frozen: FrozenTarget,
+        committed: Sequence[list[int]],
+        cache: KVSource,
     ) -> Tensor:
         state.forget_drafts()
         tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)
-        n_new = masks.added(masks.added(masks.added(state.n_true, counts), -1), state.encoded.lengths, sign=-1)
+        n_new = masks.added(
+            masks.added(masks.added(state.n_true, counts), -1), state.encoded.lengths, sign=-1
+        )
         if max(n_new):
-            self.append_encoded(state, self.encode_cached(cache, state.encoded.lengths, n_new), n_new)
-        x, fed = state.feed_committed([self.self_attention], self.rotary, frozen.embed(tokens), counts)
+            self.append_encoded(
+                state, self.encode_cached(cache, state.encoded.lengths, n_new), n_new
+            )
+        x, fed = state.feed_committed(
+            [self.self_attention], self.rotary, frozen.embed(tokens), counts
+        )
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     @override
-    def draft_level(self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(
+        self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
+    ) -> Tensor:
         fed = state.begin_level(self.rotary, level)
         x = frozen.embed(level.tokens)
         x = self.self_attention.attend_cached(x, fed.rotation, state.slots[0].append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
-    def append_encoded(self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None) -> None:
+    def append_encoded(
+        self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
         """Append encoded KV [B, n, E] of the next positions of each row, of which ``counts`` are real."""
-        rotation = self.rotary(positions_from(state.encoded.lengths, encoded.shape[1], encoded.device))
+        rotation = self.rotary(
+            positions_from(state.encoded.lengths, encoded.shape[1], encoded.device)
+        )
         state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
 
     @override
@@ -266,7 +313,11 @@ class MoADrafter(KVEncoder, Drafter):
         layers = context[:, context.shape[1] - n_layers * kv_width :]
         self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
         n_kv_heads = kv_width // (2 * self.config.head_dim)
-        cache.extend(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
+        cache.extend(
+            len(context),
+            layers.unflatten(1, (n_layers, kv_width)) if n_layers else None,
+            n_kv_heads,
+        )
 
     @override
     def reuse_context(

@@ -19,20 +19,27 @@ class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
-    left_out: ClassVar[tuple[str, ...]] = ("draft_",)  # beginnings of names that the JSON has only with a value
+    # beginnings of names that the JSON has only with a value
+    left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)  # what no weight depends on
-    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)  # whole numbers, besides those whose default is 0
+    # whole numbers, besides those whose default is 0
+    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
 
     hidden_size: int  # E, width of the target
-    n_heads: int  # query heads of the target, which the drafter's self- and cross-attention have too
+    # query heads of the target, which the drafter's self- and cross-attention have too
+    n_heads: int
     head_dim: int  # head dim of the target, which the drafter's self- and cross-attention have too
-    n_layers: int  # L, decoder layers of the target; 0 where a checkpoint of another project does not say
+    # L, decoder layers of the target; 0 where a checkpoint of another project does not say
+    n_layers: int
     vocab_size: int  # V, vocabulary of the target
     max_position_embeddings: int  # positions of the target
     norm_eps: float  # epsilon of every RMSNorm, as in the target
-    rope_parameters: dict[str, Any]  # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks
-    qkv_bias: bool = False  # whether q, k and v of self-attention blocks have biases (Qwen2 targets)
-    target: dict[str, str] = field(default_factory=dict)  # identity of the target: weights_sha256 and config_sha256
+    # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks
+    rope_parameters: dict[str, Any]
+    # whether q, k and v of self-attention blocks have biases (Qwen2 targets)
+    qkv_bias: bool = False
+    # identity of the target: weights_sha256 and config_sha256
+    target: dict[str, str] = field(default_factory=dict)
     draft_vocabulary: int = 0  # V_d, how many tokens are drafted; 0 for all
     draft_tokens: tuple[int, ...] = ()  # these tokens, ascending, once they are chosen
 
@@ -49,7 +56,9 @@ class DrafterSizes:
                 object.__setattr__(self, item.name, tuple(value))
         found = list(self.problems())
         if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
-            found.append(f"draft_vocabulary and draft_tokens must be within the target's {self.vocab_size} tokens")
+            found.append(
+                f"draft_vocabulary and draft_tokens must be within the target's {self.vocab_size} tokens"
+            )
         if found:
             raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
 
@@ -85,7 +94,14 @@ class DrafterSizes:
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
         """Make the sizes for a target's config and identity, or raise DrafterError where the given ones do not fit."""
         known = target_sizes(config)
-        names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
+        names = (
+            "hidden_size",
+            "n_heads",
+            "head_dim",
+            "n_layers",
+            "vocab_size",
+            "max_position_embeddings",
+        )
         facts = {name: known[name] for name in names} | {
             "norm_eps": norm_eps(config),
             "rope_parameters": rope_parameters(config),
@@ -107,7 +123,9 @@ class DrafterSizes:
         """Rebuild sizes from :meth:`to_dict`; raises DrafterError if a key, a value or the kind is wrong."""
         kind = values.get("kind", cls.kind)
         if kind != cls.kind:
-            raise DrafterError(f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}.")
+            raise DrafterError(
+                f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}."
+            )
         known = {item.name for item in fields(cls)}
         if unknown := sorted(set(values) - known - {"kind"}):
             raise DrafterError(
@@ -146,7 +164,13 @@ class DrafterSizes:
     def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
         """Make the sizes of a block with the target's width and query heads."""
         return BlockSizes(
-            self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
+            self.hidden_size,
+            self.n_heads,
+            kv_heads,
+            self.head_dim,
+            mlp_width,
+            self.norm_eps,
+            qkv_bias=qkv_bias,
         )
 
 
@@ -165,12 +189,17 @@ class LayerSizes(DrafterSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         n_kv_heads = target_sizes(config)["n_kv_heads"]
-        return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": mlp_width(config)}
+        return {
+            "self_attention_kv_heads": n_kv_heads,
+            "self_attention_mlp_width": mlp_width(config),
+        }
 
     @property
     def layer(self) -> BlockSizes:
         """Sizes of a layer."""
-        return self.block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
+        return self.block(
+            self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias
+        )
 
 
 def multiple_of_32(width: float) -> int:
@@ -190,13 +219,16 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
         )
 
 
-def check_target_fits(config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}) -> None:
+def check_target_fits(
+    config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}
+) -> None:
     """Refuse a drafter of a target with other sizes (``families.target_sizes``) or weights (``bundle.hash_target``)."""
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
         f"{name} {getattr(config, name)}, this target has {sizes[name]}"
         for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
-        if getattr(config, name, sizes[name]) not in (sizes[name], 0)  # 0: a foreign checkpoint does not say
+        # 0: a foreign checkpoint does not say
+        if getattr(config, name, sizes[name]) not in (sizes[name], 0)
     ]
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, this target has {sizes['n_layers']} layers")

@@ -50,9 +50,12 @@ class Reads:
     """What training reads of a store besides tokens, response masks and the last hidden state."""
 
     kv: bool = False  # the target's KV
-    kv_layers: tuple[int, ...] | None = None  # of these layers, ascending, negative counted from the last; None for all
-    entering_layer: int | None = None  # the layer whose output enters the last N target layers, where that is read
-    outputs: tuple[int, ...] = ()  # decoder layers whose outputs become ``TrainingInputs.layer_outputs``
+    # of these layers, ascending, negative counted from the last; None for all
+    kv_layers: tuple[int, ...] | None = None
+    # the layer whose output enters the last N target layers, where that is read
+    entering_layer: int | None = None
+    # decoder layers whose outputs become ``TrainingInputs.layer_outputs``
+    outputs: tuple[int, ...] = ()
 
     @property
     def fields(self) -> dict[str, str]:
@@ -70,15 +73,20 @@ class TrainingInputs:
 
     tokens: Tensor  # [B, T] int64
     response_mask: Tensor  # [B, T], non-zero on response tokens (position i predicts token i + 1)
-    kv: Tensor | None  # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads, if any
+    # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads, if any
+    kv: Tensor | None
     hidden: Tensor  # [B, T, E], target hidden state after the final norm
-    entering_hidden: Tensor | None = None  # [B, T, E], enters the last N target layers; needed when N > 0
-    layer_outputs: tuple[Tensor, ...] = ()  # [B, T, E] each, of the layers that the drafter reads, before any norm
+    # [B, T, E], enters the last N target layers; needed when N > 0
+    entering_hidden: Tensor | None = None
+    # [B, T, E] each, of the layers that the drafter reads, before any norm
+    layer_outputs: tuple[Tensor, ...] = ()
 
     def required_kv(self) -> Tensor:
         """Return the KV, which a drafter cannot do without."""
         if self.kv is None:
-            raise DrafterError("this drafter needs the target's keys and values, which the batch lacks.")
+            raise DrafterError(
+                "this drafter needs the target's keys and values, which the batch lacks."
+            )
         return self.kv
 
 
@@ -105,7 +113,8 @@ class Draws:
     seeds: tuple[int, ...] = ()  # one per row, of its noise on hidden states and of its anchors
     noise_width: float = 0.0  # the noise is uniform in plus or minus half of this
     on_policy_weight: float = 1.0  # in the loss, of a pass over draft rounds; 0 leaves the pass out
-    # Of a pass in which each position is the first draft of its own round, whatever the step bound: what the paper
+    # Of a pass in which each position is the first draft of its own round, whatever the step bound:
+    # what the paper
     # calls standard training.
     teacher_forced_weight: float = 0.0
     blocks: BlockDraws = BlockDraws()  # all of them, each position of a block weighing 1
@@ -146,14 +155,17 @@ class Rounds:
         """Pack the drafted positions of each pass over response masks [B, T] to the left."""
         parts: list[tuple[Tensor, ...]] = []  # of each field
         passes = draws.passes(response_mask)
-        widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()  # the host waits once
+        # the host waits once
+        widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()
         for index, (weight, drafted, context) in enumerate(passes):
             queries, valid = loss_queries(drafted, widths[index])
             # With one token to a round the drafted block would be the token itself.
             own_block = draws.staircase_rows[:, None] & (index == 0 and draws.on_policy_weight > 0)
             pass_index = torch.full_like(queries[0], index)
             seen = context.gather(1, queries)
-            parts.append((queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index))
+            parts.append(
+                (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
+            )
         return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
@@ -202,7 +214,9 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
     return drafted, masks.last_context(drafted)
 
 
-def round_queries(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def round_queries(
+    response_mask: Tensor, draws: Draws, first: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pack the positions of :func:`draft_rounds`: queries, valid, and the last context position of each [B, Q]."""
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
@@ -228,9 +242,15 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         found = places.nonzero()[:, 0]
         if blocks.max_anchors is not None and len(found) > blocks.max_anchors:
             generator = torch.Generator().manual_seed(draws.seeds[row] if draws.seeds else row)
-            found = found[torch.randperm(len(found), generator=generator)[: blocks.max_anchors]].sort().values
+            found = (
+                found[torch.randperm(len(found), generator=generator)[: blocks.max_anchors]]
+                .sort()
+                .values
+            )
         rows.append(found)
-    anchors = torch.nn.utils.rnn.pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, -1)[:-1]
+    anchors = torch.nn.utils.rnn.pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, -1)[
+        :-1
+    ]
     anchors = anchors.to(response.device)
     return anchors.clamp(min=0), anchors >= 0
 
@@ -240,15 +260,23 @@ def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
     return anchors[..., None] + torch.arange(n_drafts, device=anchors.device)
 
 
-def draft_weights(response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks: BlockDraws) -> Tensor:
+def draft_weights(
+    response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks: BlockDraws
+) -> Tensor:
     """Weigh each draft of blocks in the loss, 0 from the first one on whose token is not of the response: [B, N, K]."""
     n_tokens = response_mask.shape[1]
     labels = draft_positions(anchors, blocks.n_drafts) + 1
     rows = torch.arange(len(labels), device=labels.device)[:, None, None]
-    supervised = response_mask.bool()[rows, labels.clamp(max=n_tokens - 1)] & (labels < n_tokens) & valid[..., None]
+    supervised = (
+        response_mask.bool()[rows, labels.clamp(max=n_tokens - 1)]
+        & (labels < n_tokens)
+        & valid[..., None]
+    )
     weights = supervised.float().cumprod(dim=-1)
     if blocks.position_decay:
-        weights = weights * torch.exp(-torch.arange(blocks.n_drafts, device=weights.device) / blocks.position_decay)
+        weights = weights * torch.exp(
+            -torch.arange(blocks.n_drafts, device=weights.device) / blocks.position_decay
+        )
     return weights
 
 
@@ -265,7 +293,9 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
 
     n_rows, n_blocks = anchors.shape
     n_queries = n_blocks * n_slots
-    return masks.Mask(n_rows, n_queries, ((n_context, context), (n_queries, own_block)), anchors.device)
+    return masks.Mask(
+        n_rows, n_queries, ((n_context, context), (n_queries, own_block)), anchors.device
+    )
 
 
 # Losses
@@ -277,11 +307,13 @@ class LossWeights:
 
     forward_kl: float = 0.1  # MoA, Table 6, as of the feature loss
     feature: float = 1.0
-    cross_entropy: float = 0.1  # of block-parallel drafters, as the two below: to the tokens of the text
+    # of block-parallel drafters, as the two below: to the tokens of the text
+    cross_entropy: float = 0.1
     l1: float = 0.9  # the L1 distance of drafter's and target's distributions
     confidence: float = 1.0  # the binary cross-entropy of the confidence head
     divergence: losses.Divergence = losses.KL  # in the term of the forward KL
-    d_pace: float | None = None  # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`; None for fixed weights
+    # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`; None for fixed weights
+    d_pace: float | None = None
 
     @classmethod
     def of(cls, settings: Any) -> "LossWeights":
@@ -290,7 +322,11 @@ class LossWeights:
         weights = {name: getattr(settings, f"{name}_weight") for name in names}
         is_paced = getattr(settings, "position_weights", None) == "d-pace"
         pace = settings.d_pace_smoothing if is_paced else None
-        return cls(**weights, divergence=losses.Divergence(settings.divergence, settings.lk_decay), d_pace=pace)
+        return cls(
+            **weights,
+            divergence=losses.Divergence(settings.divergence, settings.lk_decay),
+            d_pace=pace,
+        )
 
 
 @dataclass(frozen=True)
@@ -305,7 +341,9 @@ class TrainingStep:
     def scale(self, n_positions: float | Tensor) -> float:
         """The factor of sums over loss positions; with a denominator nothing waits for their number."""
         # Without a denominator as in the released code.
-        return 1.0 / (self.denominator if self.denominator is not None else float(n_positions) + 1e-5)
+        return 1.0 / (
+            self.denominator if self.denominator is not None else float(n_positions) + 1e-5
+        )
 
 
 @dataclass
@@ -314,9 +352,11 @@ class LossTerms:
 
     total: Tensor
     forward_kl: Tensor  # or the divergence that is trained in its place
-    feature: Tensor | None  # the feature loss; None for a drafter whose features are not compared with hidden states
+    # the feature loss; None for a drafter whose features are not compared with hidden states
+    feature: Tensor | None
     n_positions: int
-    entering_feature: Tensor | None = None  # before the target's last layers; None without target layer inference
+    # before the target's last layers; None without target layer inference
+    entering_feature: Tensor | None = None
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # further terms by name, for logs
 
 
@@ -336,7 +376,12 @@ def distillation(
     """
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     feature = (losses.feature_loss(features, hidden) * weights).sum() * scale
-    compare = partial(losses.chunked_losses, head=frozen.lm_head_weight, divergence=divergence, cap=frozen.logit_cap)
+    compare = partial(
+        losses.chunked_losses,
+        head=frozen.lm_head_weight,
+        divergence=divergence,
+        cap=frozen.logit_cap,
+    )
     if teachers is None:
         kl, _ = compare(features[:, None], hidden, weights=weights[:, None, None])
     else:

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 N_DRAFTS = 5  # of the round for which a draft vocabulary is chosen
-_ACCEPTED = 0.8  # probability that a draft of a good drafter is accepted; a worse drafter loses less by fewer tokens
-_FEWEST_TOKENS = 1 << 14  # of a target for which fewer are drafted: small heads are a small part of a draft
-_SMALLEST_CHOICE = 1 << 12  # fewer tokens save little more, and suit only texts like those of the store
-_LEAST_GAIN = 1.1  # in tokens per weight read; a smaller gain is not worth depending on the store's texts
+# probability that a draft of a good drafter is accepted; a worse drafter loses less by fewer tokens
+_ACCEPTED = 0.8
+# of a target for which fewer are drafted: small heads are a small part of a draft
+_FEWEST_TOKENS = 1 << 14
+# fewer tokens save little more, and suit only texts like those of the store
+_SMALLEST_CHOICE = 1 << 12
+# in tokens per weight read; a smaller gain is not worth depending on the store's texts
+_LEAST_GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ def coverage(halves: Tensor, n_tokens: int) -> float:
 
 
 def choose_draft_vocabulary(
-    halves: Tensor, width: int, drafter_weights: int, target_weights: int, most_tokens: int | None = None
+    halves: Tensor,
+    width: int,
+    drafter_weights: int,
+    target_weights: int,
+    most_tokens: int | None = None,
 ) -> DraftVocabulary:
     """Choose how many tokens to draft, so that a round commits the most tokens per weight that it reads.
 
@@ -78,12 +86,22 @@ def choose_draft_vocabulary(
         return sum(accepted**n for n in range(N_DRAFTS + 1))
 
     if not may_be_reduced(vocab_size):
-        return DraftVocabulary(0, f"the LM head of {vocab_size:,} tokens is a small part of a draft")
-    sizes = [1 << bits for bits in range(_SMALLEST_CHOICE.bit_length() - 1, most.bit_length()) if 1 << bits < most]
-    gains = {n: committed(n) / weights_read(n) / (committed(most) / weights_read(most)) for n in sizes}
+        return DraftVocabulary(
+            0, f"the LM head of {vocab_size:,} tokens is a small part of a draft"
+        )
+    sizes = [
+        1 << bits
+        for bits in range(_SMALLEST_CHOICE.bit_length() - 1, most.bit_length())
+        if 1 << bits < most
+    ]
+    gains = {
+        n: committed(n) / weights_read(n) / (committed(most) / weights_read(most)) for n in sizes
+    }
     best = max(gains, key=lambda n: gains[n], default=most)
     if gains.get(best, 1.0) < _LEAST_GAIN:
-        return DraftVocabulary(0, f"fewer would commit {gains.get(best, 1.0):.2f} times the tokens per weight read")
+        return DraftVocabulary(
+            0, f"fewer would commit {gains.get(best, 1.0):.2f} times the tokens per weight read"
+        )
     share = coverage(halves, best)
     before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (most, best))
     return DraftVocabulary(

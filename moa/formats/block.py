@@ -65,9 +65,13 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     block = own.get("block_size")
     mask = own.get("mask_token_id")
     if own.get("causal") or own.get("is_causal"):  # of ModelOpt and vLLM
-        raise DrafterError("config.json: causal is true, and the slots of these drafters see each other.")
+        raise DrafterError(
+            "config.json: causal is true, and the slots of these drafters see each other."
+        )
     if type(block) is not int or type(mask) is not int:
-        raise DrafterError("config.json lacks block_size or mask_token_id; restore the checkpoint's own.")
+        raise DrafterError(
+            "config.json lacks block_size or mask_token_id; restore the checkpoint's own."
+        )
     fused_layers = layout.read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
         (config.get("aux_hidden_state_layer_ids"), 1),
@@ -90,7 +94,11 @@ DFLASH = Layout(
     name="dflash",  # such as z-lab/Qwen3-8B-DFlash-b16
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
-    requires={"context": ("hidden",), "sample_from_anchor": (False,), "reduced_vocabulary": (False,)},
+    requires={
+        "context": ("hidden",),
+        "sample_from_anchor": (False,),
+        "reduced_vocabulary": (False,),
+    },
     unfit=_reads_embedding,
     notes=lambda sizes: [
         f"vLLM: num_speculative_tokens {sizes.n_drafts}; SGLang: --speculative-num-draft-tokens {1 + sizes.n_drafts}"
@@ -104,9 +112,13 @@ DFLASH = Layout(
 
 
 def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
-    config = _config(sizes) | {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    config = _config(sizes) | {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+    }
     own = config.pop("dflash_config")
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # theirs are of a vocabulary of their own
+    # theirs are of a vocabulary of their own
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
     return {**config, **own}
 
@@ -117,8 +129,12 @@ HF_DFLASH = replace(
     reader="transformers",
     notes=lambda sizes: [],
     config=_hf_config,
-    file_name=lambda name: name.replace("hidden_norm.", "encoder.output_norm_enc.").replace("fc.", "encoder.fc."),
-    own_name=lambda name: name.replace("encoder.output_norm_enc.", "hidden_norm.").replace("encoder.fc.", "fc."),
+    file_name=lambda name: name.replace("hidden_norm.", "encoder.output_norm_enc.").replace(
+        "fc.", "encoder.fc."
+    ),
+    own_name=lambda name: name.replace("encoder.output_norm_enc.", "hidden_norm.").replace(
+        "encoder.fc.", "fc."
+    ),
     recognises=lambda names, config: config.get("model_type") == "muse_glimmer_assistant",
 )
 
@@ -154,8 +170,14 @@ def _read_dspark_sizes(weights: Weights, config: ForeignConfig) -> DSparkSizes:
 
 
 def _dspark_notes(sizes: DSparkSizes) -> list[str]:
-    runs_in_sglang = sizes.markov_head == "vanilla" and (sizes.confidence_with_markov or not sizes.confidence_head)
-    return [] if runs_in_sglang else ["SGLang runs only vanilla Markov heads, and confidence heads that read them"]
+    runs_in_sglang = sizes.markov_head == "vanilla" and (
+        sizes.confidence_with_markov or not sizes.confidence_head
+    )
+    return (
+        []
+        if runs_in_sglang
+        else ["SGLang runs only vanilla Markov heads, and confidence heads that read them"]
+    )
 
 
 _DSPARK: dict[str, tuple[Any, ...]] = {
@@ -165,7 +187,8 @@ _DSPARK: dict[str, tuple[Any, ...]] = {
     "markov_head": ("none", "vanilla", "gated", "rnn"),
 }
 DSPARK = Layout(
-    name="dspark",  # such as deepseek-ai/dspark_qwen3_4b_block7; SGLang loads those with vanilla heads
+    # such as deepseek-ai/dspark_qwen3_4b_block7; SGLang loads those with vanilla heads
+    name="dspark",
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
     needs=(layout.EMBEDDINGS, layout.LM_HEAD),
@@ -180,7 +203,8 @@ DSPARK = Layout(
 
 VLLM_DSPARK = replace(
     DSPARK,
-    name="vllm-dspark",  # loaded with --speculative-config '{"method": "dspark", "model": FOLDER, ...}'
+    # loaded with --speculative-config '{"method": "dspark", "model": FOLDER, ...}'
+    name="vllm-dspark",
     reader="vLLM",
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},

@@ -40,7 +40,8 @@ WEIGHTS_FILE = "drafter.safetensors"
 _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-_OWN_KEY = "moa_data"  # of config.json, with what a layout has no place for; other programs do not look at it
+# of config.json, with what a layout has no place for; other programs do not look at it
+_OWN_KEY = "moa_data"
 
 # By name; a folder that this package did not write belongs to the first one that recognises it.
 LAYOUTS: dict[str, Layout] = {
@@ -70,10 +71,14 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS_FILE, drafter.state_dict())
-    write_file(folder / CONFIG_FILE, (json.dumps(drafter.config.to_dict(), indent=1) + "\n").encode())
+    write_file(
+        folder / CONFIG_FILE, (json.dumps(drafter.config.to_dict(), indent=1) + "\n").encode()
+    )
 
 
-def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
+def load_drafter(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Drafter:
     """Load a drafter from the folder of a run, of our own layout, or of one of :data:`LAYOUTS`."""
     folder = Path(folder).expanduser()
     if (folder / "drafter" / CONFIG_FILE).is_file():
@@ -81,7 +86,9 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     config: DrafterSizes
     if (folder / CONFIG_FILE).is_file():
         values = read_json(folder / CONFIG_FILE, DrafterError)
-        config = drafter_class(str(values.get("kind", MoASizes.kind))).config_class.from_dict(values)
+        config = drafter_class(str(values.get("kind", MoASizes.kind))).config_class.from_dict(
+            values
+        )
         weights = _read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / _LAYOUT_CONFIG).is_file():
         config, weights = _read_layout(folder)
@@ -130,12 +137,16 @@ def ready_drafters(
     drafters = load_drafters(folders, target, target.model.dtype)
     for drafter in drafters.values():
         drafter.prepare()
-    arguments = choose_template_arguments(template_kwargs, {name: one.config.target for name, one in drafters.items()})
+    arguments = choose_template_arguments(
+        template_kwargs, {name: one.config.target for name, one in drafters.items()}
+    )
     target.template = ChatTemplate(target.tokenizer, arguments, where)
     return drafters
 
 
-def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "weights") -> Drafter:
+def build_drafter(
+    config: DrafterSizes, weights: Weights, source: str | Path = "weights"
+) -> Drafter:
     """Build a drafter with the given weights; every key and shape must match."""
     build = drafter_class(config.kind)
     with torch.device("meta"):
@@ -150,7 +161,11 @@ def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "
 
 def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
     """Map the formats of this kind of drafter to why their reader would run it differently; empty if it would not."""
-    return {name: layout.refusals(sizes) for name, layout in LAYOUTS.items() if layout.kind == sizes.kind}
+    return {
+        name: layout.refusals(sizes)
+        for name, layout in LAYOUTS.items()
+        if layout.kind == sizes.kind
+    }
 
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
@@ -172,7 +187,10 @@ def write_layout(
     """
     sizes = drafter.config
     if drafter.kind != layout.kind:
-        fitting = ", ".join(name for name, other in LAYOUTS.items() if other.kind == drafter.kind) or "none"
+        fitting = (
+            ", ".join(name for name, other in LAYOUTS.items() if other.kind == drafter.kind)
+            or "none"
+        )
         raise DrafterError(
             f"the format {layout.name} holds drafters of kind {layout.kind}, this one is of kind {drafter.kind}; "
             f"formats for it: {fitting}."
@@ -187,9 +205,12 @@ def write_layout(
     # Tied weights are one tensor, which a file holds once.
     weights |= {name: target[name].clone() for name in layout.needs if name != "config"}
     weights = {
-        name: (value.to(dtype) if value.is_floating_point() else value).contiguous() for name, value in weights.items()
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
+        for name, value in weights.items()
     }
-    config = layout.config(sizes, target.get("config")) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = layout.config(sizes, target.get("config")) | {
+        "torch_dtype": str(dtype).removeprefix("torch.")
+    }
     config.pop("dtype", None)
     config[_OWN_KEY] = {"format": layout.name, "drafter": sizes.to_dict()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +221,9 @@ def write_layout(
 
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
-    found = {name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()}
+    found = {
+        name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()
+    }
     own = config.get(_OWN_KEY)
     if own is None:
         layout = next((one for one in LAYOUTS.values() if one.recognises(set(found), config)), None)
@@ -208,7 +231,9 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
         layout = LAYOUTS.get(str(own.get("format"))) if isinstance(own, dict) else None
     if layout is None:
         given = ", ".join(sorted(found)[:3]) if own is None else f"{_OWN_KEY} {str(own)[:60]}"
-        raise DrafterError(f"{folder} ({given}, ...) holds a drafter of none of the formats {', '.join(LAYOUTS)}.")
+        raise DrafterError(
+            f"{folder} ({given}, ...) holds a drafter of none of the formats {', '.join(LAYOUTS)}."
+        )
     weights = {
         layout.own_name(name): value
         for name, value in found.items()
@@ -221,7 +246,9 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             sizes = drafter_class(layout.kind).config_class.from_dict(own["drafter"])
         return sizes, layout.unpack(weights, sizes)
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
-        raise DrafterError(f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}") from error
+        raise DrafterError(
+            f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}"
+        ) from error
 
 
 def _read_weight_file(folder: Path) -> Weights:
@@ -231,7 +258,9 @@ def _read_weight_file(folder: Path) -> Weights:
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
-        if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
+        if not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
+        ):
             raise ValueError("it holds something else than named tensors")
     return weights
 

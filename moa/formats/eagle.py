@@ -55,7 +55,9 @@ def _scaled(weights: Weights, scale: float) -> Weights:
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     """Insert a first layer that returns its input, where the drafter's own first layer has a norm."""
     weights = _scaled(weights, sizes.eagle_embedding_scale)
-    packed = {_renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()}
+    packed = {
+        _renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()
+    }
     if sizes.eagle_input_norm:
         for name, value in weights.items():
             if name.startswith("layers.0.") and "input_layernorm" not in name:
@@ -69,7 +71,9 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
     own = _scaled(weights, 1 / sizes.eagle_embedding_scale)
     if not sizes.eagle_fc_bias and "fc.bias" in own and own.pop("fc.bias").any():
-        raise DrafterError("fc.bias is not zero, as it has to be for a drafter without one; export it again.")
+        raise DrafterError(
+            "fc.bias is not zero, as it has to be for a drafter without one; export it again."
+        )
     if not sizes.eagle_input_norm:
         return own
     own = {name: value for name, value in own.items() if not name.startswith("layers.0.")}
@@ -90,7 +94,13 @@ def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any
 def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
     # ``bias`` would add attention biases; Qwen2's layer has those of q, k and v.
-    return _config(sizes, target_config, architectures=[f"{family}ForCausalLMEagle"], model_type=model_type, bias=False)
+    return _config(
+        sizes,
+        target_config,
+        architectures=[f"{family}ForCausalLMEagle"],
+        model_type=model_type,
+        bias=False,
+    )
 
 
 def _eagle_notes(sizes: EagleSizes) -> list[str]:
@@ -100,7 +110,9 @@ def _eagle_notes(sizes: EagleSizes) -> list[str]:
     ] * sizes.eagle_input_norm
 
 
-def _read_sizes(weights: Weights, facts: dict[str, Any], config: ForeignConfig = layout.NO_CONFIG) -> EagleSizes:
+def _read_sizes(
+    weights: Weights, facts: dict[str, Any], config: ForeignConfig = layout.NO_CONFIG
+) -> EagleSizes:
     return EagleSizes.from_dict(
         facts
         | layout.layer_facts(weights, facts["head_dim"], "layers.0", config)
@@ -115,7 +127,9 @@ def _read_sizes(weights: Weights, facts: dict[str, Any], config: ForeignConfig =
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # A first norm in the file is an unexpected tensor, for the program would not run it.
-    return replace(_read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False)
+    return replace(
+        _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
+    )
 
 
 EAGLE = Layout(
@@ -129,7 +143,9 @@ EAGLE = Layout(
         *["the target's RoPE is scaled, and theirs is not"] * layout.is_rope_scaled(sizes),
     ],
     notes=_eagle_notes,
-    config=lambda sizes, target_config: _config(sizes, target_config, bias=sizes.eagle_fc_bias, pad_token_id=0),
+    config=lambda sizes, target_config: _config(
+        sizes, target_config, bias=sizes.eagle_fc_bias, pad_token_id=0
+    ),
     pack=_pack,
     unpack=_unpack,
     # In vLLM's names EAGLE-3 has numbered layers too.
@@ -142,7 +158,8 @@ EAGLE = Layout(
 )
 VLLM_EAGLE = replace(
     EAGLE,
-    name="vllm-eagle",  # loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'
+    # loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'
+    name="vllm-eagle",
     reader="vLLM",
     needs=(),
     requires={"eagle_fc_bias": (False,)},
@@ -152,7 +169,8 @@ VLLM_EAGLE = replace(
 )
 SGLANG_EAGLE = replace(
     VLLM_EAGLE,
-    name="sglang-eagle",  # loaded with --speculative-algorithm EAGLE --speculative-draft-model-path FOLDER
+    # loaded with --speculative-algorithm EAGLE --speculative-draft-model-path FOLDER
+    name="sglang-eagle",
     reader="SGLang",
     requires={},
     config=_sglang_config,
@@ -203,7 +221,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "bias": False,
         "draft_vocab_size": sizes.draft_vocabulary,
-        # The output of layer k is k + 1 for vLLM, which prefers this key to the nested one, and k for SGLang.
+        # The output of layer k is k + 1 for vLLM, which prefers this key to the nested one, and k
+        # for SGLang.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
@@ -222,7 +241,9 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "target_hidden_size": facts["hidden_size"],
     }.items():
         if (value := own.get(name, config.get(name, plain))) not in (plain, None):
-            raise DrafterError(f"config.json: {name} is {value!r}, and this EAGLE-3 knows {plain!r} alone.")
+            raise DrafterError(
+                f"config.json: {name} is {value!r}, and this EAGLE-3 knows {plain!r} alone."
+            )
     draft_vocabulary = layout.rows(weights, layout.LM_HEAD)
     layout.check_size(config, "draft_vocab_size", draft_vocabulary, weights, layout.LM_HEAD)
     read = {
@@ -234,13 +255,18 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "norm_before_fc": bool(own.get("norm_before_fc", config.get("norm_before_fc", False))),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
     }
-    return Eagle3Sizes.from_dict(facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read)
+    return Eagle3Sizes.from_dict(
+        facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read
+    )
 
 
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
     """Make what files leave out where all tokens can be drafted, as vLLM has no place for it then."""
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
-    made = {"d2t": torch.zeros(n_tokens, dtype=torch.int64), "t2d": torch.ones(n_tokens, dtype=torch.bool)}
+    made = {
+        "d2t": torch.zeros(n_tokens, dtype=torch.int64),
+        "t2d": torch.ones(n_tokens, dtype=torch.bool),
+    }
     return made if n_tokens else {}
 
 
@@ -250,13 +276,20 @@ EAGLE3 = Layout(
     reader="vLLM and SGLang",
     ignored=(layout.EMBEDDINGS,),
     requires={"qkv_bias": (False,), "query_key_norm": (False,)},
-    unfit=lambda sizes: ["the engines join 3 layers: give three fused_layers"] * (len(sizes.fused_layers) != 3),
+    unfit=lambda sizes: (
+        ["the engines join 3 layers: give three fused_layers"] * (len(sizes.fused_layers) != 3)
+    ),
     config=_eagle3_config,
-    pack=lambda weights, sizes: {k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)},
-    unpack=lambda weights, sizes: _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size),
+    pack=lambda weights, sizes: {
+        k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)
+    },
+    unpack=lambda weights, sizes: (
+        _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
+    ),
     own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM's name of the layer
     recognises=lambda names, config: (
-        "fc.weight" in names and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
+        "fc.weight" in names
+        and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
     ),
     read_sizes=_read_eagle3_sizes,
 )

@@ -36,19 +36,27 @@ class Layout:
     name: str  # the name of the layout on the command line
     kind: str  # the kind of drafter that it holds, see ``registry.DRAFTERS``
     reader: str  # the program that loads it, for messages
-    needs: tuple[str, ...] = ()  # what it holds of the target: ``config``, and tensors by their names in the file
+    # what it holds of the target: ``config``, and tensors by their names in the file
+    needs: tuple[str, ...] = ()
     # Tensors that are not read: copies of the target's, whose own are used here.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> the values with which the reading program runs a drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unfit: Callable[[Any], Iterable[str]] = lambda sizes: []  # lists further reasons why it would run it differently
-    notes: Callable[[Any], list[str]] = lambda sizes: []  # lists what to know before using the folder
-    config: Callable[[Any, Any], dict[str, Any]]  # (sizes, the target's transformers config or None) -> config.json
-    file_name: Callable[[str], str] = _unchanged  # a name in the drafter's state dict -> in the file
-    own_name: Callable[[str], str] = _unchanged  # a name in a file of any version -> in the drafter's state dict
-    pack: Callable[[Weights, Any], Weights] = _unchanged  # adapts tensors, before they are renamed, to be written
+    # lists further reasons why it would run it differently
+    unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
+    # lists what to know before using the folder
+    notes: Callable[[Any], list[str]] = lambda sizes: []
+    # (sizes, the target's transformers config or None) -> config.json
+    config: Callable[[Any, Any], dict[str, Any]]
+    # a name in the drafter's state dict -> in the file
+    file_name: Callable[[str], str] = _unchanged
+    # a name in a file of any version -> in the drafter's state dict
+    own_name: Callable[[str], str] = _unchanged
+    # adapts tensors, before they are renamed, to be written
+    pack: Callable[[Weights, Any], Weights] = _unchanged
     unpack: Callable[[Weights, Any], Weights] = _unchanged  # undoes it, after they are renamed
-    # Of folders that this package did not write: whether they have the layout, by the file's names without ``model.``,
+    # Of folders that this package did not write: whether they have the layout, by the file's names
+    # without ``model.``,
     # and their sizes, by the renamed tensors.
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
@@ -94,9 +102,14 @@ def llama_config(sizes: Any) -> dict[str, Any]:
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
     """List the rotation as transformers 4 and 5 write it; engines read one or the other."""
     parameters = dict(sizes.rope_parameters)
-    keys: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", 10_000.0), "rope_parameters": parameters}
+    keys: dict[str, Any] = {
+        "rope_theta": parameters.get("rope_theta", 10_000.0),
+        "rope_parameters": parameters,
+    }
     if is_rope_scaled(sizes):
-        keys["rope_scaling"] = {name: value for name, value in parameters.items() if name != "rope_theta"}
+        keys["rope_scaling"] = {
+            name: value for name, value in parameters.items() if name != "rope_theta"
+        }
     return keys
 
 
@@ -120,7 +133,9 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
         raise DrafterError("its layers have a sliding window, which these drafters lack.")
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
     with parsing("config.json cannot be used", DrafterError, "Restore the checkpoint's own."):
-        known = LlamaConfig(**{name: config[name] for name in names if config.get(name) is not None})
+        known = LlamaConfig(
+            **{name: config[name] for name in names if config.get(name) is not None}
+        )
         facts: dict[str, Any] = {
             "hidden_size": known.hidden_size,
             "n_heads": known.num_attention_heads,
@@ -133,11 +148,15 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
         }
     for name in ("hidden_size", "n_heads", "head_dim"):  # the others are checked with the sizes
         if type(facts[name]) is not int or facts[name] < 1:
-            raise DrafterError(f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own.")
+            raise DrafterError(
+                f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own."
+            )
     return facts
 
 
-def layer_facts(weights: Weights, head_dim: int, layer: str, config: ForeignConfig = NO_CONFIG) -> dict[str, int]:
+def layer_facts(
+    weights: Weights, head_dim: int, layer: str, config: ForeignConfig = NO_CONFIG
+) -> dict[str, int]:
     """Read the sizes of a decoder layer from the shapes of its tensors, whose names begin with ``layer``.
 
     Refuses other sizes in the drafter's config.json.
@@ -174,7 +193,8 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)
-        marked[tokens.clamp(0, n_tokens - 1)] = True  # others are refused with the drafter's weights
+        # others are refused with the drafter's weights
+        marked[tokens.clamp(0, n_tokens - 1)] = True
         return weights | {"t2d": marked}
     return weights
 
@@ -197,7 +217,9 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
     for ids, first in given:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
-                raise DrafterError(f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers.")
+                raise DrafterError(
+                    f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers."
+                )
             return tuple(layer - first for layer in ids)
     # They would have to be guessed from the target's depth.
     raise DrafterError(

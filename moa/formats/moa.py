@@ -29,11 +29,14 @@ _KEY = "layer_self_attention.self_attn.q_proj.weight"
 def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
     """Infer drafter sizes from the shapes of official weights and the target's transformers config."""
     base = MoASizes.from_target(target_config).to_dict()
-    return _sizes(weights, {name: value for name, value in base.items() if "attention_" not in name})
+    return _sizes(
+        weights, {name: value for name, value in base.items() if "attention_" not in name}
+    )
 
 
 def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
-    # Layer self-attention has the target's query heads, and the head dim that its q_proj implies also where the heads
+    # Layer self-attention has the target's query heads, and the head dim that its q_proj implies
+    # also where the heads
     # do not divide the KV width: the official code rounds down.
     n_heads = facts["n_heads"]
     head_dim = facts["head_dim"]
@@ -43,7 +46,8 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
         dim = layer_head_dim if own == "layer_attention" else head_dim
         values[f"{own}_kv_heads"] = layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
         values[f"{own}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
-    values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}  # the paper's form
+    # the paper's form
+    values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)
 
@@ -89,7 +93,8 @@ def _moa_notes(sizes: MoASizes) -> list[str]:
     n_layers = sizes.target_layer_inference
     return [
         f"moa_spec's settings have to name the drafter's sizes: KV heads {kv_heads} and MLP widths {mlp_widths} of "
-        "self-, cross- and layer self-attention" + (f", and target_layer_inference {n_layers}" if n_layers else "")
+        "self-, cross- and layer self-attention"
+        + (f", and target_layer_inference {n_layers}" if n_layers else "")
     ]
 
 
@@ -106,7 +111,9 @@ MOA = Layout(
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
     recognises=lambda names, config: _KEY in names and config.get("model_type") != _MODEL_TYPE,
-    read_sizes=lambda weights, config: sizes_from_official(weights, parse_target_config(config, "config.json")),
+    read_sizes=lambda weights, config: sizes_from_official(
+        weights, parse_target_config(config, "config.json")
+    ),
 )
 
 

@@ -33,7 +33,8 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# The keys of each type that are read, with the values of absent ones. ``embed_requires_grad`` is none of them: only a
+# The keys of each type that are read, with the values of absent ones. ``embed_requires_grad`` is
+# none of them: only a
 # false one says that the embeddings are the target's.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
@@ -46,10 +47,14 @@ _SHARED = {
 }  # fmt: skip
 
 
-def _config(name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+def _config(
+    name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any], **own: Any
+) -> dict[str, Any]:
     folder = Path(target_config.name_or_path)
     if (folder / FROZEN_FILE).is_file():
-        raise DrafterError("speculators reads the target's own weight files, which a store has not; give --model.")
+        raise DrafterError(
+            "speculators reads the target's own weight files, which a store has not; give --model."
+        )
     place = str(folder.resolve() if folder.is_dir() else folder)
     return {
         "architectures": [f"{name}DraftModel"],
@@ -58,7 +63,9 @@ def _config(name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any]
         "speculators_config": {
             "algorithm": sizes.kind,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": sizes.max_depth or 5}],
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": sizes.max_depth or 5}
+            ],
             "verifier": {"name_or_path": place, "architectures": target_config.architectures or []},
         },
         "tie_word_embeddings": False,
@@ -71,15 +78,27 @@ def _config(name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any]
 def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
     layers = {"model_type": "qwen3" if sizes.query_key_norm else "llama", "num_hidden_layers": 1}
     own: dict[str, Any] = {name: getattr(sizes, name) for name in EAGLE3_FLAGS}
-    own |= {_EAGLE3_LAYERS: [layer + 1 for layer in sizes.fused_layers], "draft_vocab_size": sizes.draft_vocabulary}
+    own |= {
+        _EAGLE3_LAYERS: [layer + 1 for layer in sizes.fused_layers],
+        "draft_vocab_size": sizes.draft_vocabulary,
+    }
     return _config("Eagle3", sizes, target_config, layers, **own)
 
 
-def _block_config(name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any) -> dict[str, Any]:
-    # Without ``sliding_window_non_causal``: vLLM 0.32 makes the blocks of all layers causal where it is false.
+def _block_config(
+    name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any
+) -> dict[str, Any]:
+    # Without ``sliding_window_non_causal``: vLLM 0.32 makes the blocks of all layers causal where
+    # it is false.
     layers = [layer + 1 for layer in sizes.fused_layers]
-    own = zip(_BLOCK_KEYS, (sizes.block_size, sizes.mask_token, layers, sizes.sample_from_anchor), strict=True)
-    return _config(name, sizes, target_config, {"num_hidden_layers": sizes.block_layers}, **dict(own), **heads)
+    own = zip(
+        _BLOCK_KEYS,
+        (sizes.block_size, sizes.mask_token, layers, sizes.sample_from_anchor),
+        strict=True,
+    )
+    return _config(
+        name, sizes, target_config, {"num_hidden_layers": sizes.block_layers}, **dict(own), **heads
+    )
 
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
@@ -97,10 +116,15 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     if kind not in _OWN:
         raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
     with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the checkpoint's own."):
-        known = AutoConfig.for_model(given["model_type"]).to_dict().keys() | {"rope_theta", "rope_scaling"}
+        known = AutoConfig.for_model(given["model_type"]).to_dict().keys() | {
+            "rope_theta",
+            "rope_scaling",
+        }
         layers = AutoConfig.for_model(**given).to_dict()  # with the values of absent keys
     found = _OWN[kind] | dict(config) | layers
-    found["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get("partial_rotary_factor")
+    found["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
+        "partial_rotary_factor"
+    )
     plain = {
         "model_type": ("llama", "qwen3"),
         "hidden_act": ("silu",),
@@ -113,7 +137,9 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         # A null or false one leaves the computation as it is.
         wrong += [name for name, value in values.items() if value and name not in names]
     if wrong:
-        raise DrafterError(f"config.json: {wrong[0]} is {str(found.get(wrong[0]))[:60]}, which is not known here.")
+        raise DrafterError(
+            f"config.json: {wrong[0]} is {str(found.get(wrong[0]))[:60]}, which is not known here."
+        )
     return found
 
 
@@ -121,7 +147,9 @@ def _read_block(weights: Weights, config: ForeignConfig) -> Any:
     found = _flat(weights, config)
     read = DSPARK if found[_TYPE] == "dspark" else DFLASH
     sizes: Any = read.read_sizes(weights, found)
-    sizes = replace(sizes, sample_from_anchor=found["sample_from_anchor"], reduced_vocabulary="d2t" in weights)
+    sizes = replace(
+        sizes, sample_from_anchor=found["sample_from_anchor"], reduced_vocabulary="d2t" in weights
+    )
     if refusals := _unfit(sizes):
         raise DrafterError(refusals[0])
     return sizes
@@ -145,7 +173,9 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
 
 def _unfit(sizes: BlockDrafterSizes) -> list[str]:
     is_shifted = getattr(sizes, "markov_head", "") == "rnn" and not sizes.sample_from_anchor
-    return ["their rnn head begins at the anchor's slot, and here at the first that drafts"] * is_shifted
+    return [
+        "their rnn head begins at the anchor's slot, and here at the first that drafts"
+    ] * is_shifted
 
 
 SPECULATORS_EAGLE3 = replace(
@@ -155,7 +185,8 @@ SPECULATORS_EAGLE3 = replace(
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [],
     config=_eagle3_config,
-    needs=("config", layout.EMBEDDINGS),  # without them from_pretrained makes random ones, with transformers 5.19
+    # without them from_pretrained makes random ones, with transformers 5.19
+    needs=("config", layout.EMBEDDINGS),
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",
     read_sizes=lambda weights, config: EAGLE3.read_sizes(weights, _flat(weights, config)),
@@ -180,5 +211,6 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    recognises=lambda names, config: _TYPE in config,  # of types that are not here it refuses the name
+    # of types that are not here it refuses the name
+    recognises=lambda names, config: _TYPE in config,
 )

@@ -42,7 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
     if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
         return attend_many_short(q, k, v)
     if isinstance(mask, Mask):
-        if _takes_flex(q, mask) and _flex_works(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]):
+        if _takes_flex(q, mask) and _flex_works(
+            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]
+        ):
             return attend_blocks(q, k, v, mask)
         mask = mask.dense
     is_grouped = q.shape[1] != k.shape[1]
@@ -86,11 +88,13 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask."""
-    # On CPU the fused kernel costs time per sequence and head; here the heads of a group are rows of one product.
+    # On CPU the fused kernel costs time per sequence and head; here the heads of a group are rows
+    # of one product.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
-    scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
+    # [B * H_kv, group * Q, S]
+    scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
     return attended.reshape(*q.shape[:3], v.shape[3])
 
@@ -102,35 +106,47 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Within full blocks the kernel asks with the input's row, but a mask for all rows has a single one.
+            # Within full blocks the kernel asks with the input's row, but a mask for all rows has a
+            # single one.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        # Compiled, it never holds the dense mask and its intermediate steps, 78 MB a row of 2,048 tokens.
+        # Compiled, it never holds the dense mask and its intermediate steps, 78 MB a row of 2,048
+        # tokens.
         create = _compiled(flex.create_block_mask, rules)
         mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
     kernel = _compiled(flex.flex_attention, rules)
-    attended: Tensor = kernel(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    attended: Tensor = kernel(
+        q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return attended
 
 
 @functools.cache
 def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
     """Compile a function of FlexAttention for masks of some rules; an error where these need too many graphs."""
-    # A copy for each: torch keeps 8 graphs a function, beyond which it would hold all scores without a word.
-    code = function.__code__.replace(co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}")
-    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    # A copy for each: torch keeps 8 graphs a function, beyond which it would hold all scores
+    # without a word.
+    code = function.__code__.replace(
+        co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}"
+    )
+    own = FunctionType(
+        code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
+    )
     own.__kwdefaults__ = function.__kwdefaults__
     return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def _takes_flex(q: Tensor, mask: Mask) -> bool:
-    is_half = q.dtype in (torch.bfloat16, torch.float16)  # the rounding of float32 products is a process setting
+    # the rounding of float32 products is a process setting
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
 
 
 @functools.cache
-def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
+def _flex_works(
+    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
+) -> bool:
     """Whether compiled FlexAttention agrees with float32 products on this machine, in value and gradient."""
     # That depends on a compiler and on versions, so it is tried.
     generator = torch.Generator(device).manual_seed(0)
@@ -139,19 +155,34 @@ def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_hea
             for n_queries, n_keys in ((192, 320), (320, 448)):
                 mask = Mask.up_to(torch.arange(n_queries, device=device).expand(2, -1), n_keys)
                 q, k, v = (
-                    torch.randn(2, heads, n, head_dim, device=device, generator=generator).to(dtype).requires_grad_()
-                    for heads, n in ((n_heads, n_queries), (n_kv_heads, n_keys), (n_kv_heads, n_keys))
+                    torch.randn(2, heads, n, head_dim, device=device, generator=generator)
+                    .to(dtype)
+                    .requires_grad_()
+                    for heads, n in (
+                        (n_heads, n_queries),
+                        (n_kv_heads, n_keys),
+                        (n_kv_heads, n_keys),
+                    )
                 )
                 own = attend_blocks(q, k, v, mask)
                 wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
-                plain = F.scaled_dot_product_attention(q.float(), wide_k, wide_v, mask.dense.unsqueeze(1))
-                gradients = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (own, plain))
+                plain = F.scaled_dot_product_attention(
+                    q.float(), wide_k, wide_v, mask.dense.unsqueeze(1)
+                )
+                gradients = (
+                    torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (own, plain)
+                )
                 for got, expected in [(own, plain), *zip(*gradients, strict=True)]:
-                    error = float((got.float() - expected.float()).detach().norm() / expected.detach().norm())
+                    error = float(
+                        (got.float() - expected.float()).detach().norm() / expected.detach().norm()
+                    )
                     if not error <= _MAX_ERROR:  # no number is an error too
                         raise ValueError(f"its results are {error:.1%} off")
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways, each of which means no
         text = first_line(error)
-        warnings.warn(f"masked attention goes without FlexAttention, which fails here: {text:.200}", stacklevel=2)
+        warnings.warn(
+            f"masked attention goes without FlexAttention, which fails here: {text:.200}",
+            stacklevel=2,
+        )
         return False
     return True

@@ -14,7 +14,9 @@ def n_recorded() -> int:
     return _n_recorded
 
 
-def recorded(call: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
+def recorded(
+    call: Callable[[], Result], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Record the kernels of a call, after running it once; its tensors hold what it gives after each replay.
 
     The call may depend on the host in nothing but shapes: what it reads stays where it is, and so does what it writes.
@@ -28,8 +30,10 @@ def recorded(call: Callable[[], Result], device: torch.device) -> tuple[torch.cu
     with torch.cuda.stream(side):
         call()  # libraries begin in a first run
     here.wait_stream(side)
-    # cuBLAS keeps scratch memory for each stream. What is taken while recording is the graph's own. What was there
-    # before would be freed under the graph when torch.compile records one; what stayed would be shared with others.
+    # cuBLAS keeps scratch memory for each stream. What is taken while recording is the graph's own.
+    # What was there
+    # before would be freed under the graph when torch.compile records one; what stayed would be
+    # shared with others.
     torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, stream=side):
         result = call()

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from .packed import Laid, PackedLinear, laid_out, product, scripted, state_of
 
 PRODUCTS = ("self_attn.o_proj", "mlp.down_proj")
-JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+JOINED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 Norm = tuple[Tensor, Tensor]
@@ -36,7 +39,8 @@ class Joined:
     weights: list[Tensor]  # of the whole layer, and biases
     states: list[tuple[int, int]]  # of the weights, when they were joined
     held: list[Tensor]  # they, since others could be where they were once they are gone
-    # What else the layer computes with, since asking modules for it takes as long as a small operation.
+    # What else the layer computes with, since asking modules for it takes as long as a small
+    # operation.
     attention: Any
     n_kv_heads: int
 
@@ -49,7 +53,9 @@ class Joined:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run :func:`before_attention`; ``is_normed``: x is past the norm."""
         norm = None if is_normed else self.norms[0]
-        return before_attention(x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim)
+        return before_attention(
+            x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim
+        )
 
     def finish(self, attended: Tensor, x: Tensor, n_groups: int = 0) -> Tensor:
         """Run :func:`after_attention`, or, with groups, :func:`means_after_attention`."""
@@ -69,9 +75,15 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
         n_kv_heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
     except AttributeError:
         return None
-    if any(type(one) is not PackedLinear or one.weight.dtype != torch.float32 for one in (*products, *joined[1])):
+    if any(
+        type(one) is not PackedLinear or one.weight.dtype != torch.float32
+        for one in (*products, *joined[1])
+    ):
         return None
-    if any(type(one) not in (PackedLinear, nn.Linear) for one in joined[0]) or norms[0].weight.dtype != torch.float32:
+    if (
+        any(type(one) not in (PackedLinear, nn.Linear) for one in joined[0])
+        or norms[0].weight.dtype != torch.float32
+    ):
         return None
     if any(len({one.bias is None for one in group}) > 1 for group in joined):
         return None
@@ -85,10 +97,20 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
     )
     o, down = (one.packed for one in products)
     layers = [*itertools.chain(*joined, products)]
-    weights = [one.weight for one in (*layers, *norms)] + [one.bias for one in layers if one.bias is not None]
+    weights = [one.weight for one in (*layers, *norms)] + [
+        one.bias for one in layers if one.bias is not None
+    ]
     states = [state_of(weight) for weight in weights]
     held = [weight.detach() for weight in weights]
-    return Joined((before, gates, o, down), (first, second), weights, states, held, layer.self_attn, n_kv_heads)
+    return Joined(
+        (before, gates, o, down),
+        (first, second),
+        weights,
+        states,
+        held,
+        layer.self_attn,
+        n_kv_heads,
+    )
 
 
 def prepared_norm(norm: Any) -> Norm:
@@ -122,7 +144,9 @@ def before_attention(
     heads = product(x, joined).unflatten(-1, (-1, head_dim))
     rotated = heads[:, :, :-n_kv_heads]
     v = heads[:, :, -n_kv_heads:].transpose(1, 2)
-    rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(1, 2)
+    rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(
+        1, 2
+    )
     return rotated[:, :-n_kv_heads], rotated[:, -n_kv_heads:], v
 
 
@@ -140,7 +164,9 @@ def group_means(x: Tensor, n_groups: int) -> Tensor:
 
 
 @scripted
-def after_attention(attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid) -> Tensor:
+def after_attention(
+    attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid
+) -> Tensor:
     """Compute the rest of a layer, of what was attended [B, n, H * d] and the layer's input [B, n, E]."""
     x, gated = _gated(attended, x, norm, gates, o)
     return x + product(gated, down)

@@ -24,14 +24,16 @@ from .masks import DeviceLengths, added, are_alike, to_device
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Pack the KV of L layers, each [B, H_kv, T, d] with keys after RoPE, for the drafter: [B, T, L, D]."""
-    per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]  # [B, H_kv, T, 2d]
+    # [B, H_kv, T, 2d]
+    per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]
     stacked = torch.stack(per_layer, dim=1)  # [B, L, H_kv, T, 2d]
     return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
 
 
 def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Undo :func:`pack_kv` for one layer: [B, T, D] -> views of keys and values, each [B, H_kv, T, d]."""
-    per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)  # [2, B, H_kv, T, d]
+    # [2, B, H_kv, T, d]
+    per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)
     return per_head[0], per_head[1]
 
 
@@ -45,13 +47,18 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 
 def new_cache(has_state: Sequence[bool] = ()) -> Cache:
     """Make an empty transformers cache that keeps every position; some layers may have a state in place of KV."""
-    # One built from the model's config drops keys outside a sliding window, and a drafter needs all of them.
+    # One built from the model's config drops keys outside a sliding window, and a drafter needs all
+    # of them.
     if any(has_state):
-        return Cache(layers=[LinearAttentionLayer() if one else DynamicLayer() for one in has_state])
+        return Cache(
+            layers=[LinearAttentionLayer() if one else DynamicLayer() for one in has_state]
+        )
     return DynamicCache()
 
 
-def cache_layers(cache: Cache, chosen: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def cache_layers(
+    cache: Cache, chosen: Sequence[int] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """List keys and values of layers of a transformers cache, by default all, each [B, H_kv, T, d], without a copy."""
     every: list[Any] = list(cache.layers)
     layers = every if chosen is None else [every[layer] for layer in chosen]
@@ -70,7 +77,8 @@ class KVBuffer:
         self._n_layers = n_layers
         self._initial_slots = n_slots
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
-        # Views of it, [B, H_kv, S, d] of each layer: made once, since a draft step costs as much as its tensor calls.
+        # Views of it, [B, H_kv, S, d] of each layer: made once, since a draft step costs as much as
+        # its tensor calls.
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -85,7 +93,9 @@ class KVBuffer:
         """S, the allocated slots."""
         return 0 if self._buffer is None else self._buffer.shape[4]
 
-    def append(self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Add keys and values [B, H_kv, n, d], ``counts`` of them real, after each row of the only layer; gives all."""
         n_tokens = keys.shape[2]
         self.reserve(max(self.lengths) + n_tokens, keys)
@@ -113,7 +123,9 @@ class KVBuffer:
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget what lies at or beyond each of the given positions."""
-        self.lengths = lengths if isinstance(lengths, DeviceLengths) else [*map(min, self.lengths, lengths)]
+        self.lengths = (
+            lengths if isinstance(lengths, DeviceLengths) else [*map(min, self.lengths, lengths)]
+        )
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
@@ -122,7 +134,8 @@ class KVBuffer:
 
     def _positions(self, starts: Sequence[int], n_tokens: int, layers: slice) -> Tensor:
         """Take n positions of each row, of some layers: [B, n, L, H_kv, 2, d]."""
-        # Rows of different lengths: what lies beyond a row's own is of no meaning, and its caller drops it.
+        # Rows of different lengths: what lies beyond a row's own is of no meaning, and its caller
+        # drops it.
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, layers]
@@ -196,7 +209,9 @@ def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> 
     return lengths[0] if are_alike(lengths) else positions_from(lengths, n_tokens, device)
 
 
-def write_slots(view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
+def write_slots(
+    view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor
+) -> None:
     """Put keys and values [B, H_kv, n, d] into others [B, H_kv, S, d], at slots as :func:`slots_after` gives them."""
     all_keys, all_values = view
     if isinstance(slots, int):

@@ -58,33 +58,48 @@ class Rotary(nn.Module):
 
     frequencies: Tensor  # [d], radians per position, those of the first half negative
 
-    def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
+    def __init__(
+        self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
+    ) -> None:
         super().__init__()
         if head_dim < 2 or head_dim % 2:
-            raise DrafterError(f"RoPE needs an even head dim, got {head_dim}; choose another number of heads.")
+            raise DrafterError(
+                f"RoPE needs an even head dim, got {head_dim}; choose another number of heads."
+            )
         rope_type = rope_parameters.get("rope_type", "default")
         self.scaling = 1.0
         if rope_type == "default":
             theta: Any = rope_parameters.get("rope_theta")
             if type(theta) not in (int, float) or not 0 < theta < math.inf:
-                raise DrafterError(f"rope_theta is {theta!r}, expected a number above 0. Restore its parameters.")
+                raise DrafterError(
+                    f"rope_theta is {theta!r}, expected a number above 0. Restore its parameters."
+                )
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             inv_freq = 1.0 / (float(theta) ** exponent)
         elif rope_type in ROPE_TYPES:
             from transformers import LlamaConfig
 
-            with parsing(f"the rotation {rope_parameters} cannot be made", DrafterError, "Restore its parameters."):
+            with parsing(
+                f"the rotation {rope_parameters} cannot be made",
+                DrafterError,
+                "Restore its parameters.",
+            ):
                 config = LlamaConfig(
                     hidden_size=head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=head_dim,
                     max_position_embeddings=max_position_embeddings, rope_parameters=dict(rope_parameters),
                 )  # fmt: skip
                 inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
         else:
-            raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
+            raise DrafterError(
+                f"rope type {rope_type!r} changes with the length of the input and is not supported."
+            )
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
-            raise DrafterError(f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters.")
+            raise DrafterError(
+                f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters."
+            )
         inv_freq = inv_freq.float()
-        self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)  # [d]
+        # [d]
+        self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
         """Compute cos and signed sin [..., d] of integer positions [...], in float32 and then cast."""
@@ -211,17 +226,23 @@ class Attention(nn.Module):
 
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to the heads of queries (``q``), keys or values, not rotated: [B, H or H_kv, T, d]."""
-        heads = _project(getattr(self, f"{name}_proj"), normed, scale).unflatten(-1, (-1, self.head_dim))
+        heads = _project(getattr(self, f"{name}_proj"), normed, scale).unflatten(
+            -1, (-1, self.head_dim)
+        )
         norm = getattr(self, f"{name}_norm", None)
         normed_heads: Tensor = heads if norm is None else norm(heads)
         return normed_heads.transpose(1, 2)
 
-    def queries(self, normed: Tensor, rotation: Rotation | None, scale: Tensor | None = None) -> Tensor:
+    def queries(
+        self, normed: Tensor, rotation: Rotation | None, scale: Tensor | None = None
+    ) -> Tensor:
         """Project [B, Q, E] to queries [B, H, Q, d], rotated by a rotation if any; ``scale`` as in :func:`_project`."""
         heads = self._heads("q", normed, scale)
         return heads if rotation is None else rotate(heads, rotation)
 
-    def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
         return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
 
@@ -229,7 +250,8 @@ class Attention(nn.Module):
         """Project the same [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # A draft step has few tokens, so its cost is the number of kernel calls: one rotation for both.
+        # A draft step has few tokens, so its cost is the number of kernel calls: one rotation for
+        # both.
         q, k, v = (self._heads(name, normed) for name in "qkv")
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v
@@ -267,7 +289,9 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.self_attn = Attention(sizes)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.mlp_bias)
-        self.input_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps) if sizes.input_norm else nn.Identity()
+        self.input_layernorm = (
+            RMSNorm(sizes.width, eps=sizes.norm_eps) if sizes.input_norm else nn.Identity()
+        )
         self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
     def normed(self, x: Tensor) -> Tensor:
@@ -287,7 +311,12 @@ class DecoderBlock(nn.Module):
         return self.self_attn.keys_values(self.normed(source), rotation)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Mask | Tensor | None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        mask: Mask | Tensor | None,
     ) -> Tensor:
         """Let the queries x [B, Q, E] attend to rotated keys and values [B, H_kv, S, d]: [B, Q, E].
 
@@ -297,7 +326,9 @@ class DecoderBlock(nn.Module):
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
-    def attend_cached(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
+    def attend_cached(
+        self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None
+    ) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself: :meth:`forward` on what ``append`` gives."""
         if (joined := self._current(x)) is not None:
             return self._attend_joined(joined, x, rotation, append, mask)
@@ -323,7 +354,12 @@ class DecoderBlock(nn.Module):
 
     def _current(self, x: Tensor) -> Joined | None:
         joined: Joined | None = vars(self).get("joined")
-        if joined is None or torch.is_grad_enabled() or x.dtype != torch.float32 or not joined.is_current():
+        if (
+            joined is None
+            or torch.is_grad_enabled()
+            or x.dtype != torch.float32
+            or not joined.is_current()
+        ):
             return None
         return joined
 
@@ -340,8 +376,12 @@ class DecoderBlock(nn.Module):
         has_own_norms = type(self).normed is not DecoderBlock.normed
         given = self.normed(x) if has_own_norms else x
         cosines, sines = rotation
-        queries, keys, values = joined.project(given, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms)
-        attended = attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
+        queries, keys, values = joined.project(
+            given, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
+        )
+        attended = (
+            attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
+        )
         return joined.finish(attended, self.residual(x[:, -n_last:]), n_groups)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -355,8 +395,11 @@ class DecoderBlock(nn.Module):
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
         """Average :meth:`attend_self` without a mask over G groups of consecutive tokens: [B, T, E] -> [B, G, E]."""
         if (joined := self._current(x)) is not None:
-            return self._attend_joined(joined, x, rotation, lambda keys, values: (keys, values), None, n_groups)
-        # The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
+            return self._attend_joined(
+                joined, x, rotation, lambda keys, values: (keys, values), None, n_groups
+            )
+        # The down projection and the residual sums are linear, so they are done once on a mean
+        # instead of T times.
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
@@ -371,13 +414,20 @@ class DecoderBlock(nn.Module):
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         norm = self.input_layernorm
         scale = None
-        reads_data = torch.is_grad_enabled() and not x.requires_grad and type(self).normed is DecoderBlock.normed
+        reads_data = (
+            torch.is_grad_enabled()
+            and not x.requires_grad
+            and type(self).normed is DecoderBlock.normed
+        )
         if isinstance(norm, RMSNorm) and reads_data:
-            # Stored activations: with the norm's weight folded into the projections, no gradient of x is needed.
+            # Stored activations: with the norm's weight folded into the projections, no gradient of
+            # x is needed.
             normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
             scale = norm.weight
         else:
             normed = self.normed(x)
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
-        out: Tensor = self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
+        out: Tensor = self.self_attn(
+            self.self_attn.queries(normed, rotation, scale), keys, values, mask
+        )
         return out

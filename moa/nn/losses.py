@@ -31,12 +31,15 @@ class Divergence:
     ``train/moa_spec.py``, lines 253-262). The further a draft is from being accepted, the more the hybrid is the KL.
     """
 
-    # Each position has its own s, where the paper takes one of the batch's mean a: so a batch may be split into
+    # Each position has its own s, where the paper takes one of the batch's mean a: so a batch may
+    # be split into
     # micro-batches and among devices.
     kind: str = "kl"
     decay: float = 3.0
 
-    def of(self, kl: Tensor, l1: Tensor, mass: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    def of(
+        self, kl: Tensor, l1: Tensor, mass: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the divergence from the forward KL and the L1 distance, each [...], and its derivatives in both.
 
         ``mass``: probability of the target's tokens that are compared, [...]; 1 for all tokens.
@@ -51,11 +54,14 @@ class Divergence:
 
 
 KL = Divergence()
-_LEAST_ACCEPTED = 1e-6  # lower bound of the probability of acceptance, so that its logarithm and gradient stay finite
+# lower bound of the probability of acceptance, so that its logarithm and gradient stay finite
+_LEAST_ACCEPTED = 1e-6
 
-LOGITS_BYTES = 1 << 26  # bytes of float32 logits of one chunk, unless that made more than ``MAX_CHUNKS`` chunks
+# bytes of float32 logits of one chunk, unless that made more than ``MAX_CHUNKS`` chunks
+LOGITS_BYTES = 1 << 26
 MAX_CHUNKS = 8  # how often the loss of one forward reads an LM head at most
-_CAST_BYTES = 1 << 28  # bytes of an LM head that are cast, or of its gradient that are made, at once
+# bytes of an LM head that are cast, or of its gradient that are made, at once
+_CAST_BYTES = 1 << 28
 
 
 def chunk_rows(n_rows: int, n_logits: int) -> int:
@@ -103,7 +109,11 @@ def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _log_draft(
-    features: Tensor, head: Tensor, cap: float | None, code: Tensor | None, correction: Tensor | None
+    features: Tensor,
+    head: Tensor,
+    cap: float | None,
+    code: Tensor | None,
+    correction: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log probabilities, and the derivative of what is capped in what is not; None without a cap."""
     logits = logits_of(features, head).float()
@@ -132,7 +142,11 @@ def _terms_and_error(
     own = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
     if own is None and divergence.kind == "kl":
-        return kl[..., None], (draft if mass is None else draft.mul_(mass)).sub_(probability), weights
+        return (
+            kl[..., None],
+            (draft if mass is None else draft.mul_(mass)).sub_(probability),
+            weights,
+        )
     difference = draft - probability
     l1 = difference.abs().sum(dim=-1)
     sign = difference.sign_()
@@ -169,7 +183,10 @@ class _ChunkedLosses(torch.autograd.Function):
         terms = torch.empty_like(weights, dtype=torch.float32)
         grads: Any = torch.empty_like(features), None if code is None else torch.empty_like(code)
         # Sums over all chunks, as large as a head: of its own, and of the correction.
-        sums: Any = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (own_head, correction)]
+        sums: Any = [
+            None if x is None else torch.zeros_like(x, dtype=torch.float32)
+            for x in (own_head, correction)
+        ]
         n_logits = features.shape[1] * len(draft_head)
         # A KL through a frozen head holds the fewest buffers of logits.
         is_plain = own_head is None and labels is None
@@ -184,7 +201,8 @@ class _ChunkedLosses(torch.autograd.Function):
             if tokens is not None:
                 probability = probability[..., tokens]
             if dtype == torch.float16:
-                # The one dtype whose products overflow to -inf. Looking for -inf first would make the host wait.
+                # The one dtype whose products overflow to -inf. Looking for -inf first would make
+                # the host wait.
                 probability = probability * ~torch.isinf(log_draft)
                 log_draft.clamp_(min=torch.finfo(torch.float32).min)
             if tokens is not None or dtype == torch.float16:
@@ -194,7 +212,13 @@ class _ChunkedLosses(torch.autograd.Function):
             else:  # of several steps: without a third buffer of their size
                 kl = -(log_draft @ probability.mT).squeeze(-1)
             terms[part], error, factor = _terms_and_error(
-                kl, log_draft, probability, weights[part], None if labels is None else labels[part], mass, divergence
+                kl,
+                log_draft,
+                probability,
+                weights[part],
+                None if labels is None else labels[part],
+                mass,
+                divergence,
             )
             # The weights are factors of the narrow features, not of logits.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
@@ -215,7 +239,10 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        features, code = (None if grad is None else grad * grad_outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
+        features, code = (
+            None if grad is None else grad * grad_outputs[0].to(grad.dtype)
+            for grad in ctx.saved_tensors
+        )
         # As large as a head, so they are scaled in place and not kept.
         own_head, correction = ctx.sums
         ctx.sums = None
@@ -263,9 +290,21 @@ def chunked_losses(
     dtype, head = _autocast(features, head)
     if head.numel() * 4 <= _CAST_BYTES:
         head = head.to(dtype)  # once, not for each product of each chunk
-    own_head, code, correction = (None if x is None else x.to(dtype) for x in (own_head, code, correction))
+    own_head, code, correction = (
+        None if x is None else x.to(dtype) for x in (own_head, code, correction)
+    )
     total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features.to(dtype), hidden.to(dtype), head, weights, own_head, tokens, labels, code, correction, divergence, cap
+        features.to(dtype),
+        hidden.to(dtype),
+        head,
+        weights,
+        own_head,
+        tokens,
+        labels,
+        code,
+        correction,
+        divergence,
+        cap,
     )
     return total, terms
 
@@ -289,7 +328,9 @@ def chunked_cross_entropy(
     n_rows = chunk_rows(len(features), head.shape[0])
     for first in range(0, len(features), n_rows):
         part = slice(first, first + n_rows)
-        log_draft, _ = _log_draft(features[part], head, cap, None if code is None else code[part], correction)
+        log_draft, _ = _log_draft(
+            features[part], head, cap, None if code is None else code[part], correction
+        )
         found[part] = F.nll_loss(log_draft, labels[part], reduction="none")
     return found
 

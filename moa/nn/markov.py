@@ -91,7 +91,9 @@ class RecurrentMarkovHead(MarkovHead):
 
     def _joint(self, memory: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         embedded, state = memory.split(self.rank, dim=-1)
-        gate, candidate, output = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1)).chunk(3, dim=-1)
+        gate, candidate, output = self.joint_proj(
+            torch.cat((state, embedded, hidden), dim=-1)
+        ).chunk(3, dim=-1)
         return gate, candidate, output
 
     @override

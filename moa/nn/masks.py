@@ -28,13 +28,20 @@ class Chunk(int):
     """A window that begins at each multiple of so many tokens, in place of so many before each token."""
 
 
-def to_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(
+    values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
     """Copy numbers of the host, such as lengths, to a device without waiting for it."""
     if isinstance(values, DeviceLengths):
         return values.real
     made = torch.tensor(values, dtype=dtype)
-    # A copy from memory that is not pinned would wait until the device has done all that it was asked for before.
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    # A copy from memory that is not pinned would wait until the device has done all that it was
+    # asked for before.
+    return (
+        made.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else made.to(device)
+    )
 
 
 class DeviceLengths(list[int]):
@@ -48,7 +55,11 @@ class DeviceLengths(list[int]):
 def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
     """Add to the lengths of rows, or subtract with -1, those of others or a number."""
     if isinstance(lengths, DeviceLengths):
-        most, real = (more, more) if isinstance(more, int) else (more[0], to_device(more, lengths.real.device))
+        most, real = (
+            (more, more)
+            if isinstance(more, int)
+            else (more[0], to_device(more, lengths.real.device))
+        )
         return DeviceLengths(lengths[0] + sign * most, lengths.real + sign * real)
     every = [more] * len(lengths) if isinstance(more, int) else more
     return [length + sign * other for length, other in zip(lengths, every, strict=True)]
@@ -59,7 +70,9 @@ def are_alike(lengths: Sequence[int]) -> bool:
     return not isinstance(lengths, DeviceLengths) and len(set(lengths)) == 1
 
 
-def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None) -> Tensor:
+def drafted_positions(
+    response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
+) -> Tensor:
     """Find the positions that the drafter reaches without target KV (official ``train/moa_spec.py``, lines 123-131).
 
     Args:
@@ -91,7 +104,8 @@ class Mask:
 
     n_rows: int
     n_queries: int
-    parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]  # number of keys and rule of each
+    # number of keys and rule of each
+    parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
     device: torch.device
     block_mask: Any = None  # the mask in FlexAttention's form, once it is needed
 
@@ -125,11 +139,16 @@ class Mask:
         """The mask as a tensor, [B or 1, Q, S] bool."""
         row = torch.arange(self.n_rows, device=self.device)[:, None, None]
         query = torch.arange(self.n_queries, device=self.device)[:, None]
-        parts = [rule(row, query, torch.arange(n_keys, device=self.device)) for n_keys, rule in self.parts]
+        parts = [
+            rule(row, query, torch.arange(n_keys, device=self.device))
+            for n_keys, rule in self.parts
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Mask:
+def self_attention_mask(
+    queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int
+) -> Mask:
     """Mask self-attention: causal; queries with ``staircase`` see only the drafted block and themselves (169-193)."""
     staircase = staircase.expand_as(queries)
 
@@ -143,7 +162,11 @@ def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircas
 
 
 def round_mask(
-    queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None, n_keys: int, window: int | None = None
+    queries: Tensor,
+    last_context_of_query: Tensor,
+    pass_index: Tensor | None,
+    n_keys: int,
+    window: int | None = None,
 ) -> Mask:
     """Let drafted queries see verified positions, T keys, and after these the queries of their round up to themselves.
 
@@ -154,7 +177,8 @@ def round_mask(
     context = last_context_of_query
 
     def verified(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # A context query is its own drafted key too, so it must not see its verified position a second time.
+        # A context query is its own drafted key too, so it must not see its verified position a
+        # second time.
         position = queries[row, query]
         seen = (key <= context[row, query]) & (key != position)
         return seen if window is None else seen & _reaches(position, key, window)
@@ -162,10 +186,15 @@ def round_mask(
     def drafted(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = queries[row, query]
         other = queries[row, key]
-        seen = (context[row, query] == context[row, key]) & (other <= position) & (other > context[row, key])
+        seen = (
+            (context[row, query] == context[row, key])
+            & (other <= position)
+            & (other > context[row, key])
+        )
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
-        seen = seen | (query == key)  # padding too, so that no row is empty: its softmax would be NaN
+        # padding too, so that no row is empty: its softmax would be NaN
+        seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
 
     n_rows, n_queries = queries.shape
@@ -197,7 +226,9 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
     return _within(window, torch.cat((committed, seen), dim=2))
 
 
-def tree_mask_after(lengths: Tensor, seen: Tensor, n_slots: int, window: int | None = None) -> Tensor:
+def tree_mask_after(
+    lengths: Tensor, seen: Tensor, n_slots: int, window: int | None = None
+) -> Tensor:
     """Compute :func:`tree_mask` for so many slots, by tensors alone, after lengths [B, 1] int64: [B, Q, S] bool."""
     n_pending = seen.shape[2]
     index = torch.arange(n_slots, device=seen.device) - lengths  # [B, S]

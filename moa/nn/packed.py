@@ -25,14 +25,16 @@ from ...text import first_line, format_bytes
 _FEWEST_VALUES = 1 << 15  # of fewer values a product takes no longer than asking what to do with it
 _ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly as fast
 _SMALLEST_NORMAL = 2.0**-14  # of float16, which below it has ever fewer digits
-# Of the size of a weight's largest row, by which float16 may miss a row in what is smaller than that: what float32
+# Of the size of a weight's largest row, by which float16 may miss a row in what is smaller than
+# that: what float32
 # rounds in a product of some thousand values. Drafts may be rounded to float16's eleven digits.
 _MAX_ERROR = 2.0**-19
 _MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 try:
     _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
-except (RuntimeError, AttributeError):  # a PyTorch without FBGEMM, whose functions then run without TorchScript
+# a PyTorch without FBGEMM, whose functions then run without TorchScript
+except (RuntimeError, AttributeError):
     _HALVES = object
 _LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -110,7 +112,9 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
 def as_layer(weight: Tensor) -> nn.Linear:
     """Make a linear layer of a weight [out, in], which is not copied."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    layer.weight = (
+        weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    )
     return layer
 
 
@@ -178,9 +182,12 @@ def product(x: Tensor, laid: Laid) -> Tensor:
         return few
     shape = x.shape[:-1]
     if n_rows > most_rows:
-        # oneDNN keeps a kernel for each number of rows, and these small blocks stay between the large ones that are
-        # freed, so that the allocator cannot reuse those. Calls of 2 to 299 rows leave 1.2 GB; in steps of 16, 0.1 GB.
-        # Steps of 8 keep the padding of small calls, such as verifications of several sequences, below a fifth.
+        # oneDNN keeps a kernel for each number of rows, and these small blocks stay between the
+        # large ones that are
+        # freed, so that the allocator cannot reuse those. Calls of 2 to 299 rows leave 1.2 GB; in
+        # steps of 16, 0.1 GB.
+        # Steps of 8 keep the padding of small calls, such as verifications of several sequences,
+        # below a fifth.
         step = 8 if n_rows <= 128 else 16
         x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % step])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")
@@ -199,7 +206,9 @@ def _works(dtype: torch.dtype) -> bool:
 @functools.cache
 def _halves_work() -> bool:
     """Whether FBGEMM's products are there and right."""
-    return _is_right(lambda weight, bias: Laid(_blocked(weight), bias, _halves(weight, bias)), torch.float32)
+    return _is_right(
+        lambda weight, bias: Laid(_blocked(weight), bias, _halves(weight, bias)), torch.float32
+    )
 
 
 def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> bool:
@@ -207,7 +216,9 @@ def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> 
         return False
     generator = torch.Generator().manual_seed(0)
     shapes = (5, 32), (48, 32), (48,)
-    x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes
+    )
     try:
         with torch.inference_mode():
             found = product(x, lay_out(weight, bias))

@@ -34,7 +34,8 @@ FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# A file that changed less than this before it was hashed could change again within one tick of its clock.
+# A file that changed less than this before it was hashed could change again within one tick of its
+# clock.
 _SETTLED_S = 2.0
 
 
@@ -44,7 +45,9 @@ def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
         if eos is not None:
             ids = eos if isinstance(eos, list | tuple) else [eos]
             if not all(type(token) is int for token in ids):
-                raise TargetError(f"eos_token_id is {str(eos)[:60]!r}, expected ids. Correct generation_config.json.")
+                raise TargetError(
+                    f"eos_token_id is {str(eos)[:60]!r}, expected ids. Correct generation_config.json."
+                )
             return frozenset(ids)
     return frozenset()
 
@@ -59,8 +62,11 @@ def load_eos_token_ids(folder: Path) -> frozenset[int]:
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files that hold a model's weights, sorted by name; refuse a folder without any."""
     if not (files := sorted(folder.glob("*.safetensors"))):
-        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
-    # A consolidated.safetensors beside other files is the same weights in the layout of another program.
+        raise TargetError(
+            f"{folder} has no *.safetensors weights; save the model with safe serialization."
+        )
+    # A consolidated.safetensors beside other files is the same weights in the layout of another
+    # program.
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
@@ -73,7 +79,8 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     folder = Path(folder)
     families.load_target_config(folder)  # refuses what is not a target
     if folder.parent == cache_folder("gguf"):
-        return {"weights_sha256": folder.name}  # what transformers writes may differ between its releases
+        # what transformers writes may differ between its releases
+        return {"weights_sha256": folder.name}
     weights = weight_files(folder)
     digest = hashlib.sha256()
     n_bytes = sum(file.stat().st_size for file in weights)
@@ -90,14 +97,22 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
 
 def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's bytes in hex; a file that has not changed is read once in all."""
-    # A digest is kept under the file's path, size, times and inode in the user's cache folder. Whatever changes a file
+    # A digest is kept under the file's path, size, times and inode in the user's cache folder.
+    # Whatever changes a file
     # changes one of them; the time of the last status change cannot be set by hand.
     real = path.resolve()
     # A file of the Hub's cache is a link to a blob that is named by its sha256.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
-    state = (str(real), before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_dev, before.st_ino)
+    state = (
+        str(real),
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+        before.st_dev,
+        before.st_ino,
+    )
     kept = cache_folder("sha256") / hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if _SHA256.fullmatch(known := kept.read_text()):
@@ -123,7 +138,11 @@ def cache_folder(name: str) -> Path:
 
 
 def save_target_bundle(
-    model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    path: str | Path,
+    n_layers_kept: int,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the bundle of a loaded target, with its last N decoder layers, into a new folder; a dtype converts it."""
     path = Path(path)
@@ -135,7 +154,9 @@ def save_target_bundle(
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    weights = {name: value.to(config.dtype) for name, value in frozen_weights(model, n_layers_kept).items()}
+    weights = {
+        name: value.to(config.dtype) for name, value in frozen_weights(model, n_layers_kept).items()
+    }
     write_tensors(path / FROZEN_FILE, weights)
 
 
@@ -144,7 +165,9 @@ def held_layers(path: str | Path) -> int:
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
-    return len({key.split(".")[1] for key in read_header(file, TargetError) if key.startswith("layers.")})
+    return len(
+        {key.split(".")[1] for key in read_header(file, TargetError) if key.startswith("layers.")}
+    )
 
 
 def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
@@ -170,13 +193,17 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
         "lm_head.weight": scaled_head(model),
     }
     size = body.config.vocab_size, body.config.hidden_size
-    if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:  # as those of OPT-350m
+    # as those of OPT-350m
+    if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
             f"the embeddings and the LM head of this {body.config.model_type} are not both of {size[0]:,} tokens by "
             f"{size[1]:,} numbers, which drafters don't know. Choose another target."
         )
     for index in range(n_layers - n_layers_kept, n_layers):
-        weights |= {f"layers.{index}.{name}": value for name, value in body.layers[index].state_dict().items()}
+        weights |= {
+            f"layers.{index}.{name}": value
+            for name, value in body.layers[index].state_dict().items()
+        }
     return {name: value.detach() for name, value in weights.items()}
 
 
@@ -185,19 +212,28 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
     table: Any = model.get_input_embeddings()
     scale = getattr(table, "embed_scale", None)
     weight: Tensor = table.weight
-    return weight if scale is None else weight * torch.as_tensor(scale, device=weight.device).to(weight.dtype)
+    return (
+        weight
+        if scale is None
+        else weight * torch.as_tensor(scale, device=weight.device).to(weight.dtype)
+    )
 
 
 def final_norm(body: nn.Module) -> nn.Module:
     """Find the norm after the last layer of a text model; one that changes nothing where it has none."""
-    return next((own for name in _FINAL_NORMS if (own := getattr(body, name, None)) is not None), nn.Identity())
+    return next(
+        (own for name in _FINAL_NORMS if (own := getattr(body, name, None)) is not None),
+        nn.Identity(),
+    )
 
 
 def _norm_factors(body: nn.Module, config: Any) -> Tensor:
     """The factors of the norm after the last layer, 1 where it has none: [E]."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
-        return torch.ones(config.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device)
+        return torch.ones(
+            config.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device
+        )
     offset = families.family_of(config).norm_offset
     return weight + offset if offset else weight
 
@@ -224,10 +260,14 @@ class FrozenTarget(nn.Module):
         self.config = config
         self.n_layers = n_layers
         windows = families.layer_windows(config)
-        self.windows = windows[len(windows) - n_layers :]  # of attention in tokens, of each; None for full attention
+        # of attention in tokens, of each; None for full attention
+        self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
-        self.compute_dtype: torch.dtype | None = None  # of what embed and logits give; None for that of the weights
-        self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
+        # of what embed and logits give; None for that of the weights
+        self.compute_dtype: torch.dtype | None = None
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            weights["embed_tokens.weight"], freeze=True
+        )
         self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
@@ -236,11 +276,15 @@ class FrozenTarget(nn.Module):
         ] = ()  # that weight as a layer, in a tuple, since it is not a part of this
         self.logit_cap = families.logit_cap(config)
         sizes = families.target_sizes(config)
-        self.rotary = Rotary(sizes["head_dim"], families.rope_parameters(config), sizes["max_position_embeddings"])
+        self.rotary = Rotary(
+            sizes["head_dim"], families.rope_parameters(config), sizes["max_position_embeddings"]
+        )
         first = sizes["n_layers"] - n_layers
         with torch.device("meta"):
             # The last N layers in order; ``layers[0]`` is target layer ``L - N``.
-            self.layers = nn.ModuleList(DecoderBlock(families.layer_sizes(config)) for _ in range(n_layers))
+            self.layers = nn.ModuleList(
+                DecoderBlock(families.layer_sizes(config)) for _ in range(n_layers)
+            )
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."
             own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
@@ -269,9 +313,13 @@ class FrozenTarget(nn.Module):
         advice = "Run `moa-data verify`, and `moa-data repair` with --model."
         own = families.target_sizes(config)
         if wrong := [
-            f"{key} {own.get(key)} and not {size}" for key, size in (sizes or {}).items() if own.get(key, size) != size
+            f"{key} {own.get(key)} and not {size}"
+            for key, size in (sizes or {}).items()
+            if own.get(key, size) != size
         ]:
-            raise TargetError(f"{path} is of another target than its store: it has {', '.join(wrong)}. {advice}")
+            raise TargetError(
+                f"{path} is of another target than its store: it has {', '.join(wrong)}. {advice}"
+            )
         if (held := held_layers(path)) < n_layers:
             raise TargetError(
                 f"{path} holds {held} decoder layers, {n_layers} are needed; "
@@ -280,7 +328,9 @@ class FrozenTarget(nn.Module):
         expected = frozen_tensors(config, n_layers)
         found = {name: header for name, header in headers.items() if name in expected}
         if problem := find_problems(found, expected):
-            raise TargetError(f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {advice}")
+            raise TargetError(
+                f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {advice}"
+            )
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in expected}
         if dtype is not None:
@@ -292,9 +342,14 @@ class FrozenTarget(nn.Module):
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
         """Make the frozen target from a live one, sharing its weights."""
         weights = frozen_weights(model, n_layers)
-        frozen = cls(families.text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
+        frozen = cls(families.text_model(model).config, weights, n_layers).to(
+            weights["lm_head.weight"].device
+        )
         head = cast(Any, model).get_output_embeddings()
-        if isinstance(head, PackedLinear) and head.weight.data_ptr() == frozen.lm_head_weight.data_ptr():
+        if (
+            isinstance(head, PackedLinear)
+            and head.weight.data_ptr() == frozen.lm_head_weight.data_ptr()
+        ):
             frozen._laid_head = (head,)
         return frozen
 
@@ -328,6 +383,9 @@ class FrozenTarget(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
         for head in self._laid_head if not torch.is_grad_enabled() else ():
-            if hidden.dtype == head.weight.dtype and head.weight.data_ptr() == self.lm_head_weight.data_ptr():
+            if (
+                hidden.dtype == head.weight.dtype
+                and head.weight.data_ptr() == self.lm_head_weight.data_ptr()
+            ):
                 return capped(head(hidden), self.logit_cap)
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)

@@ -67,7 +67,8 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     return torch.stack(made, dim=-2)
 
 
-# Released buffers by shape, for the next caches of that shape: a CUDA graph reads and writes fixed addresses, so a
+# Released buffers by shape, for the next caches of that shape: a CUDA graph reads and writes fixed
+# addresses, so a
 # generation in a new buffer would record all graphs again.
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
@@ -84,25 +85,34 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         shapes: Sequence[KVShape | None] | None = None,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        # ``shapes`` are of layers that are not alike, None of those that carry a state in place of KV; ``groups`` of
+        # ``shapes`` are of layers that are not alike, None of those that carry a state in place of
+        # KV; ``groups`` of
         # those that have KV of their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self.stays_in_place = buffers is not None
-        self._whole: Tensor | None = None  # the allocated buffer, of which `buffer` is the rows that are left
-        self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
+        # the allocated buffer, of which `buffer` is the rows that are left
+        self._whole: Tensor | None = None
+        # tokens per row written by the last call, all its chunks, and not yet committed
+        self.n_pending = 0
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
         self._shapes = shapes
         self._groups = groups
-        self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
+        # decoder layers whose outputs each call leaves here
+        self.watched_layers: tuple[int, ...] = ()
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
-        self._slots: int | Tensor = 0  # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
-        self._before: list[list[Tensor]] = []  # the states before the last call, where it may be taken back
+        # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
+        self._slots: int | Tensor = 0
+        # the states before the last call, where it may be taken back
+        self._before: list[list[Tensor]] = []
         self._tokens = torch.empty(0)  # of the last call, [1, n], where layers carry a state
-        self._n_again = 0  # tokens of the call that an earlier one had, and whose states were taken back
+        # tokens of the call that an earlier one had, and whose states were taken back
+        self._n_again = 0
         stateful = [shapes is not None and shapes[layer] is None for layer in range(n_layers)]
-        layers: list[Any] = [LinearAttentionLayer() if one else _Layer(self, i) for i, one in enumerate(stateful)]
+        layers: list[Any] = [
+            LinearAttentionLayer() if one else _Layer(self, i) for i, one in enumerate(stateful)
+        ]
         self._states = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
         Cache.__init__(self, layers=layers)
 
@@ -163,7 +173,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def take_layer_outputs(self) -> Tensor:
         """Hand over the outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]."""
         if not self._layer_outputs:
-            raise DrafterError("the target's last call kept no layer outputs; begin with the proposer before the call.")
+            raise DrafterError(
+                "the target's last call kept no layer outputs; begin with the proposer before the call."
+            )
         outputs = torch.cat(self._layer_outputs, dim=1)
         self._layer_outputs = []
         return outputs[:, self._n_again :]
@@ -198,7 +210,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, at the beginning of the same buffer."""
-        # A buffer for each number of rows that a batch shrinks through would take many times the first one's memory.
+        # A buffer for each number of rows that a batch shrinks through would take many times the
+        # first one's memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         super()._place(fewer)
@@ -217,7 +230,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         if self._is_static:
             # Written out: a graph must not depend on the Python values that other calls look at.
             view = self.buffer[0, layer], self.buffer[1, layer]
-            write_slots(view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device))
+            write_slots(
+                view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device)
+            )
             return view
         n_slots = self.n_slots
         if self._shapes is None:
@@ -225,11 +240,18 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
             write_slots(self._layers[layer], keys, values, self._slots)
             return self.layer_view(layer, n_slots)
         own = [shape for shape in self._shapes if shape is not None]
-        most = max(shape.n_heads for shape in own), max(max(shape.key_width, shape.value_width) for shape in own)
+        most = (
+            max(shape.n_heads for shape in own),
+            max(max(shape.key_width, shape.value_width) for shape in own),
+        )
         self.reserve(n_slots, keys.new_empty(1, most[0], 1, most[1]))
-        write_slots(self._layers[layer], _widened(keys, *most), _widened(values, *most), self._slots)
+        write_slots(
+            self._layers[layer], _widened(keys, *most), _widened(values, *most), self._slots
+        )
         all_keys, all_values = self.layer_view(layer, n_slots)
-        return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[:, : keys.shape[1], :, : values.shape[3]]
+        return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[
+            :, : keys.shape[1], :, : values.shape[3]
+        ]
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -266,7 +288,9 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass  # the cache allocates for all layers
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return self._cache.write_pending(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-_Parse = Callable[[Any, str], _T | "Rejection"]  # takes an item of a list, and its name for messages
+# takes an item of a list, and its name for messages
+_Parse = Callable[[Any, str], _T | "Rejection"]
 
 ROLES = {
     "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
@@ -22,8 +23,10 @@ ROLES = {
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Names of what belongs to a chat and is not read: other turns, arguments of the template, documents, media, and what
-# some datasets keep beside an answer. Few templates render such a key of a message, and none says which it does.
+# Names of what belongs to a chat and is not read: other turns, arguments of the template,
+# documents, media, and what
+# some datasets keep beside an answer. Few templates render such a key of a message, and none says
+# which it does.
 _UNREAD = re.compile(
     r"history|chat_template_kwargs|documents|attachments|(?:image|video|audio|media)s?(?:_urls?|_paths?|_files?)?"
     r"|refusal|train_detail|think|scratch_?pad|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
@@ -32,17 +35,20 @@ _UNREAD = re.compile(
 )
 # Texts under these names that only say whether, or how much, the assistant is to think.
 _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
-# Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and others name them: the
+# Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and
+# others name them: the
 # first kind trains where it is true, the second where it is false.
 _TRAIN_MARK = re.compile(
-    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask", re.IGNORECASE
+    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask",
+    re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
     r"(?:is_)?mask(?:ed)?(?:_(?:out|loss|from_loss))?|loss_masked|untrained|(?:no|not|do_not)_(?:train|loss|learn).*"
     r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
     re.IGNORECASE,
 )
-_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")  # where a word begins in a name such as isTrainable
+# where a word begins in a name such as isTrainable
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # Columns that mark a row as a whole; many other columns have names like marks.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trainable|loss|masked)|(?:train|loss)_(?:mask|weights?)"
@@ -54,8 +60,17 @@ _YES = ("1", "1.0", "true", "yes", "on", "assistant")  # `mask` names a role in 
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 # Keys whose values are the chat itself, in which words such as "weight" are not marks.
-_CHAT_KEYS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, "content", "value", "function", "function_call", "arguments"}
-_OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")  # keys of a call that would hold its arguments
+_CHAT_KEYS = {
+    *_MESSAGE_COLUMNS,
+    *_TOOL_COLUMNS,
+    "content",
+    "value",
+    "function",
+    "function_call",
+    "arguments",
+}
+# keys of a call that would hold its arguments
+_OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
 _TEXT_TYPES = ("text", "input_text", "output_text", None)
 
@@ -73,7 +88,9 @@ class RejectReason(StrEnum):
     NO_RESPONSE = "the chat has no assistant message"
     MALFORMED_TURNS = "turns is not a list of questions"
     MALFORMED_TOOLS = "tools is not a list of objects with a name"
-    MALFORMED_TOOL_CALLS = "tool_calls is not a list of calls with a name and an object of arguments"
+    MALFORMED_TOOL_CALLS = (
+        "tool_calls is not a list of calls with a name and an object of arguments"
+    )
     MALFORMED_SYSTEM = "the system column is not text"
     CONTENT_NOT_READ = "the chat has content that is not read, such as reasoning beside an answer"
     MARKED_UNTRAINED = "an answer is marked as not to be trained on"
@@ -114,7 +131,8 @@ class Chat:
     """
 
     messages: list[Message]
-    # JSON schemas of those that the assistant may call. Some templates tell an empty list from None.
+    # JSON schemas of those that the assistant may call. Some templates tell an empty list from
+    # None.
     tools: list[dict[str, Any]] | None = None
     asks_each: bool = False  # whether each message is answered before the next one is asked
 
@@ -134,7 +152,9 @@ def parse_chat(row: Any) -> Chat | Rejection:
         return chat
     answers = [message for message in chat.messages if message["role"] == "assistant"]
     if not answers:
-        return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in chat.messages[:8]))
+        return Rejection(
+            RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in chat.messages[:8])
+        )
     if mark := _find_skip_mark(row, is_row=True):
         return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     for answer in answers:
@@ -149,7 +169,11 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     It may lack messages of the assistant. Contents are texts, and messages have no other keys than name, tool_call_id
     and tool_calls, because they may be sent to a server.
     """
-    if isinstance(row, Mapping) and "turns" in row and not any(row.get(name) for name in _MESSAGE_COLUMNS):
+    if (
+        isinstance(row, Mapping)
+        and "turns" in row
+        and not any(row.get(name) for name in _MESSAGE_COLUMNS)
+    ):
         return _parse_questions(row["turns"])
     chat = _parse(row)
     if isinstance(chat, Rejection):
@@ -158,7 +182,11 @@ def parse_prompt(row: Any) -> Chat | Rejection:
 
 
 def _parse_questions(turns: Any) -> Chat | Rejection:
-    if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text.strip() for text in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(text, str) and text.strip() for text in turns)
+    ):
         return Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
     return Chat([{"role": "user", "content": text} for text in turns], asks_each=True)
 
@@ -180,7 +208,11 @@ def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str
     """Return a message with other functions in its calls, if it has any; a function has a name and arguments."""
     if "tool_calls" not in message:
         return message
-    return message | {"tool_calls": [call | {"function": change(call["function"])} for call in message["tool_calls"]]}
+    return message | {
+        "tool_calls": [
+            call | {"function": change(call["function"])} for call in message["tool_calls"]
+        ]
+    }
 
 
 def _parse(row: Any) -> Chat | Rejection:
@@ -188,7 +220,9 @@ def _parse(row: Any) -> Chat | Rejection:
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
         return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    messages = _parse_columns(row, _MESSAGE_COLUMNS, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
+    messages = _parse_columns(
+        row, _MESSAGE_COLUMNS, _parse_message, "message", RejectReason.MALFORMED_MESSAGES
+    )
     if messages is None:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if unread := _find_unread(row):
@@ -210,7 +244,11 @@ def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 
 
 def _parse_columns(
-    row: Mapping[Any, Any], names: Sequence[str], parse: _Parse[_T], item_name: str, malformed: RejectReason
+    row: Mapping[Any, Any],
+    names: Sequence[str],
+    parse: _Parse[_T],
+    item_name: str,
+    malformed: RejectReason,
 ) -> list[_T] | Rejection | None:
     """Read the list that a row has under several names; None if it has none."""
     values = [_unpacked(value) for value in _values(row, names) if value not in ("", {})]
@@ -223,7 +261,9 @@ def _parse_columns(
     return parsed[0] if parsed else None
 
 
-def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason) -> list[_T] | Rejection:
+def _parse_list(
+    items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason
+) -> list[_T] | Rejection:
     if not isinstance(items, (list, tuple)):
         return Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
     parsed = []
@@ -242,12 +282,16 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
         if not isinstance(text, str):
             return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(text).__name__}")
     column_texts = [text for text in column_texts if text.strip()]
-    shown = ["".join(content_texts(message)) for message in chat.messages if message["role"] == "system"]
+    shown = [
+        "".join(content_texts(message)) for message in chat.messages if message["role"] == "system"
+    ]
     system_texts = [text.strip() for text in column_texts + shown]
     if not column_texts or (shown and len(set(system_texts)) == 1):
         return chat
     if len(set(system_texts)) > 1:
-        return Rejection(RejectReason.TWO_SYSTEM_TEXTS, " and ".join(f"{text!r:.40}" for text in system_texts))
+        return Rejection(
+            RejectReason.TWO_SYSTEM_TEXTS, " and ".join(f"{text!r:.40}" for text in system_texts)
+        )
     return Chat([{"role": "system", "content": column_texts[0]}, *chat.messages], chat.tools)
 
 
@@ -260,7 +304,10 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
     role = ROLES.get(names[0])
     if role is None or ROLES.get(names[-1]) != role:
-        return Rejection(RejectReason.UNKNOWN_ROLE, f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names))
+        return Rejection(
+            RejectReason.UNKNOWN_ROLE,
+            f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
+        )
     where = f"{where} ({role})"
     if unread := _find_unread(item):
         return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
@@ -301,10 +348,14 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             return Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
-        if others := [key for key, value in part.items() if key not in _PART_KEYS and _is_filled(value)]:
+        if others := [
+            key for key, value in part.items() if key not in _PART_KEYS and _is_filled(value)
+        ]:
             return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {others[0]}")
         # Some templates show parts of type ``text`` alone.
-        parts.append({"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]})
+        parts.append(
+            {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
+        )
     return parts
 
 
@@ -341,9 +392,14 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
     """Return the mark of a message, or of a row, that says that it is not to be trained on; empty without one."""
     for key, value in _fields(item):
         values = value if isinstance(value, (list, tuple)) else [value]
-        words = [str(each).strip().lower() for each in values if isinstance(each, (bool, int, float, str))]
+        words = [
+            str(each).strip().lower()
+            for each in values
+            if isinstance(each, (bool, int, float, str))
+        ]
         name = _CAMEL_CASE.sub("_", key)
-        is_loss = is_row and isinstance(value, float) and key.lower() == "loss"  # the loss of some model on this row
+        # the loss of some model on this row
+        is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
         excluding = _NO if _TRAIN_MARK.fullmatch(name) else ()
@@ -358,7 +414,9 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
     """Read the JSON schema of a tool, or the JSON of one."""
     tool = _unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
-        return Rejection(RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}")
+        return Rejection(
+            RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}"
+        )
     return dict(tool)
 
 
@@ -366,10 +424,13 @@ def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | 
     """Read the tool calls of a message, or the one call of OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls") or [])
     old_call = _unpacked(item.get("function_call"))
-    is_empty = isinstance(old_call, Mapping) and not any(old_call.values())  # what some libraries write for null
+    # what some libraries write for null
+    is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
-            return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} has tool_calls and function_call")
+            return Rejection(
+                RejectReason.MALFORMED_TOOL_CALLS, f"{where} has tool_calls and function_call"
+            )
         calls = [old_call]
     return _parse_list(calls, _parse_call, f"{where}, call", RejectReason.MALFORMED_TOOL_CALLS)
 
@@ -386,9 +447,13 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
         # Templates read the function alone.
         others += [call.get(key) for key in ("arguments", *_OTHER_ARGUMENTS)]
     if not is_call or any(others):
-        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}")
+        return Rejection(
+            RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
+        )
     # A call may lack the object around its function.
-    outer = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    outer = {
+        key: value for key, value in call.items() if key not in ("function", "name", "arguments")
+    }
     inner = {} if function is call else function
     return _json_values(outer) | {
         "type": call.get("type") or "function",
@@ -436,4 +501,8 @@ def _is_json(value: Any) -> bool:
 
 
 def _keys(value: Any) -> str:
-    return "with " + ", ".join(map(str, list(value)[:8])) if isinstance(value, Mapping) else f"{value!r:.60}"
+    return (
+        "with " + ", ".join(map(str, list(value)[:8]))
+        if isinstance(value, Mapping)
+        else f"{value!r:.60}"
+    )

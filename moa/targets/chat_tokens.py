@@ -31,9 +31,12 @@ from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# The end of a text's placeholder, such as moaPiece7300001end, or the placeholder of a number, such as 7300001. Both
+# The end of a text's placeholder, such as moaPiece7300001end, or the placeholder of a number, such
+# as 7300001. Both
 # begin with the same digits, which makes the search fast.
-_PLACEHOLDER = re.compile(r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))")
+_PLACEHOLDER = re.compile(
+    r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class TokenizedChat:
     """The tokens and the mask of one sequence."""
 
     tokens: np.ndarray  # int32 [n_tokens]
-    response_mask: np.ndarray  # uint8 [n_tokens], 1 on tokens that the assistant writes, its end-of-turn token included
+    # uint8 [n_tokens], 1 on tokens that the assistant writes, its end-of-turn token included
+    response_mask: np.ndarray
     truncated: bool  # whether tokens beyond max_length were cut
 
 
@@ -50,7 +54,8 @@ class _Piece(NamedTuple):
 
     message: int  # index of its message; -1 for a piece of a tool
     kind: str  # a role, a part of a call, or which tool
-    forms: Collection[str]  # ways to write it, without white space around it, which templates may trim
+    # ways to write it, without white space around it, which templates may trim
+    forms: Collection[str]
     is_number: bool
 
 
@@ -63,16 +68,25 @@ class _MarkedChat:
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
         self.pieces: dict[str, _Piece] = {}  # by what _PLACEHOLDER finds of their placeholders
-        self.messages = [self._mark_message(index, message) for index, message in enumerate(messages)]
-        self.tools = tools and [self._mark(tool, -1, f"tool {tool_name(tool)}", "tool") for tool in tools]
+        self.messages = [
+            self._mark_message(index, message) for index, message in enumerate(messages)
+        ]
+        self.tools = tools and [
+            self._mark(tool, -1, f"tool {tool_name(tool)}", "tool") for tool in tools
+        ]
 
     def _mark_message(self, index: int, message: Message) -> Message:
         if "content" in message:
-            message = message | {"content": self._mark(message["content"], index, message["role"], "text")}
+            message = message | {
+                "content": self._mark(message["content"], index, message["role"], "text")
+            }
 
         def mark_function(function: dict[str, Any]) -> dict[str, Any]:
             name = self._mark(function["name"], index, _CALL_NAME, "name")
-            return function | {"name": name, "arguments": self._mark(function["arguments"], index, "a tool call", None)}
+            return function | {
+                "name": name,
+                "arguments": self._mark(function["arguments"], index, "a tool call", None),
+            }
 
         return with_functions(message, mark_function)
 
@@ -88,12 +102,17 @@ class _MarkedChat:
             for name, item in value.items():
                 inner = None if key is None else name
                 if key in (None, "properties"):
-                    # The placeholder follows the name, so that a template that sorts names keeps their order.
+                    # The placeholder follows the name, so that a template that sorts names keeps
+                    # their order.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""
                 marked[name] = self._mark(item, message, kind, inner)
             return marked
-        return self._add(value, message, kind) if key in (None, "text", "name", "description") else value
+        return (
+            self._add(value, message, kind)
+            if key in (None, "text", "name", "description")
+            else value
+        )
 
     def _add(self, value: Any, message: int, kind: str) -> Any:
         """Add a piece and return its placeholder: a number for a number, a text for anything else."""
@@ -102,7 +121,11 @@ class _MarkedChat:
             return value
         forms = {text}
         if kind != "assistant":  # Others may also be written as JSON, or as Python writes them.
-            forms |= {str(value).strip(), encode_basestring(text)[1:-1], encode_basestring_ascii(text)[1:-1]}
+            forms |= {
+                str(value).strip(),
+                encode_basestring(text)[1:-1],
+                encode_basestring_ascii(text)[1:-1],
+            }
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         number = int(f"73{len(self.pieces):05d}")
         placeholder: Any = f"{number}end"
@@ -113,7 +136,11 @@ class _MarkedChat:
 
 
 def tokenize_chat(
-    template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None, is_cut: bool = False
+    template: ChatTemplate,
+    messages: list[Message],
+    max_length: int,
+    tools: Tools = None,
+    is_cut: bool = False,
 ) -> TokenizedChat | Rejection:
     """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
@@ -135,12 +162,15 @@ def tokenize_chat(
             return spans
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
-            # The text that its writer read and wrote, whatever the template adds to a whole response.
+            # The text that its writer read and wrote, whatever the template adds to a whole
+            # response.
             prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
             text = prompt + "".join(content_texts(messages[-1]))
             spans[-1] = len(prompt), len(text)
         elif is_cut:
-            spans[-1] = _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
+            spans[-1] = (
+                _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
+            )
             text = text[: spans[-1][1]]
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
@@ -171,7 +201,9 @@ def prompt_tokens(
             f"The chat template refuses the prompt: {first_line(error)}. Change the messages' roles."
         ) from error
     if hidden and hidden.reason is RejectReason.NOT_SHOWN:
-        raise TemplateError(f"{hidden.reason}: {hidden.detail}. Leave it out, or use another target.")
+        raise TemplateError(
+            f"{hidden.reason}: {hidden.detail}. Leave it out, or use another target."
+        )
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -198,8 +230,11 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        elif piece.kind == _CALL_NAME and n_shown > 1:  # Some templates write it again beside the call's result.
-            n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(placeholder)
+        # Some templates write it again beside the call's result.
+        elif piece.kind == _CALL_NAME and n_shown > 1:
+            n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
+                placeholder
+            )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
         if piece.kind == "assistant" and (
@@ -241,7 +276,9 @@ def _response_spans(
     return spans
 
 
-def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
+def _prefix_span(
+    template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
+) -> Span | None:
     """Find a response by rendering the chat before it and up to it; None where these are not prefixes of the text."""
     before = messages[:index]
     if not before:
@@ -252,7 +289,8 @@ def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, 
     up_to_response = messages[: index + 1]
     turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
-    if not text.startswith(turn):  # Harmony ends a last response by <|return|>, and one with a turn after it by <|end|>
+    # Harmony ends a last response by <|return|>, and one with a turn after it by <|end|>
+    if not text.startswith(turn):
         turn = turn.removesuffix(template.end_of_turn)
         found = template.control_tokens.everywhere.match(text, len(turn))
         end = found.end() if found else 0
@@ -261,10 +299,16 @@ def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, 
     return len(prompt), end
 
 
-def _located_span(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
+def _located_span(
+    template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
+) -> Span | None:
     """Find a response as the rendering without the text before and after it; None where unclear."""
     message = messages[index]
-    other = [*messages[:index], {"role": "assistant", "content": PLACEHOLDER}, *messages[index + 1 :]]
+    other = [
+        *messages[:index],
+        {"role": "assistant", "content": PLACEHOLDER},
+        *messages[index + 1 :],
+    ]
     before, found, after = template.render(other, tools).partition(PLACEHOLDER)
     end = len(text) - len(after)
     if not found or not text.startswith(before) or not text.endswith(after) or end <= len(before):
@@ -291,8 +335,10 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
 
 def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
     """Encode a rendered chat and mark the tokens of the spans."""
-    # Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is taken to begin where
-    # the one before it ended. A token that begins before a span counts if only white space lies before the span.
+    # Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is
+    # taken to begin where
+    # the one before it ended. A token that begins before a span counts if only white space lies
+    # before the span.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)
@@ -313,5 +359,9 @@ def _cut(tokens: np.ndarray, mask: np.ndarray, max_length: int) -> TokenizedChat
     if mask.all():
         return Rejection(RejectReason.NO_PROMPT_TOKENS, f"{len(tokens)} tokens")
     if not mask[:max_length].any():
-        return Rejection(RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}")
-    return TokenizedChat(tokens[:max_length].copy(), mask[:max_length].copy(), len(tokens) > max_length)
+        return Rejection(
+            RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}"
+        )
+    return TokenizedChat(
+        tokens[:max_length].copy(), mask[:max_length].copy(), len(tokens) > max_length
+    )

@@ -20,7 +20,12 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.models.auto import modeling_auto
 
 from ...errors import DrafterError, TargetError
@@ -35,8 +40,10 @@ class Family:
     """What is known of a model type beyond its config."""
 
     keeps_kv: bool = True  # whether the config says what each layer caches
-    mixes_layers: bool = False  # whether ``layer_types`` is heeded; else all layers slide where there is a window
-    rotates_halves: bool = True  # whether all keys are rotated as a drafter rotates its own, by pairs (i, i + d / 2)
+    # whether ``layer_types`` is heeded; else all layers slide where there is a window
+    mixes_layers: bool = False
+    # whether all keys are rotated as a drafter rotates its own, by pairs (i, i + d / 2)
+    rotates_halves: bool = True
     rotates_all: bool = True  # whether no layer with keys leaves them as they are
     carries_state: bool = False  # whether some layers have a state in place of KV
     has_llama_layers: bool = False  # whether ``layers.DecoderBlock`` computes its layers
@@ -60,7 +67,8 @@ class KVShape(NamedTuple):
 class KVGroup(NamedTuple):
     """Layers that cache keys and values alike, as one field of a store."""
 
-    field: str  # "kv" where these are all layers of the target, else "kv/full_attention" or the like
+    # "kv" where these are all layers of the target, else "kv/full_attention" or the like
+    field: str
     layers: tuple[int, ...]  # of the target, ascending
     shape: KVShape
     is_rotated: bool = True  # whether all layers of the target rotate their keys
@@ -85,7 +93,8 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _ROTATED_IN_SOME,
     "cohere2": _ROTATED_IN_SOME,
     "gemma2": Family(mixes_layers=True, attention="eager", norm_offset=1.0),
-    "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),  # two rotations
+    # two rotations
+    "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),
     "gpt_oss": Family(mixes_layers=True, attention="eager"),
     "llama4_text": _ROTATED_IN_SOME,
     "qwen3_next": _WITH_STATES,
@@ -96,7 +105,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(rotates_halves=False),
 }
 """Model type of the text model -> what is known of it."""
-OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)  # what is assumed of the others
+# what is assumed of the others
+OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 
 
 # Upper limits of the sizes in a config.json, far above those of the largest models.
@@ -126,14 +136,17 @@ def parse_target_config(
     if with_weights and (problem := quantisation_problem(values, folder)):
         raise TargetError(f"{source}: {problem}.")
     own = values.get("text_config")
-    _check_counts(own if isinstance(own, dict) else values, source)  # before transformers makes lists of that length
+    # before transformers makes lists of that length
+    _check_counts(own if isinstance(own, dict) else values, source)
     with parsing(f"cannot read {source}", TargetError):
         config = transformers_config(values, folder)
         dtype = config.dtype
         config = config.get_text_config(decoder=True)
         config.dtype = config.dtype or dtype
     name = config.model_type
-    with parsing(f"{source}: the config of {name} is not understood", TargetError, "Choose another target."):
+    with parsing(
+        f"{source}: the config of {name} is not understood", TargetError, "Choose another target."
+    ):
         _check_config(config, source)
         sizes = target_sizes(config)
         _ = kv_groups(config)
@@ -175,7 +188,9 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 def model_loader(folder: Path) -> Any:
     """The class of transformers that loads a target, with the text model of those that also see."""
-    is_text = read_config(folder).get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_text = (
+        read_config(folder).get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
@@ -196,8 +211,13 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
     model_type = values.get("model_type")
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    loads_text = isinstance(text, dict) and text.get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (sees and loads_text):
+    loads_text = (
+        isinstance(text, dict)
+        and text.get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
+        sees and loads_text
+    ):
         way = "Choose another target, or a transformers that has it"
         raise TargetError(
             f"model type {str(model_type)[:60]!r} is not a causal language model of transformers "
@@ -210,7 +230,10 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
         value = values.get(name)
         of_layers = value if name == "intermediate_size" and isinstance(value, list) else [value]
         least = 0 if name == "sliding_window" else 1  # no window, where no layer slides
-        if any(one is not None and (type(one) is not int or not least <= one <= largest) for one in of_layers):
+        if any(
+            one is not None and (type(one) is not int or not least <= one <= largest)
+            for one in of_layers
+        ):
             shown = f"{str(value)[:60]!r}, expected a whole number from {least} to {largest}"
             raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
 
@@ -240,7 +263,9 @@ def _check_config(config: Any, source: object) -> None:
     elif config.dtype not in (None, *FLOATS):
         trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
     elif family.keeps_kv and kinds - known_kinds:
-        trouble = f"layer_types are not all {' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
+        trouble = (
+            f"layer_types are not all {' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
+        )
     elif "sliding_attention" in layer_kinds(config) and not getattr(config, "sliding_window", None):
         trouble = "layers have sliding_attention and sliding_window is missing"
     else:
@@ -295,7 +320,8 @@ def text_model(model: Any) -> Any:
     """Find the text model in a causal LM: what gives hidden states, without the LM head."""
     found = model.get_decoder()
     is_found = found is not model and hasattr(found, "config")
-    return found if is_found else model.model  # as in Llama 4, and where the LM head is called a decoder
+    # as in Llama 4, and where the LM head is called a decoder
+    return found if is_found else model.model
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -304,7 +330,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for name in ("layers", "h", "blocks", "decoder.layers"):
         with contextlib.suppress(AttributeError):
             return cast(nn.ModuleList, body.get_submodule(name))
-    raise TargetError(f"the decoder layers of {type(body).__name__} are not found. Leave out hidden:layer:K.")
+    raise TargetError(
+        f"the decoder layers of {type(body).__name__} are not found. Leave out hidden:layer:K."
+    )
 
 
 def _n_positions(config: Any) -> int:
@@ -319,7 +347,9 @@ def _n_positions(config: Any) -> int:
 def norm_eps(config: Any) -> float:
     """The epsilon of a target's norms."""
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), 1e-5)
+    return next(
+        (getattr(config, name) for name in names if getattr(config, name, None) is not None), 1e-5
+    )
 
 
 def mlp_width(config: Any) -> int:
@@ -343,7 +373,8 @@ def logit_scale(config: Any) -> float:
 
 def logit_cap(config: Any) -> float | None:
     """The bound of a target's logits, which a tanh keeps them within; None for no bound."""
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # RecurrentGemma's, xLSTM's
+    # RecurrentGemma's, xLSTM's
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
 
@@ -377,14 +408,19 @@ def layer_kinds(config: Any) -> list[str]:
     """The kind of attention of each decoder layer, as transformers names it."""
     slides = getattr(config, "sliding_window", None) is not None
     kinds = getattr(config, "layer_types", None) if family_of(config).mixes_layers else None
-    return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
+    return list(
+        kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    )
 
 
 def layer_windows(config: Any) -> list[int | None]:
     """The attention window of each decoder layer in tokens, the query included; None for full attention."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
-    windows = {"sliding_attention": window, "chunked_attention": None if chunk is None else Chunk(chunk)}
+    windows = {
+        "sliding_attention": window,
+        "chunked_attention": None if chunk is None else Chunk(chunk),
+    }
     return [windows.get(kind) for kind in layer_kinds(config)]
 
 
@@ -392,14 +428,22 @@ def kv_shapes(config: Any) -> list[KVShape | None]:
     """What each layer caches of keys and values; None for a layer that carries a state in their place."""
     kinds = layer_kinds(config)
     found = list[KVShape | None]()
-    for kind, own in zip(kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True):
-        if kind == "linear_attention" or (n_heads := getattr(own, "num_attention_heads", None)) is None:
+    for kind, own in zip(
+        kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True
+    ):
+        if (
+            kind == "linear_attention"
+            or (n_heads := getattr(own, "num_attention_heads", None)) is None
+        ):
             found.append(None)
-        elif (rank := getattr(own, "kv_lora_rank", None)) is not None:  # a latent, and a rotated key of all heads
+        # a latent, and a rotated key of all heads
+        elif (rank := getattr(own, "kv_lora_rank", None)) is not None:
             found.append(KVShape(1, rank, own.qk_rope_head_dim))
         else:
             width = getattr(own, "head_dim", None) or config.hidden_size // n_heads
-            found.append(KVShape(getattr(own, "num_key_value_heads", None) or n_heads, width, width))
+            found.append(
+                KVShape(getattr(own, "num_key_value_heads", None) or n_heads, width, width)
+            )
     return found
 
 
@@ -409,17 +453,24 @@ def kv_groups(config: Any) -> list[KVGroup]:
     shared = getattr(config, "kv_sharing_modes", None) or [None] * len(shapes)
     is_latent = getattr(_a_layer(config), "kv_lora_rank", None) is not None
     found: dict[tuple[str, KVShape], list[int]] = {}
-    for layer, (kind, shape, mode) in enumerate(zip(layer_kinds(config), shapes, shared, strict=True)):
+    for layer, (kind, shape, mode) in enumerate(
+        zip(layer_kinds(config), shapes, shared, strict=True)
+    ):
         if shape is not None and mode != "reuse":  # the cache of an earlier layer
             found.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
     kinds = {shape for _, shape in found}
     n_layers = sum(map(len, found.values()))
     is_rotated = family_of(config).rotates_all
-    if n_layers == len(shapes) and len(kinds) == 1 and all(one.key_width == one.value_width for one in kinds):
+    if (
+        n_layers == len(shapes)
+        and len(kinds) == 1
+        and all(one.key_width == one.value_width for one in kinds)
+    ):
         return [KVGroup("kv", tuple(range(n_layers)), kinds.pop(), is_rotated)]
     groups: list[KVGroup] = []
     for (kind, shape), layers in found.items():
-        n_before = sum(one.field.startswith(f"kv/{kind}") for one in groups)  # of this kind, and of another shape
+        # of this kind, and of another shape
+        n_before = sum(one.field.startswith(f"kv/{kind}") for one in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
         groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
     return groups
@@ -436,7 +487,10 @@ def attention_sizes(config: Any) -> dict[str, int]:
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
         return {"n_kv_heads": config.num_attention_heads, "head_dim": max(width, config.v_head_dim)}
     shapes = [shape for shape in kv_shapes(config) if shape is not None]
-    return {"n_kv_heads": max(one.n_heads for one in shapes), "head_dim": max(one.key_width for one in shapes)}
+    return {
+        "n_kv_heads": max(one.n_heads for one in shapes),
+        "head_dim": max(one.key_width for one in shapes),
+    }
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -446,9 +500,15 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     the plain rotation of its base.
     """
     found = getattr(config, "rope_parameters", None) or {}
-    own = {key: value for key, value in dict(found.get("full_attention") or found).items() if value is not None}
+    own = {
+        key: value
+        for key, value in dict(found.get("full_attention") or found).items()
+        if value is not None
+    }
     if family_of(config).has_llama_layers or (
-        own.get("rope_type", "default") in ROPE_TYPES and own.get("rope_theta") and "partial_rotary_factor" not in own
+        own.get("rope_type", "default") in ROPE_TYPES
+        and own.get("rope_theta")
+        and "partial_rotary_factor" not in own
     ):
         return own
     return {"rope_type": "default", "rope_theta": own.get("rope_theta") or 10_000.0}
@@ -462,7 +522,9 @@ def layer_sizes(config: Any) -> BlockSizes:
             "--target-layer-inference at 0."
         )
     if config.hidden_act != "silu":
-        raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
+        raise TargetError(
+            f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu."
+        )
     sizes = target_sizes(config)
     has_bias = bool(getattr(config, "attention_bias", False))
     return BlockSizes(

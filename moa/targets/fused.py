@@ -17,7 +17,8 @@ from ..nn.joined import JOINED, Joined, Weights, join, normed, prepared_norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
-# Of the largest value: float32 rounds by some 1e-6 in another order, a layer of another form is wrong by about 1.
+# Of the largest value: float32 rounds by some 1e-6 in another order, a layer of another form is
+# wrong by about 1.
 _MAX_ERROR = 1e-4
 _FAR = 1 << 17  # a position at which layers that scale by positions do so
 _ATTENTION: Any = AttentionInterface()
@@ -35,7 +36,8 @@ class _FusedLayer(nn.Module):
         joined: Joined | None = vars(self).get("joined")
         if joined is None or args or torch.is_grad_enabled() or not joined.is_current():
             return super().forward(hidden_states, *args, **kwargs)
-        if kwargs["position_embeddings"][0].shape[-1] != joined.attention.head_dim:  # a part of each head is rotated
+        # a part of each head is rotated
+        if kwargs["position_embeddings"][0].shape[-1] != joined.attention.head_dim:
             return super().forward(hidden_states, *args, **kwargs)
         kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
         return _forward(joined, hidden_states, **kwargs)
@@ -66,12 +68,17 @@ def fuse(model: nn.Module) -> None:
             continue
         own = type(layer)
         if not isinstance(layer, _FusedLayer):
-            layer.__class__ = fused.setdefault(own, type(f"Fused{own.__name__}", (_FusedLayer, own), {}))
+            layer.__class__ = fused.setdefault(
+                own, type(f"Fused{own.__name__}", (_FusedLayer, own), {})
+            )
         vars(layer)["joined"] = joined
         for name in itertools.chain(*JOINED):
             vars(layer.get_submodule(name)).pop("packed", None)
     if n_wrong:
-        _LOG.warning("decoding is slower than it could be: %d layers give other results when they are fused", n_wrong)
+        _LOG.warning(
+            "decoding is slower than it could be: %d layers give other results when they are fused",
+            n_wrong,
+        )
 
 
 class FusedBody:
@@ -86,9 +93,13 @@ class FusedBody:
         self._rotary = body.rotary_emb
         self._norm = body.norm
         self._layers: list[Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
-        own = {(one.n_kv_heads, one.attention.head_dim, one.attention.scaling) for one in self._layers}
-        is_alike = len({one.attention.o_proj.weight.shape for one in self._layers}) == 1  # in query heads too
-        self.heads = own.pop() if is_alike and len(own) == 1 else None  # H_kv, d, scale of scores, if of all layers
+        own = {
+            (one.n_kv_heads, one.attention.head_dim, one.attention.scaling) for one in self._layers
+        }
+        # in query heads too
+        is_alike = len({one.attention.o_proj.weight.shape for one in self._layers}) == 1
+        # H_kv, d, scale of scores, if of all layers
+        self.heads = own.pop() if is_alike and len(own) == 1 else None
         self._weights = [(joined.norms, joined.products) for joined in self._layers]
         self._last_norm = prepared_norm(self._norm)
 
@@ -100,8 +111,13 @@ class FusedBody:
             own = cls(model)
             with torch.inference_mode():
                 given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-                expected, (found, _) = text_model(model)(**given).last_hidden_state, own(tokens, positions)
-            is_right = torch.allclose(found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max()))
+                expected, (found, _) = (
+                    text_model(model)(**given).last_hidden_state,
+                    own(tokens, positions),
+                )
+            is_right = torch.allclose(
+                found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
+            )
         except Exception:  # noqa: BLE001 - a model of another form may fail in any way, each of which means no
             return None
         return own if is_right else None
@@ -130,7 +146,13 @@ class FusedBody:
             x = every[-1]
             outputs = {index: every[index] for index in watched_layers}
         for index, joined in enumerate(self._layers if run_layers is None else ()):
-            x = _forward(joined, x, rotation, wanted=wanted if index == len(self._layers) - 1 else None, **kwargs)
+            x = _forward(
+                joined,
+                x,
+                rotation,
+                wanted=wanted if index == len(self._layers) - 1 else None,
+                **kwargs,
+            )
             if index in watched_layers:
                 outputs[index] = x
         return normed(x, self._last_norm), outputs
@@ -149,7 +171,9 @@ def _is_right(layer: Any, joined: Joined) -> bool:
     try:
         expected = layer(x, position_embeddings=rotation, **given)
         found = _forward(joined, x, _rotation(*rotation), **given)
-        return torch.allclose(found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max()))
+        return torch.allclose(
+            found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
+        )
     except Exception:  # noqa: BLE001 - a layer of another form may fail in any way, each of which means no
         return False
 
@@ -168,7 +192,8 @@ def _forward(
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
-    wanted: Tensor | None = None,  # [m] int64, tokens whose output is needed; of others keys and values alone are
+    # [m] int64, tokens whose output is needed; of others keys and values alone are
+    wanted: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     attention = joined.attention
@@ -176,7 +201,9 @@ def _forward(
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     attend = _ATTENTION[attention.config._attn_implementation]
-    attended, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
+    attended, _ = attend(
+        attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
+    )
     attended = attended.reshape(*x.shape[:-1], -1)
     if wanted is not None:
         attended = attended.index_select(1, wanted)

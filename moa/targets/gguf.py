@@ -33,19 +33,24 @@ def model_folder(path: Path) -> Path:
     files = sorted(path.glob("*.gguf"))
     if not path.is_dir():
         if path.suffix != ".gguf":
-            raise TargetError(f"{path} is {kind_of(path)}, expected a model folder or a file named *.gguf.")
+            raise TargetError(
+                f"{path} is {kind_of(path)}, expected a model folder or a file named *.gguf."
+            )
         files = [path]
     if not files or any(path.glob("*.safetensors")):
         return path
     if len(files) > 1:
-        raise TargetError(f"{path} holds {', '.join(file.name for file in files)}. Give the path of one of them.")
+        raise TargetError(
+            f"{path} holds {', '.join(file.name for file in files)}. Give the path of one of them."
+        )
     check_regular(files[0])
     folder = cache_folder("gguf") / file_sha256(files[0])
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         # One process at a time, since memory may not be enough for two.
         with open(lock_file(folder.parent / "lock", waits=True)):
-            for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):  # Of a process that was killed.
+            # Of a process that was killed.
+            for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):
                 shutil.rmtree(leftover)
             if not folder.is_dir():  # Another process may have made it meanwhile.
                 _convert(files[0], folder)
@@ -71,17 +76,22 @@ def _convert(file: Path, folder: Path) -> None:
         n_values = sum(tensor.n_elements for tensor in reader.tensors)
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        if n_free is not None and n_free < 1.25 * n_bytes:  # single tensors are float32 for a moment
+        # single tensors are float32 for a moment
+        if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
                 f"{format_bytes(n_free)} are free. Free some."
             )
-        check_room(folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk.")
+        check_room(
+            folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk."
+        )
         _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
         # Alone in its folder, since transformers also reads other files there.
         link = Path(scratch) / "model.gguf"
         link.symlink_to(file.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=link.name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            scratch, gguf_file=link.name, trust_remote_code=False
+        )
         model = AutoModelForCausalLM.from_pretrained(
             scratch,
             gguf_file=link.name,

@@ -31,17 +31,21 @@ from .model_files import check_model_folder, read_config
 from .template import ChatTemplate
 
 _FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of other programs
-# Tokens of a causal run that share one mask, so that memory grows linearly with the context, not quadratically.
+# Tokens of a causal run that share one mask, so that memory grows linearly with the context, not
+# quadratically.
 _CHUNK_TOKENS = 1024
 # Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Values of a linear layer whose products of some rows gain by several threads.
 _FEWEST_SHARED = 1 << 21
-# Tokens of a text for which the first graphs are recorded; one that gets longer costs others for twice as many.
+# Tokens of a text for which the first graphs are recorded; one that gets longer costs others for
+# twice as many.
 _GRAPH_SLOTS = 1024
 
 
-def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
+def resolve_model_folder(
+    path_or_id: str, with_weights: bool = True, revision: str | None = None
+) -> Path:
     """Find a local model folder, make that of a GGUF file, or download the snapshot of a Hub id.
 
     The folder of a snapshot is named after its commit.
@@ -49,15 +53,25 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
     folder = Path(path_or_id).expanduser()
     if folder.exists():
         if revision:
-            raise TargetError(f"{path_or_id} is a path and has no revision {revision}. Leave out --revision.")
+            raise TargetError(
+                f"{path_or_id} is a path and has no revision {revision}. Leave out --revision."
+            )
         return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
-        raise TargetError(f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF file.")
+        raise TargetError(
+            f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF file."
+        )
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt"] + (["*.safetensors"] if with_weights else [])
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt"] + (
+        ["*.safetensors"] if with_weights else []
+    )
     try:
-        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN))
+        return Path(
+            snapshot_download(
+                path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN
+            )
+        )
     except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
@@ -69,8 +83,12 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
 
 def load_target_tokenizer(folder: Path) -> Any:
     """Load the fast tokenizer of a model folder, running no code of the folder."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
+    if not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
+        raise TargetError(
+            f"{folder} has no tokenizer; put the model's tokenizer.json into the folder."
+        )
     check_model_folder(folder)
     config = None
     if (folder / "config.json").is_file():  # the class of a tokenizer depends on it
@@ -83,12 +101,16 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
-        # Bundles have neither code that auto_map names, nor notes on where the tokenizer was loaded from.
+        # transformers validates some settings on first use only
+        tokenizer.decode(tokenizer("a")["input_ids"])
+        # Bundles have neither code that auto_map names, nor notes on where the tokenizer was loaded
+        # from.
         for name in ("auto_map", "is_local", "local_files_only"):
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
-        raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
+        raise TargetError(
+            f"{folder} has no fast tokenizer; token offsets are needed for response masks."
+        )
     return tokenizer
 
 
@@ -98,7 +120,8 @@ def _missing_packages(folder: Path) -> list[str]:
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []
     with file.open("rb") as content:
-        # SentencePiece's is a protobuf message, whose first field has the tag 0x0a; tiktoken's is text.
+        # SentencePiece's is a protobuf message, whose first field has the tag 0x0a; tiktoken's is
+        # text.
         needed = ["sentencepiece", "protobuf"] if content.read(1) == b"\n" else ["tiktoken"]
     installed = {package.name for package in importlib.metadata.distributions()}
     return [package for package in needed if package not in installed]
@@ -110,7 +133,9 @@ def pick_device(device: str) -> str:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise TargetError(f"device {device!r} cannot be used: {first_line(error)}. Try --device cpu.") from error
+            raise TargetError(
+                f"device {device!r} cannot be used: {first_line(error)}. Try --device cpu."
+            ) from error
         return device
     if torch.cuda.is_available():
         return "cuda"
@@ -120,7 +145,9 @@ def pick_device(device: str) -> str:
 class Target:
     """A loaded target with its tokenizer, if it has one."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, folder: Path | None = None
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.folder = folder
@@ -128,18 +155,27 @@ class Target:
         self._head = model.get_output_embeddings()
         self.config = self.body.config
         self.sizes = families.target_sizes(self.config)
-        self.is_llama = families.family_of(self.config).has_llama_layers  # whose calls need no proof
-        # Tokens of the longest text. From some position on layers of Llama 4 sharpen attention by positions that they
+        # whose calls need no proof
+        self.is_llama = families.family_of(self.config).has_llama_layers
+        # Tokens of the longest text. From some position on layers of Llama 4 sharpen attention by
+        # positions that they
         # count themselves, not knowing of drafts.
         bound = (
-            getattr(self.config, "floor_scale", None) if getattr(self.config, "attn_temperature_tuning", 0) else None
+            getattr(self.config, "floor_scale", None)
+            if getattr(self.config, "attn_temperature_tuning", 0)
+            else None
         )
-        self.max_positions: int = min(self.sizes["max_position_embeddings"], bound - 1 if bound else math.inf)
+        self.max_positions: int = min(
+            self.sizes["max_position_embeddings"], bound - 1 if bound else math.inf
+        )
         self.eos_token_ids = bundle.find_eos_token_ids(
-            getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config, self.config)
+            getattr(source, "eos_token_id", None)
+            for source in (model.generation_config, model.config, self.config)
         )
         # Each kind of layer -> its sliding window in tokens; None for full attention.
-        self._windows = dict(zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True))
+        self._windows = dict(
+            zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True)
+        )
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
         self._decodes_with_one_thread = False
@@ -150,7 +186,11 @@ class Target:
 
     @classmethod
     def load(
-        cls, path_or_id: str, dtype: torch.dtype = torch.float32, device: str = "auto", revision: str | None = None
+        cls,
+        path_or_id: str,
+        dtype: torch.dtype = torch.float32,
+        device: str = "auto",
+        revision: str | None = None,
     ) -> "Target":
         """Load a target from a folder or the Hub."""
         folder = resolve_model_folder(path_or_id, revision=revision)
@@ -187,7 +227,12 @@ class Target:
         """
         fuse(self.model)
         largest = max(
-            (layer.weight.numel() for layer in self.model.modules() if isinstance(layer, nn.Linear)), default=0
+            (
+                layer.weight.numel()
+                for layer in self.model.modules()
+                if isinstance(layer, nn.Linear)
+            ),
+            default=0,
         )
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
         # Experts, for one, choose what to compute by values that the host reads.
@@ -223,7 +268,8 @@ class Target:
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        # A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other
+        # A causal run never builds a mask of all tokens by all tokens: a full-attention prefill
+        # needs none, any other
         # run is computed in chunks.
         n_given = tokens.shape[1]
         tokens = cache.take_up(tokens)
@@ -242,12 +288,16 @@ class Target:
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
             mask = self.attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
-        lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
+        # equal rows share positions
+        lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
         # In a prefill the kernel's own causal masking is enough, padding comes last.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        # Nor is one where a single token sees all of rows that are equally long: flash kernels take none.
+        # Nor is one where a single token sees all of rows that are equally long: flash kernels take
+        # none.
         is_step = n_tokens == 1 and len(lengths) == 1
-        window = min((window for window in self._windows.values() if window is not None), default=math.inf)
+        window = min(
+            (window for window in self._windows.values() if window is not None), default=math.inf
+        )
         is_short = lengths[0] + n_tokens <= window if is_step else n_tokens < window
         needs_mask = not ((is_prefill or is_step) and is_short and self._takes_bool_masks)
         step = _CHUNK_TOKENS if needs_mask else n_tokens
@@ -269,11 +319,17 @@ class Target:
             cache.keep_layer_outputs(kept)
         return hidden
 
-    def run(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> tuple[Tensor, list[Tensor]]:
+    def run(
+        self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run one forward of the model: hidden states of [B, n], and what the watched layers gave, [B, n, E] each."""
         with layer_outputs(self.model, cache.watched_layers) as outputs:
             hidden: Tensor = self.body(
-                input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
             ).last_hidden_state
         return hidden, [outputs[layer] for layer in cache.watched_layers]
 
@@ -287,7 +343,9 @@ class Target:
                 continue
             mask = build(window)[:, None]  # [B, 1, n, S]
             if not self._takes_bool_masks:
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(
+                    ~mask, torch.finfo(dtype).min
+                )
             by_kind[kind] = mask
         return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
 
@@ -304,7 +362,11 @@ class Target:
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""
-        shared = {} if self._static is None else {"n_slots": self._static.n_slots, "buffers": self._static.buffers}
+        shared = (
+            {}
+            if self._static is None
+            else {"n_slots": self._static.n_slots, "buffers": self._static.buffers}
+        )
         if self.decoding_problem:
             raise TargetError(f"{self.decoding_problem}.")
         if self.has_states and n_rows > 1:
@@ -335,7 +397,9 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
             )
 
     decoder_layers: Any = families.decoder_layers(model) if layers else []
-    handles = [decoder_layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+    handles = [
+        decoder_layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers
+    ]
     try:
         yield outputs
     finally:
@@ -367,7 +431,9 @@ class StaticCalls:
         self.buffers: Buffers = {}  # that the caches of these calls share in turn
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 
-    def forward(self, target: Target, tokens: Tensor, seen: Tensor | None, cache: TargetCache) -> Tensor:
+    def forward(
+        self, target: Target, tokens: Tensor, seen: Tensor | None, cache: TargetCache
+    ) -> Tensor:
         """Run tokens as :meth:`Target.forward` does."""
         n_tokens = tokens.shape[1]
         device = tokens.device
@@ -376,14 +442,18 @@ class StaticCalls:
         tokens = nn.functional.pad(tokens, (0, padding))
         seen = None if seen is None else nn.functional.pad(seen, (0, padding, 0, padding))
 
-        def call(tokens: Tensor, seen: Tensor | None, numbers: Tensor) -> tuple[Tensor, list[Tensor]]:
+        def call(
+            tokens: Tensor, seen: Tensor | None, numbers: Tensor
+        ) -> tuple[Tensor, list[Tensor]]:
             lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and [B, 1, 1]
             at = torch.arange(tokens.shape[1], device=device)
             if seen is None:
                 seen = (at <= at[:, None]) & (at[:, None] < n_real)
             seen = seen | (at == at[:, None])  # padding sees itself alone
             build = partial(masks.tree_mask_after, lengths, seen, cache.capacity)
-            return target.run(tokens, lengths + seen.sum(dim=2) - 1, target.attention_mask(build), cache)
+            return target.run(
+                tokens, lengths + seen.sum(dim=2) - 1, target.attention_mask(build), cache
+            )
 
         cache.begin_static_call(n_tokens + padding, numbers[:, :1])
         given = tokens, seen, numbers
@@ -413,7 +483,8 @@ class StaticCalls:
 Mark = float | torch.cuda.Event  # seconds of the CPU's clock, or an event in the device's queue
 
 
-# A CUDA device lags the CPU that queues its work: a CPU clock would count most of the drafting as verification.
+# A CUDA device lags the CPU that queues its work: a CPU clock would count most of the drafting as
+# verification.
 
 
 def mark_moment(device: torch.device) -> Mark:

@@ -15,7 +15,14 @@ from ...files import parsing
 from ...machine import free_memory
 from ...text import format_bytes
 from . import bundle, families
-from .model_files import TensorHeader, check_finite, find_problems, read_config, read_header, read_json
+from .model_files import (
+    TensorHeader,
+    check_finite,
+    find_problems,
+    read_config,
+    read_header,
+    read_json,
+)
 
 _ADVICE = "Correct config.json, or download the folder again."
 _SIZE_KEYS = (
@@ -48,12 +55,17 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
                 folder, config=families.transformers_config(read_config(folder), folder), dtype=dtype,
                 attn_implementation=families.attention_of(config), output_loading_info=True, use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # so that these tensors are reported, and refused below
+                # so that these tensors are reported, and refused below
+                ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
             # Transformers stacks experts, and does not say which ones it could not stack.
-            parts = Counter((_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items())
-            experts = [(n_tensors, *part) for part, n_tensors in parts.items() if ".experts." in part[0]]
+            parts = Counter(
+                (_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items()
+            )
+            experts = [
+                (n_tensors, *part) for part, n_tensors in parts.items() if ".experts." in part[0]
+            ]
             if not experts or min(experts)[0] == max(experts)[0]:
                 raise
             n_tensors, name, shape = min(experts)
@@ -111,7 +123,8 @@ def _check_memory(
 ) -> None:
     """Refuse weights that do not fit into memory: the kernel would end the process without a word."""
     n_held = _count_values(headers)
-    # Transformers allocates what config.json calls for before it reports the weights that are missing.
+    # Transformers allocates what config.json calls for before it reports the weights that are
+    # missing.
     n_values = max(n_held, families.count_weights(config))
     n_bytes = n_values * dtype.itemsize
     free_bytes = {"host memory": free_memory()}  # the weights are read into it, whatever the device
@@ -123,7 +136,11 @@ def _check_memory(
         if n_values > n_held:
             raise _too_few(folder, n_held, n_values)
         narrow = n_values * torch.bfloat16.itemsize
-        advice = f"In bfloat16 they take {format_bytes(narrow)}." if narrow <= n_free else "Free some memory."
+        advice = (
+            f"In bfloat16 they take {format_bytes(narrow)}."
+            if narrow <= n_free
+            else "Free some memory."
+        )
         raise TargetError(
             f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
             f"{format_bytes(n_free)} are free in {memory}. {advice}"
@@ -131,13 +148,19 @@ def _check_memory(
 
 
 def _check_fit(
-    folder: Path, headers: Mapping[str, TensorHeader], config: Any, model: Any, info: Mapping[str, Any]
+    folder: Path,
+    headers: Mapping[str, TensorHeader],
+    config: Any,
+    model: Any,
+    info: Mapping[str, Any],
 ) -> None:
     """Refuse weights that config.json has no place for, lacks, or gives another shape, by what transformers found."""
     expected = model.state_dict()
     # Transformers casts weights of any dtype.
     stored = {
-        name: TensorHeader(tuple(value.shape), headers[name].dtype if name in headers else value.dtype)
+        name: TensorHeader(
+            tuple(value.shape), headers[name].dtype if name in headers else value.dtype
+        )
         for name, value in expected.items()
         if name not in info["missing_keys"]
     }
@@ -145,11 +168,18 @@ def _check_fit(
         stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
     for name in sorted(info["unexpected_keys"]):
         if not _is_for_drafting(name, headers, config):
-            stored[name] = headers.get(name, TensorHeader((), None))  # transformers has renamed some
+            # transformers has renamed some
+            stored[name] = headers.get(name, TensorHeader((), None))
     problem = find_problems(stored, expected)
     head = model.get_output_embeddings().weight
-    if getattr(model.config, "tie_word_embeddings", False) and head is not model.get_input_embeddings().weight:
-        problem = problem or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
+    if (
+        getattr(model.config, "tie_word_embeddings", False)
+        and head is not model.get_input_embeddings().weight
+    ):
+        problem = (
+            problem
+            or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
+        )
     if problem:
         known = config.to_dict()  # Attributes of Gemma 4 that differ between layers cannot be read.
         values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]

@@ -15,19 +15,32 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import DrafterError, TargetError
 from ...files import open_regular, parsing, read_object
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights; engines cast them to their own
-_MAX_VOCABULARY_BYTES = 256 << 20  # of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB
-_NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # model types that transformers loads as causal LMs by code of its own
-_KERNELS = "overrides the attention that moa-data asks for and records, and may name code on the Hub"
-# Files beside a config.json that tell of quantised weights, as older programs write them -> the method.
-_QUANTISED_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-# Keys of ``*config.json`` that make transformers run code or read other files -> why they are refused.
+# of weights; engines cast them to their own
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB
+_MAX_VOCABULARY_BYTES = 256 << 20
+# model types that transformers loads as causal LMs by code of its own
+_NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+_KERNELS = (
+    "overrides the attention that moa-data asks for and records, and may name code on the Hub"
+)
+# Files beside a config.json that tell of quantised weights, as older programs write them -> the
+# method.
+_QUANTISED_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+# Keys of ``*config.json`` that make transformers run code or read other files -> why they are
+# refused.
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. Use the model's native "
     "transformers class",
     "gguf_file": "names another file to read",
     "tokenizer_object": "stands for an object of a program",
-} | dict.fromkeys(("_attn_implementation", "_experts_implementation", "experts_implementation"), _KERNELS)
+} | dict.fromkeys(
+    ("_attn_implementation", "_experts_implementation", "experts_implementation"), _KERNELS
+)
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -59,7 +72,9 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
     return n_bytes
 
 
-def read_json(file: Path, error_class: type[DrafterError], allows_infinity: bool = False) -> dict[str, Any]:
+def read_json(
+    file: Path, error_class: type[DrafterError], allows_infinity: bool = False
+) -> dict[str, Any]:
     """Read the JSON object of a file; raises ``error_class`` if it holds something else."""
     with parsing(f"cannot read {file}", error_class):
         return read_object(file, allows_infinity)
@@ -69,12 +84,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model folder; raises TargetError."""
     if not (file := folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
-    return read_json(file, TargetError, allows_infinity=True)  # such as the largest time step of Mamba 2
+    # such as the largest time step of Mamba 2
+    return read_json(file, TargetError, allows_infinity=True)
 
 
 def check_model_folder(folder: Path) -> None:
     """Refuse a model folder that would run code, or holds absurdly large files, before transformers looks at it."""
-    is_native = (folder / "config.json").is_file() and read_config(folder).get("model_type") in _NATIVE
+    is_native = (folder / "config.json").is_file() and read_config(folder).get(
+        "model_type"
+    ) in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():
             continue
@@ -85,7 +103,9 @@ def check_model_folder(folder: Path) -> None:
                 f"{file}: an adapter would change the weights silently. Merge it into the weights, or remove the file."
             )
         if file.name.endswith("config.json"):
-            for key in _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys():
+            for key in (
+                _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys()
+            ):
                 if key == "auto_map" and is_native:
                     continue  # transformers takes its own classes, unless told to trust the code
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
@@ -99,10 +119,20 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
             if (found := own.get(key)) is None:
                 continue
             known = found if isinstance(found, dict) else {"quant_method": found}
-            is_old = any(name.startswith("load_in_") for name in known)  # of a release that had one method
-            default = {"compression_config": "compressed-tensors", "quantization": "mlx"}.get(key, "unknown")
+            # of a release that had one method
+            is_old = any(name.startswith("load_in_") for name in known)
+            default = {"compression_config": "compressed-tensors", "quantization": "mlx"}.get(
+                key, "unknown"
+            )
             return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
-    return next((method for name, method in _QUANTISED_FILES.items() if folder and (folder / name).is_file()), "")
+    return next(
+        (
+            method
+            for name, method in _QUANTISED_FILES.items()
+            if folder and (folder / name).is_file()
+        ),
+        "",
+    )
 
 
 def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:
@@ -112,7 +142,9 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (no dict)
             return {
-                name: TensorHeader(tuple(one.get_shape()), _DTYPES.get(one.get_dtype(), one.get_dtype()))
+                name: TensorHeader(
+                    tuple(one.get_shape()), _DTYPES.get(one.get_dtype(), one.get_dtype())
+                )
                 for name, one in slices.items()
             }
 
@@ -127,45 +159,76 @@ def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
     return found
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Create a safetensors file and sync it; not atomic, see ``files.replacing``."""
-    # The library's own writer goes through a temporary file that only its owner may read, and hides errno.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
+    # The library's own writer goes through a temporary file that only its owner may read, and hides
+    # errno.
+    # so that each is aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor in ordered:
         begin = end
         end = end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
         file.flush()
         os.fsync(file.fileno())
 
 
-def check_finite(weights: Mapping[str, Tensor], source: object, error_class: type[DrafterError]) -> None:
+def check_finite(
+    weights: Mapping[str, Tensor], source: object, error_class: type[DrafterError]
+) -> None:
     """Refuse weights that hold NaN or infinity, in the dtype that they are used in."""
     for name, values in weights.items():
-        # The extremes are NaN if any value is, and take a twentieth of the time of ``isfinite`` of all values.
-        if values.is_floating_point() and values.numel() and not torch.stack(values.aminmax()).isfinite().all():
+        # The extremes are NaN if any value is, and take a twentieth of the time of ``isfinite`` of
+        # all values.
+        if (
+            values.is_floating_point()
+            and values.numel()
+            and not torch.stack(values.aminmax()).isfinite().all()
+        ):
             n_bad = int((~values.isfinite()).sum())
             dtype = str(values.dtype).removeprefix("torch.")
             is_narrow = values.dtype == torch.float16  # it ends at 65,504
-            advice = "Choose --dtype bfloat16 or float32, which hold larger numbers, or r" if is_narrow else "R"
+            advice = (
+                "Choose --dtype bfloat16 or float32, which hold larger numbers, or r"
+                if is_narrow
+                else "R"
+            )
             raise error_class(
                 f"{source}: {n_bad:,} values of {name} {list(values.shape)} are NaN or infinity in {dtype}. "
                 f"{advice}estore the file."
             )
 
 
-def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]) -> str:
+def find_problems(
+    weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]
+) -> str:
     """Describe the first tensor that is missing, unexpected, or of another shape or dtype; empty if all fit."""
-    problems = [f"missing key {name} {list(expected[name].shape)}" for name in expected if name not in weights]
-    problems += [f"unexpected key {name} {list(weights[name].shape)}" for name in weights if name not in expected]
+    problems = [
+        f"missing key {name} {list(expected[name].shape)}"
+        for name in expected
+        if name not in weights
+    ]
+    problems += [
+        f"unexpected key {name} {list(weights[name].shape)}"
+        for name in weights
+        if name not in expected
+    ]
     for name, wanted in expected.items():
         if name not in weights:
             continue

@@ -26,9 +26,12 @@ def prove_logits(target: Target) -> None:
     """Compare the logits that drafters learn from and those of decoding with the model's; raises TargetError."""
     model: Any = target.model
     states = list[Tensor]()
-    # A bound doesn't show on small logits, and only the bound on large ones: states of some tokens are enlarged.
+    # A bound doesn't show on small logits, and only the bound on large ones: states of some tokens
+    # are enlarged.
     n_sizes = 1 if model.dtype == torch.float16 else 3  # which ends at 65,504
-    sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(model.dtype)
+    sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
+        model.dtype
+    )
 
     def enlarged(_module: Any, _inputs: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * sizes
@@ -39,7 +42,8 @@ def prove_logits(target: Target) -> None:
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
-        others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)  # in as long a text, whose rounding is the same
+        # in as long a text, whose rounding is the same
+        others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)
         before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
         try:
@@ -49,12 +53,16 @@ def prove_logits(target: Target) -> None:
     if not known.isfinite().all():
         return  # what is wrong with the weights shows in the first sequence
     if not _agrees(before, hidden[:, :half]):
-        raise TargetError(f"tokens of this {target.config.model_type} see those after them. Choose another target.")
+        raise TargetError(
+            f"tokens of this {target.config.model_type} see those after them. Choose another target."
+        )
     given = states[0].to(model.dtype)  # Mamba's are wider
     own = capped(logits_of(given, scaled_head(model)), families.logit_cap(target.config))
     largest = known.float().abs().amax(dim=-1, keepdim=True)
     bound = (1e-3 if model.dtype == torch.float32 else _HEAD_ERROR) * largest
-    if any(((one.float() - known.float()).abs() > bound).any() for one in (own, target.logits(given))):
+    if any(
+        ((one.float() - known.float()).abs() > bound).any() for one in (own, target.logits(given))
+    ):
         raise TargetError(
             f"{target.config.model_type} does something to its logits that is not known here, so drafters would learn "
             "from wrong ones. Choose another target."
@@ -96,15 +104,24 @@ def decoding_problem(target: Target) -> str:
         target.forward(tokens[:, :half], cache)
         cache.commit([range(half)])
         if not target.has_states:  # after a token stand a wrong one and the right one
-            branches = torch.cat((tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1)
-            seen = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=target.device)
+            branches = torch.cat(
+                (tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1
+            )
+            seen = torch.tensor(
+                [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=target.device
+            )
             is_right = _agrees(target.forward(branches, cache, seen)[:, 2], hidden[:, half + 1])
             cache.commit([[]])
         is_right = _agrees(target.forward(tokens[:, half:], cache), hidden[:, half:]) and is_right
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # of code that is not ours
+    # of code that is not ours
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
     name = target.config.model_type
-    return "" if is_right else f"{name} can't be decoded here ({why}), but drafters can be trained for it"
+    return (
+        ""
+        if is_right
+        else f"{name} can't be decoded here ({why}), but drafters can be trained for it"
+    )
 
 
 @torch.inference_mode()
@@ -121,11 +138,14 @@ def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]],
         text = tokens[0].tolist()
         (known,) = hidden
         is_right = _agrees(call(text[:half], ()), known[:half])
-        branches = call([text[half], text[0], text[half + 1]], (-1, -1))  # a wrong draft, and the right one
+        # a wrong draft, and the right one
+        branches = call([text[half], text[0], text[half + 1]], (-1, -1))
         is_right = _agrees(branches[[0, 2]], known[half : half + 2]) and is_right
-        for first, last in ((half + 1, -1), (-1, None)):  # steps of one token have a way of their own
+        # steps of one token have a way of their own
+        for first, last in ((half + 1, -1), (-1, None)):
             is_right = _agrees(call(text[first:last], ()), known[first:last]) and is_right
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # of code that is not ours
+    # of code that is not ours
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
     return "" if is_right else f"{why}. `moa-data generate` decodes it"
 
@@ -138,6 +158,9 @@ def _sample(target: Target) -> tuple[Tensor, Tensor]:
 
 def _agrees(found: Tensor, known: Tensor) -> bool:
     """Whether values [..., m] of most tokens are equal up to the rounding of their dtype."""
-    # Of most: where two experts have nearly equal scores, rounding may send a token to the other one.
+    # Of most: where two experts have nearly equal scores, rounding may send a token to the other
+    # one.
     error = (found.float() - known.float()).abs().amax(dim=-1).median()
-    return bool(error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max())
+    return bool(
+        error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max()
+    )

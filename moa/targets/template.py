@@ -25,10 +25,12 @@ from .chat import Message, RejectReason, content_texts, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Some templates write today's date into the prompt, and equal inputs must give equal tokens: `strftime_now` gives this.
+# Some templates write today's date into the prompt, and equal inputs must give equal tokens:
+# `strftime_now` gives this.
 TEMPLATE_TIME = datetime(2024, 7, 26)
 MAX_CHAT_CHARS = 1 << 24  # several times what the longest context holds
-RECORDED = "template_kwargs"  # key under which a store, and a drafter as JSON, record the arguments of the template
+# key under which a store, and a drafter as JSON, record the arguments of the template
+RECORDED = "template_kwargs"
 # What a template can raise while it renders a chat.
 RENDER_ERRORS = (
     JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
@@ -37,7 +39,8 @@ RENDER_ERRORS = (
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
-# transformers keeps compiled templates by their text. This comment makes ours different from those of its other users,
+# transformers keeps compiled templates by their text. This comment makes ours different from those
+# of its other users,
 # who see the real time. Jinja drops the line break with it, so the template still begins a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
@@ -52,7 +55,8 @@ class ControlTokens(NamedTuple):
     """Patterns of tokens that mean something else than their text."""
 
     everywhere: re.Pattern[str]  # those that no text may hold
-    framed: re.Pattern[str]  # those, and the ones that frame tools, calls and results, for texts in such a frame
+    # those, and the ones that frame tools, calls and results, for texts in such a frame
+    framed: re.Pattern[str]
 
 
 def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
@@ -69,7 +73,9 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
     try:
         return str(tokenizer.get_chat_template(tools=[] if uses_tools else None))
     except ValueError as error:
-        raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
+        raise TemplateError(
+            f"the tokenizer has several chat templates and none is the default: {error}"
+        ) from error
 
 
 def template_source(tokenizer: Any) -> str:
@@ -115,14 +121,17 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # roles whose contents are shown as texts
         self._parts_roles: set[str] = set()  # roles whose contents are shown in parts
-        # Whether the template shows arguments of calls that are objects, and those that are the JSON of one.
+        # Whether the template shows arguments of calls that are objects, and those that are the
+        # JSON of one.
         self._shows_objects = False
         self._shows_json = False
         self._takes_no_content = True  # whether a message that calls a tool may lack the content
         try:
             self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
-                raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
+                raise TemplateError(
+                    "the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json)."
+                )
             self._check_program()
         except TemplateError as error:
             raise TemplateError(f"{where}: {error}") from error
@@ -130,10 +139,15 @@ class ChatTemplate:
         user = _message("user")
         plain = self._try_render([user])
         prompt = self._try_render([user], add_generation_prompt=True)
-        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt  # after a user message
+        # after a user message
+        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
         self.end_of_turn = self._text_after_answer(plain or "")
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
-        self._with_tools = ChatTemplate(tokenizer, arguments, where, uses_tools=True) if has_tool_template else self
+        self._with_tools = (
+            ChatTemplate(tokenizer, arguments, where, uses_tools=True)
+            if has_tool_template
+            else self
+        )
 
     def for_tools(self, tools: Tools) -> "ChatTemplate":
         """Return the template for a chat with these tools: some tokenizers have one named ``tool_use`` for them."""
@@ -156,7 +170,9 @@ class ChatTemplate:
         if last:
             return last
         between = (self._try_render([user, answer, user]) or "").partition(PLACEHOLDER)[2]
-        first_token = self.control_tokens.everywhere.match(between, len(between) - len(between.lstrip()))
+        first_token = self.control_tokens.everywhere.match(
+            between, len(between) - len(between.lstrip())
+        )
         # A token that stands before a first message as well opens turns, and does not end them.
         if first_token is None or first_token.group() in header:
             return ""
@@ -177,7 +193,8 @@ class ChatTemplate:
             One of RENDER_ERRORS, if the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # The template may have left the cache of transformers and be compiled again, so this is set every time.
+        # The template may have left the cache of transformers and be compiled again, so this is set
+        # every time.
         _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
         requests: list[str] = []
         token = _time_requests.set(requests)
@@ -209,7 +226,9 @@ class ChatTemplate:
                 message = message | {"content": _parts(text)}
             elif is_text or role not in self._parts_roles:
                 message = message | {"content": text}
-        return with_functions(message, lambda call: call | {"arguments": self._shaped_arguments(call["arguments"])})
+        return with_functions(
+            message, lambda call: call | {"arguments": self._shaped_arguments(call["arguments"])}
+        )
 
     def _shaped_arguments(self, arguments: Any) -> Any:
         if isinstance(arguments, str):
@@ -222,7 +241,10 @@ class ChatTemplate:
         Raises:
             TemplateError: the template does not tell the two.
         """
-        text = self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True) or ""
+        text = (
+            self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True)
+            or ""
+        )
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
         # A space before a word belongs to the word's token.
@@ -235,10 +257,15 @@ class ChatTemplate:
         return list(tokens), int(self.tokenizer.convert_tokens_to_ids(end.group()))
 
     def _try_render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, is_shaped: bool = False
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        is_shaped: bool = False,
     ) -> str | None:
         try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped)
+            return self.render(
+                messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped
+            )
         except RENDER_ERRORS:
             return None
 
@@ -277,7 +304,9 @@ class ChatTemplate:
                 self._parts_roles.add(role)
         user = self._shaped(_message("user"))
         arguments = {"key": PLACEHOLDER}
-        self._shows_objects = PLACEHOLDER in (self._try_render([user, _call(arguments)], is_shaped=True) or "")
+        self._shows_objects = PLACEHOLDER in (
+            self._try_render([user, _call(arguments)], is_shaped=True) or ""
+        )
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
         self._shows_json = _as_json(arguments) in as_text
         call = _call(arguments)
@@ -286,23 +315,41 @@ class ChatTemplate:
 
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows a content of this form for a role: its text, and not the JSON of its parts."""
-        before: dict[str, list[Message]] = {"assistant": [_message("user")], "tool": [_message("user"), _call({})]}
+        before: dict[str, list[Message]] = {
+            "assistant": [_message("user")],
+            "tool": [_message("user"), _call({})],
+        }
         after = [_message("user")] if role == "system" else []
         chat = [*before.get(role, []), {"role": role, "content": content}, *after]
-        in_parts = [message if message["content"] is content else _in_parts(message) for message in chat]
+        in_parts = [
+            message if message["content"] is content else _in_parts(message) for message in chat
+        ]
         renderings = [self._try_render(form, is_shaped=True) or "" for form in (chat, in_parts)]
         return any(PLACEHOLDER in text and not _PARTS_AS_JSON.search(text) for text in renderings)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The tokens that delimit turns: all special tokens, and other added tokens that the template writes."""
-        # Of the latter, paired tags (``<think>`` and ``</think>``, ``<tool_call>``) open no turn, and answers and
-        # prompts often hold them, so that they are refused only in text that the template puts between such tags.
+        # Of the latter, paired tags (``<think>`` and ``</think>``, ``<tool_call>``) open no turn,
+        # and answers and
+        # prompts often hold them, so that they are refused only in text that the template puts
+        # between such tags.
         tokenizer = self.tokenizer
-        added = {str(token.content): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
-        special = {*tokenizer.all_special_tokens, *(token for token, is_special in added.items() if is_special)}
-        turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
-        probes = (self._try_render(chat, add_generation_prompt=True) for chat in (turns, turns[1:], turns[1:2]))
+        added = {
+            str(token.content): bool(token.special)
+            for token in tokenizer.added_tokens_decoder.values()
+        }
+        special = {
+            *tokenizer.all_special_tokens,
+            *(token for token, is_special in added.items() if is_special),
+        }
+        turns: list[Message] = [
+            {"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")
+        ]
+        probes = (
+            self._try_render(chat, add_generation_prompt=True)
+            for chat in (turns, turns[1:], turns[1:2])
+        )
         # A template may put a token together: '<|' + role + '|>'.
         written = self.text + "".join(filter(None, probes))
         others = {token for token in added if token in written} - special
@@ -311,16 +358,21 @@ class ChatTemplate:
         paired = {token for pair in pairs if pair <= added.keys() for token in pair}
         return ControlTokens(_any_of(special | others - paired), _any_of(special | others))
 
-    def find_unusable_text(self, messages: Sequence[Message], tools: Tools = None) -> tuple[RejectReason, str] | None:
+    def find_unusable_text(
+        self, messages: Sequence[Message], tools: Tools = None
+    ) -> tuple[RejectReason, str] | None:
         """Find control tokens, halves of surrogate pairs and too many characters: why, and what was found where."""
         control = self.control_tokens
         n_chars = 0
-        # (where, values, pattern that their texts may not match): text within a frame of the template may not close it.
+        # (where, values, pattern that their texts may not match): text within a frame of the
+        # template may not close it.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
             for key, value in message.items():
                 is_framed = key != "content" or message["role"] == "tool"
-                parts.append((f"message {index}", value, control.framed if is_framed else control.everywhere))
+                parts.append(
+                    (f"message {index}", value, control.framed if is_framed else control.everywhere)
+                )
         parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
         for where, value, pattern in parts:
             for text in texts(value):
@@ -328,11 +380,17 @@ class ChatTemplate:
                 if n_chars > MAX_CHAT_CHARS:
                     return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
                 if found := pattern.search(text):
-                    return RejectReason.SPECIAL_TOKEN_IN_CONTENT, f"{where} contains {found.group()!r}"
+                    return (
+                        RejectReason.SPECIAL_TOKEN_IN_CONTENT,
+                        f"{where} contains {found.group()!r}",
+                    )
                 try:
                     text.encode()
                 except UnicodeEncodeError as error:
-                    return RejectReason.NO_UNICODE, f"{where}, character {error.start:,}: {text[error.start]!a}"
+                    return (
+                        RejectReason.NO_UNICODE,
+                        f"{where}, character {error.start:,}: {text[error.start]!a}",
+                    )
         return None
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
@@ -347,7 +405,11 @@ def _message(role: str) -> Message:
 
 def _call(arguments: Any) -> Message:
     """Make a message that calls a tool and says nothing."""
-    call = {"id": "000000001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    call = {
+        "id": "000000001",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+    }
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -373,7 +435,9 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
+    return re.compile(
+        "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)"
+    )
 
 
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -383,26 +447,36 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
         try:
             found = json.loads(whole)
         except ValueError as error:
-            raise OptionInvalid(f"template_kwargs is {whole!r}, which is not a JSON object ({error})") from error
+            raise OptionInvalid(
+                f"template_kwargs is {whole!r}, which is not a JSON object ({error})"
+            ) from error
     else:
         found = {}
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals or not name.strip():
-                raise OptionInvalid(f"template_kwargs has {text!r}, expected NAME=VALUE such as enable_thinking=false")
+                raise OptionInvalid(
+                    f"template_kwargs has {text!r}, expected NAME=VALUE such as enable_thinking=false"
+                )
             try:
                 found[name.strip()] = json.loads(value)
             except ValueError:
                 found[name.strip()] = value
     for name in found:
         if name in _TAKEN:
-            raise OptionInvalid(f"template_kwargs has {name}, which the template gets from elsewhere; leave it out")
+            raise OptionInvalid(
+                f"template_kwargs has {name}, which the template gets from elsewhere; leave it out"
+            )
         if not name.isidentifier():
-            raise OptionInvalid(f"template_kwargs has {name!r}, expected the name of a variable of the template")
+            raise OptionInvalid(
+                f"template_kwargs has {name!r}, expected the name of a variable of the template"
+            )
     return dict(found)
 
 
-def choose_template_arguments(given: Sequence[str], drafters: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+def choose_template_arguments(
+    given: Sequence[str], drafters: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
     """Choose the given arguments, else those of the chats that all drafters, by name, record for their targets."""
     if given:
         return parse_template_arguments(given)

@@ -33,7 +33,9 @@ class ExportConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        rows = ["rows_only is for the format speculators only"] * (self.rows_only and self.format != "speculators")
+        rows = ["rows_only is for the format speculators only"] * (
+            self.rows_only and self.format != "speculators"
+        )
         is_misplaced = self.kv and self.format != "speculators"
         kv = "kv is for the format speculators only, the others have no place for keys and values"
         return _layer_problems(self.format, self.layers) + [kv] * is_misplaced + rows

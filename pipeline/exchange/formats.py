@@ -39,7 +39,8 @@ from ...moa.drafters.eagle3 import default_fused_layers
 from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
 from ...storage.schema import HIDDEN_LAST, layer_field
 
-ROWS_PER_FOLDER = 2000  # files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it
+# files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it
+ROWS_PER_FOLDER = 2000
 # Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
 _MAX_GROWTH = 32
 _MIN_LIMIT_BYTES = 64 << 20
@@ -71,9 +72,13 @@ class FileFormat(ABC):
             words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
             return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
 
-        paths = [path for path in folder.rglob(self.pattern) if not path.name.endswith(PARTIAL_SUFFIX)]
+        paths = [
+            path for path in folder.rglob(self.pattern) if not path.name.endswith(PARTIAL_SUFFIX)
+        ]
         if not paths:
-            raise DatasetError(f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and --format.")
+            raise DatasetError(
+                f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and --format."
+            )
         return sorted(paths, key=numbers)
 
     @abstractmethod
@@ -104,7 +109,9 @@ class EagleFormat(FileFormat):
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         stream = io.BytesIO()
         ids, loss_mask = (torch.from_numpy(values.astype(np.int64)) for values in (tokens, mask))
-        torch.save({"input_ids": ids, "loss_mask": loss_mask} | self._hidden_tensors(hidden), stream)
+        torch.save(
+            {"input_ids": ids, "loss_mask": loss_mask} | self._hidden_tensors(hidden), stream
+        )
         return stream.getvalue()
 
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,7 +150,10 @@ class SpecForgeFormat(EagleFormat):
     @override
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
         layers = torch.cat([hidden[name] for name in self.fields[1:]], dim=-1)  # [S, K * E]
-        return {"hidden_state": hidden[HIDDEN_LAST][None].contiguous(), "aux_hidden_state": layers[None]}
+        return {
+            "hidden_state": hidden[HIDDEN_LAST][None].contiguous(),
+            "aux_hidden_state": layers[None],
+        }
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
@@ -170,7 +180,9 @@ class SpeculatorsFormat(FileFormat):
     pattern = "hs_*.safetensors"
     gives_last = False
 
-    def __init__(self, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None
+    ) -> None:
         self._layers = (*(layer for layer in layers if layer != n_layers - 1), n_layers - 1)
         self._last_layers = dict(last_layers or {})
         self.kv_layers = tuple(sorted(self._last_layers.values()))
@@ -186,7 +198,10 @@ class SpeculatorsFormat(FileFormat):
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
         ids = ",".join(str(layer + 1) for layer in self._layers)  # vLLM counts the layers passed
-        tensors = {"token_ids": torch.from_numpy(tokens.astype(np.int64)), "hidden_states": states.contiguous()}
+        tensors = {
+            "token_ids": torch.from_numpy(tokens.astype(np.int64)),
+            "hidden_states": states.contiguous(),
+        }
         for kind, layer in self._last_layers.items():
             of_layer = hidden["kv"][:, self.kv_layers.index(layer)]  # [S, H_kv, 2, d]
             for index, part in enumerate("kv"):
@@ -203,8 +218,14 @@ class SpeculatorsFormat(FileFormat):
         number = path.stem.removeprefix("hs_")
         row = int(number) if number.isdecimal() else len(rows)
         if row >= len(rows):
-            raise DatasetError(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}.")
-        with parsing(f"{path}: row {row} of the Arrow dataset is not text", DatasetError, "Prepare the dataset again."):
+            raise DatasetError(
+                f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}."
+            )
+        with parsing(
+            f"{path}: row {row} of the Arrow dataset is not text",
+            DatasetError,
+            "Prepare the dataset again.",
+        ):
             ids, mask = (
                 rows[name][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
                 for name in ("input_ids", "loss_mask")
@@ -226,9 +247,13 @@ class SpeculatorsFormat(FileFormat):
             )
         if states.dtype == torch.float8_e4m3fn:
             scales = _read_tensor(path, "hidden_states_scales")  # float32, of each token
-            with parsing(f"{path}: hidden_states_scales do not fit", DatasetError, "Make the file again."):
+            with parsing(
+                f"{path}: hidden_states_scales do not fit", DatasetError, "Make the file again."
+            ):
                 # Rounded as its own reader does.
-                states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(len(states), 1, 1)
+                states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(
+                    len(states), 1, 1
+                )
         return dict(zip(self._states, states.unbind(1), strict=True))
 
     def _dataset(self, path: Path) -> pa.Table:
@@ -255,9 +280,13 @@ def make_format(
     try:
         layers = layers or default_fused_layers(n_layers)
     except DrafterError as error:
-        raise OptionInvalid(f"A target with {n_layers} layers has no default. Choose them, as --layers 0,1.") from error
+        raise OptionInvalid(
+            f"A target with {n_layers} layers has no default. Choose them, as --layers 0,1."
+        ) from error
     if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
-        raise OptionInvalid(f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose others.")
+        raise OptionInvalid(
+            f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose others."
+        )
     if name == "specforge":
         return SpecForgeFormat(layers)
     return SpeculatorsFormat(layers, n_layers, last_layers)
@@ -265,7 +294,11 @@ def make_format(
 
 def _load_checkpoint(path: Path) -> dict[str, Any]:
     """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read."""
-    with parsing(f"{path} is damaged, or holds more than tensors", DatasetError, "Make the file again, or delete it."):
+    with parsing(
+        f"{path} is damaged, or holds more than tensors",
+        DatasetError,
+        "Make the file again, or delete it.",
+    ):
         if not path.name.endswith(".gz"):
             return load_pickled_tensors(path)
         limit = max(_MIN_LIMIT_BYTES, _MAX_GROWTH * check_regular(path))
@@ -288,16 +321,24 @@ def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.n
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with disk_full_guard(folder):
         (partial / "dataset").mkdir(parents=True)
-        with pa.OSFile(str(partial / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        with (
+            pa.OSFile(str(partial / "rows.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, schema) as writer,
+        ):
             left = iter(texts)
             while rows := list(islice(left, _ROWS_PER_BATCH)):
                 ids, masks = zip(*rows, strict=True)
                 columns = (ids, masks, [len(tokens) for tokens in ids])
-                arrays = [pa.array(column, item.type) for column, item in zip(columns, schema, strict=True)]
+                arrays = [
+                    pa.array(column, item.type)
+                    for column, item in zip(columns, schema, strict=True)
+                ]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
         dataset = Dataset.from_file(str(partial / "rows.arrow")).with_format("torch")
         dataset.save_to_disk(str(partial / "dataset"))
-        for path in sorted((partial / "dataset").iterdir(), key=lambda path: (path.name == _STATE, path.name)):
+        for path in sorted(
+            (partial / "dataset").iterdir(), key=lambda path: (path.name == _STATE, path.name)
+        ):
             write_atomic(folder / path.name, path.read_bytes())
         shutil.rmtree(partial)
 

@@ -37,7 +37,9 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]  # not installe
 
     def __init__(self, store: str, layers: tuple[int, ...] = ()) -> None:
         opened = ActivationStore(store, require_complete=True)
-        self._states = make_format("speculators", layers, int(opened.manifest.target["n_layers"])).fields
+        self._states = make_format(
+            "speculators", layers, int(opened.manifest.target["n_layers"])
+        ).fields
         check_fields(opened, self._states, "speculators")
         self._dataset = ActivationDataset(opened, ("tokens", *self._states))
 
@@ -54,7 +56,9 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]  # not installe
 
     @override
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
-        raise DatasetError("a store holds what it holds, and generates nothing; train with --on-missing raise.")
+        raise DatasetError(
+            "a store holds what it holds, and generates nothing; train with --on-missing raise."
+        )
 
 
 @HiddenStatesBackend.register("moa")
@@ -64,8 +68,14 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     @override
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--moa-store", default=None, help="Folder or URL of the store of moa-data.")
-        parser.add_argument("--moa-layers", default="", help="Decoder layers, from 0; default: 1, L // 2 - 1, L - 4.")
+        parser.add_argument(
+            "--moa-store", default=None, help="Folder or URL of the store of moa-data."
+        )
+        parser.add_argument(
+            "--moa-layers",
+            default="",
+            help="Decoder layers, from 0; default: 1, L // 2 - 1, L - 4.",
+        )
 
     @staticmethod
     @override
@@ -77,12 +87,16 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     def from_train_args(args: argparse.Namespace, data_path: str) -> StoreTransfer:
         if not args.moa_store:
             raise OptionInvalid("the backend moa needs --moa-store STORE.")
-        return StoreTransfer(args.moa_store, tuple(int(word) for word in args.moa_layers.split(",") if word))
+        return StoreTransfer(
+            args.moa_store, tuple(int(word) for word in args.moa_layers.split(",") if word)
+        )
 
     @staticmethod
     @override
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
-        raise OptionInvalid("vLLM does not write stores by a connector of speculators; use extract --source vllm.")
+        raise OptionInvalid(
+            "vLLM does not write stores by a connector of speculators; use extract --source vllm."
+        )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # A store opens its files anew in each process, so that forked and spawned workers can have it.
+        # A store opens its files anew in each process, so that forked and spawned workers can have
+        # it.
         self.store = store if isinstance(store, ActivationStore) else ActivationStore(store)
         self.fields = tuple(fields)
         self._layers = None if layers is None else list(layers)
@@ -61,8 +62,12 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
                 f"fields {', '.join(unknown) or '(none)'} are not in {self.store.path}; "
                 f"choose from {', '.join(self.store.fields)}."
             )
-        if layers is not None and all(self.store.fields[name].layer_axis is None for name in self.fields):
-            raise OptionInvalid(f"layers are given, but none of the fields {', '.join(self.fields)} has layers.")
+        if layers is not None and all(
+            self.store.fields[name].layer_axis is None for name in self.fields
+        ):
+            raise OptionInvalid(
+                f"layers are given, but none of the fields {', '.join(self.fields)} has layers."
+            )
 
     def __len__(self) -> int:
         """Count the sequences of the store."""
@@ -124,12 +129,16 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         self._items = ActivationDataset(store, fields, layers, dtype)
         group = torch.distributed
         own, n = (
-            (group.get_rank(), group.get_world_size()) if group.is_available() and group.is_initialized() else (0, 1)
+            (group.get_rank(), group.get_world_size())
+            if group.is_available() and group.is_initialized()
+            else (0, 1)
         )
         self.rank = own if rank is None else rank
         self.world_size = n if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
-            raise OptionInvalid(f"rank is {self.rank}, expected 0 to {self.world_size - 1} (world_size).")
+            raise OptionInvalid(
+                f"rank is {self.rank}, expected 0 to {self.world_size - 1} (world_size)."
+            )
         if batch_size < 1 or bucket_batches < 0:
             raise OptionInvalid(
                 f"batch_size is {batch_size}, expected at least 1; bucket_batches is {bucket_batches}, expected 0 "
@@ -170,7 +179,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             order = np.concatenate(by_length) if by_length else order
         groups = [order[at : at + size] for at in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
-            n_whole = n // size  # an incomplete group stays last, or it would shift the batches of the loader
+            # an incomplete group stays last, or it would shift the batches of the loader
+            n_whole = n // size
             groups = [groups[k] for k in draw.permutation(n_whole)] + groups[n_whole:]
         if self.world_size > 1:
             groups = groups[: len(groups) // self.world_size * self.world_size]
@@ -194,5 +204,7 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     if not items:
         raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")
     n_tokens = torch.tensor([len(next(iter(item.values()))) for item in items])
-    batch = {name: pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]}
+    batch = {
+        name: pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]
+    }
     return batch | {"n_tokens": n_tokens}

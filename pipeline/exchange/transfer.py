@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from ...errors import DatasetError, OutputOccupied
 from ...files import parse_object, replacing, whole_number, write_atomic
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
-from ...moa.targets.families import family_of, layer_sizes, layer_windows, load_target_config, target_sizes
+from ...moa.targets.families import (
+    family_of,
+    layer_sizes,
+    layer_windows,
+    load_target_config,
+    target_sizes,
+)
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
@@ -43,7 +49,8 @@ _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _INDEX_ROWS = 1024
 _STORE_KEY = b"moa_data.store"  # key of the file's metadata that says which store the index is of
-RECORD_NAME = "export.json"  # file that says what an exported folder was made from; other projects do not read it
+# file that says what an exported folder was made from; other projects do not read it
+RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
@@ -64,7 +71,9 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         if config.kv:
             store.refuse_groups("--kv")
         windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
-        last_layers = {"global" if window is None else "local": layer for layer, window in enumerate(windows)}
+        last_layers = {
+            "global" if window is None else "local": layer for layer, window in enumerate(windows)
+        }
         file_format = make_format(config.format, config.layers, n_layers, last_layers)
         check_fields(store, file_format.fields, file_format.name)
         _claim(folder, file_format, store, n)
@@ -93,7 +102,11 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                 future.result()
         # Last, as its state.json says that the folder is complete.
         if file_format.name == "speculators":
-            write_rows(folder, n, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
+            write_rows(
+                folder,
+                n,
+                ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)),
+            )
     if config.rows_only:
         return f"{folder}: the rows of {counted(n, 'sequence')} for {config.format}, without hidden states"
     return (
@@ -102,7 +115,9 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
     )
 
 
-def _write_index(store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None) -> str:
+def _write_index(
+    store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None
+) -> str:
     """Write the index of the first sequences of a store, and say what was written; an older one is replaced.
 
     Raises OutputOccupied: the path holds something else, or the index of another store.
@@ -149,7 +164,10 @@ def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer
     rows = numbers(plan, "part").astype(np.int64) * part_rows + numbers(plan, "first_token")
     columns = {"position": column(np.arange(chosen.start, chosen.stop)), "row": column(rows)}
     columns |= {name: plan[name] for name in PLAN_SCHEMA.names}
-    columns |= {name: pa.ListArray.from_arrays(offsets, column(values[is_token])) for name, values in texts.items()}
+    columns |= {
+        name: pa.ListArray.from_arrays(offsets, column(values[is_token]))
+        for name, values in texts.items()
+    }
     if tokenizer is not None:
         columns["text"] = text_column(tokenizer.batch_decode(columns[schema.TOKENS].to_pylist()))
     return pa.table(columns)
@@ -171,20 +189,30 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             old = parse_object(path.read_bytes())
             is_longer = whole_number(old.get("n_sequences"), "n_sequences") <= n_sequences
         except ValueError as error:
-            raise OutputOccupied(f"{path} is not the record of an export ({error}). Choose another --out.") from error
-        changed = [key for key in record if old.get(key) != record[key] and not (key == "n_sequences" and is_longer)]
+            raise OutputOccupied(
+                f"{path} is not the record of an export ({error}). Choose another --out."
+            ) from error
+        changed = [
+            key
+            for key in record
+            if old.get(key) != record[key] and not (key == "n_sequences" and is_longer)
+        ]
         if changed:
             raise OutputOccupied(
                 f"{folder} holds another export: {', '.join(changed)} differ, see {RECORD_NAME}. Choose another --out."
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputOccupied(f"{folder} is not an empty folder and no export of this program. Choose another --out.")
+        raise OutputOccupied(
+            f"{folder} is not an empty folder and no export of this program. Choose another --out."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
 
 
 def import_folder(
-    config: ImportConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+    config: ImportConfig,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
     """Read another project's files into a store, or continue where an earlier run stopped.
 
@@ -194,7 +222,9 @@ def import_folder(
     """
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():
-        raise DatasetError(f"{folder} is not a folder. Point to the folder with the files of {config.format}.")
+        raise DatasetError(
+            f"{folder} is not a folder. Point to the folder with the files of {config.format}."
+        )
     target_folder = resolve_model_folder(config.model)
     target_config = load_target_config(target_folder)
     sizes = target_sizes(target_config)
@@ -206,9 +236,16 @@ def import_folder(
     plan = plan_parts(texts, config.part_tokens, schema.ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], sizes)
     manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
-    load = partial(Target.load, str(target_folder), getattr(target_config, "dtype", None) or torch.float32, "cpu")
+    load = partial(
+        Target.load,
+        str(target_folder),
+        getattr(target_config, "dtype", None) or torch.float32,
+        "cpu",
+    )
     # That of Llama is in the store, others are not all of its kind.
-    norm_of = None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
+    norm_of = (
+        None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
+    )
     norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
     # Nothing is created for a target that cannot be loaded.
     target = norm_of if norm_of or has_parts(open_path(config.out)) else load()
@@ -221,7 +258,9 @@ def import_folder(
             norm = FrozenTarget.load(store.target_path, sizes=sizes).norm
         timings = write_parts(
             store,
-            lambda row: _read_sequence(file_format, paths[row["source_row"]], row["n_tokens"], specs, norm),
+            lambda row: _read_sequence(
+                file_format, paths[row["source_row"]], row["n_tokens"], specs, norm
+            ),
             f"import from {file_format.name}",
             progress,
         )
@@ -236,7 +275,9 @@ def import_folder(
     return report
 
 
-def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress | None) -> pa.Table:
+def _read_texts(
+    file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress | None
+) -> pa.Table:
     """Read tokens and masks of all files, and return a table for ``plan_parts`` with each text once."""
     rows: dict[str, tuple[int, int, int]] = {}
     for row, path in enumerate(paths):
@@ -247,7 +288,9 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
                 f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again."
             )
         if not np.isin(mask, (0, 1)).all():
-            raise DatasetError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
+            raise DatasetError(
+                f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again."
+            )
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise DatasetError(
                 f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has "
@@ -262,12 +305,19 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
             f"the loss masks of all {len(paths)} files are zero, so there is nothing to learn from them, such as "
             f"{paths[0]}. Make the files again with the masks of the answers."
         )
-    columns = {"sequence_id": text_column(rows), "source_row": column(np.array(source_rows, np.int64))}
+    columns = {
+        "sequence_id": text_column(rows),
+        "source_row": column(np.array(source_rows, np.int64)),
+    }
     counts = {"n_tokens": n_tokens, "n_response_tokens": n_response}
-    return pa.table(columns | {name: column(np.array(values, np.int32)) for name, values in counts.items()})
+    return pa.table(
+        columns | {name: column(np.array(values, np.int32)) for name, values in counts.items()}
+    )
 
 
-def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[schema.FieldSpec, ...]:
+def _field_specs(
+    file_format: FileFormat, first: Path, sizes: Mapping[str, Any]
+) -> tuple[schema.FieldSpec, ...]:
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise DatasetError(
@@ -276,7 +326,8 @@ def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any])
         )
     names = dict.fromkeys((schema.HIDDEN_LAST, *file_format.fields))
     hidden = [
-        schema.hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype]) for name in names
+        schema.hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype])
+        for name in names
     ]
     return (schema.tokens_field(), schema.response_mask_field(), *hidden)
 
@@ -293,7 +344,11 @@ def _manifest(
     identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
     dataset = hashlib.sha256("\n".join(texts["sequence_id"].to_pylist()).encode()).hexdigest()
     counts = plan_counts(plan)
-    last = "as in the files" if file_format.gives_last else "final norm applied in float32 to the files"
+    last = (
+        "as in the files"
+        if file_format.gives_last
+        else "final norm applied in float32 to the files"
+    )
     return schema.StoreManifest(
         fields=specs,
         target=sizes,
@@ -327,11 +382,15 @@ def _read_sequence(
     mask = file_format.read_mask(path)
     hidden = file_format.read_hidden(path)
     if norm is not None:
-        # The files hold the last state before the final norm only (speculators): computed in float32, rounded once.
+        # The files hold the last state before the final norm only (speculators): computed in
+        # float32, rounded once.
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)
-    fields: dict[str, np.ndarray] = {"tokens": tokens.astype(np.int32), "response_mask": mask.astype(np.uint8)}
+    fields: dict[str, np.ndarray] = {
+        "tokens": tokens.astype(np.int32),
+        "response_mask": mask.astype(np.uint8),
+    }
     for spec in specs[2:]:
         values = hidden[spec.name]
         if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
@@ -340,7 +399,13 @@ def _read_sequence(
                 f"{[n_tokens, *spec.token_shape]} as in the first file. Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
-            raise DatasetError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it.")
-        bits = values.contiguous().view(torch.uint16) if values.dtype == torch.bfloat16 else values.contiguous()
+            raise DatasetError(
+                f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it."
+            )
+        bits = (
+            values.contiguous().view(torch.uint16)
+            if values.dtype == torch.bfloat16
+            else values.contiguous()
+        )
         fields[spec.name] = bits.numpy()
     return fields

@@ -36,7 +36,9 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
     return list(np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist())
 
 
-def learned_before(codec: StoreCodec, store: StorePath, manifest: StoreManifest) -> StoreCodec | None:
+def learned_before(
+    codec: StoreCodec, store: StorePath, manifest: StoreManifest
+) -> StoreCodec | None:
     """Return the codec of a store that an earlier run began, with what it learned; None where there is none.
 
     The codec of a store that has no part and was begun from other inputs than ``manifest`` says is not used.
@@ -52,13 +54,17 @@ def learned_before(codec: StoreCodec, store: StorePath, manifest: StoreManifest)
         return None  # opening the store for writing names the damage, or repairs it
 
 
-def learning_on(device: str | torch.device, folder: Path | None, progress: Progress | None) -> Learning:
+def learning_on(
+    device: str | torch.device, folder: Path | None, progress: Progress | None
+) -> Learning:
     """Return how codecs learn beside a target: on its device, by torch; the sample waits in a folder on disk.
 
     On a CPU torch decomposes a matrix in half the time that NumPy takes.
     """
     learning = Learning(folder, progress=progress) if progress else Learning(folder)
-    return replace(learning, place=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device))
+    return replace(
+        learning, place=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    )
 
 
 class _Float32Rows:
@@ -72,7 +78,11 @@ class _Float32Rows:
         return self.shape[0]
 
     def __getitem__(self, ids: slice | np.ndarray) -> np.ndarray:
-        chosen = ids if isinstance(ids, slice) else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
+        chosen = (
+            ids
+            if isinstance(ids, slice)
+            else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
+        )
         return np.asarray(self._tensor[chosen].float().cpu())
 
 
@@ -126,10 +136,13 @@ def calibrate(
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
-            learned.embeddings = learned.metrics = None  # else they would stay in memory while parts are written
+            # else they would stay in memory while parts are written
+            learned.embeddings = learned.metrics = None
 
 
-def _features(codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]) -> list[np.ndarray] | None:
+def _features(
+    codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]
+) -> list[np.ndarray] | None:
     """Join what a field is predicted from, sequence by sequence; None where it is predicted from no other field."""
     found = [offered[source] for source in codec.sources.get(name, ())]
     return [np.concatenate(own, axis=1) for own in zip(*found, strict=True)] if found else None
@@ -148,12 +161,19 @@ def _joint_bits(
     below = list[np.ndarray]()
     for name in joint:
         values = observations[name].values()
-        others = [np.concatenate(offered[source]) for source in codec.sources.get(name, ()) if source not in joint]
+        others = [
+            np.concatenate(offered[source])
+            for source in codec.sources.get(name, ())
+            if source not in joint
+        ]
         features = [*others, *below]
         known = np.concatenate(features, axis=1) if features else None
         variances.append(left_variances(values, known, learning.place))
         below = [values]
-    bits = sum(len(own) * codec.fields[name].expected_bits for name, own in zip(joint, variances, strict=True))
+    bits = sum(
+        len(own) * codec.fields[name].expected_bits
+        for name, own in zip(joint, variances, strict=True)
+    )
     return dict(zip(joint, split_bits(variances, bits), strict=True))
 
 

@@ -54,7 +54,8 @@ class HostSlots:
             began = mark_moment(self._device)
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)  # its memory is not given to others before the copy is done
+                # its memory is not given to others before the copy is done
+                source.record_stream(self._stream)
             return partial(seconds_between, began, mark_moment(self._device))
 
 
@@ -74,7 +75,8 @@ class HostSlot:
         if index == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[index].numel() < n_bytes:
-            # Rounded up as torch's own allocator of pinned memory does, so that nothing of it lies idle.
+            # Rounded up as torch's own allocator of pinned memory does, so that nothing of it lies
+            # idle.
             self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
         target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
         self._copies.append((source, target))
@@ -97,15 +99,19 @@ class Capture:
 
     n_tokens: tuple[int, ...]  # length of each sequence, without padding
     tokens: Tensor  # int64 [B, T] on the device; arbitrary beyond a sequence's length
-    finite: dict[str, Tensor]  # field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite
-    # Field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE, hidden/last
+    # field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite
+    finite: dict[str, Tensor]
+    # Field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys
+    # after RoPE, hidden/last
     # and hidden/layer_k [B, T, E].
     fields: dict[str, Tensor]
-    # Field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the other.
+    # Field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one
+    # after the other.
     codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
     # Field of some layers' keys and values -> the target's layers of its layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    slot: HostSlot | None = None  # the host memory that the values are copied to; None where no copy is under way
+    # the host memory that the values are copied to; None where no copy is under way
+    slot: HostSlot | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
         """Encode, on the device, the fields that the store keeps encoded; errors call the sequences by ``names``."""
@@ -125,7 +131,8 @@ class Capture:
             ]
             for name, field_codec in codecs.fields.items():
                 codes[name] = {
-                    array: _concatenate([rows[name][array.name] for rows in encoded]) for array in field_codec.arrays
+                    array: _concatenate([rows[name][array.name] for rows in encoded])
+                    for array in field_codec.arrays
                 }
         plain = {name: values for name, values in self.fields.items() if name not in codecs.fields}
         return replace(self, fields=plain, codes=codes)
@@ -144,7 +151,10 @@ class Capture:
             self,
             finite={name: move(flags) for name, flags in self.finite.items()},
             fields={name: move(values) for name, values in self.fields.items()},
-            codes={name: {array: move(rows) for array, rows in codes.items()} for name, codes in self.codes.items()},
+            codes={
+                name: {array: move(rows) for array, rows in codes.items()}
+                for name, codes in self.codes.items()
+            },
         )
 
     def wait(self) -> float:
@@ -161,7 +171,9 @@ class Capture:
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (int(value) for value in (~flags).nonzero()[0])
-                where = f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
+                where = (
+                    f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
+                )
                 raise TargetError(
                     f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
                     "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
@@ -206,13 +218,22 @@ def capture(
     """
     n_tokens = tuple(len(sequence) for sequence in sequences)
     width = max(n_tokens)
-    # Repeating a sequence's own last token keeps the pad token, and warnings about it, out of the batch.
-    padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
+    # Repeating a sequence's own last token keeps the pad token, and warnings about it, out of the
+    # batch.
+    padded = np.stack(
+        [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
+    )
     input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
-    valid = torch.arange(width, device=model.device) < torch.tensor(n_tokens, device=model.device)[:, None]  # [B, T]
+    # [B, T]
+    valid = (
+        torch.arange(width, device=model.device)
+        < torch.tensor(n_tokens, device=model.device)[:, None]
+    )
     config = text_model(model).config
     groups = kv_groups(config)
-    cache = new_cache([shape is None for shape in kv_shapes(config)]) if spec.kv or uses_cache else None
+    cache = (
+        new_cache([shape is None for shape in kv_shapes(config)]) if spec.kv or uses_cache else None
+    )
     fields: dict[str, Tensor] = {}
     with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
         last = text_model(model)(
@@ -221,7 +242,10 @@ def capture(
         if cache is not None and spec.kv:
             for group in groups:
                 keys, values = cache_layers(cache, group.layers)
-                packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]
+                # [B, T, L, D]
+                packed = pack_kv(
+                    [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
+                )
                 is_equal = group.shape.key_width == group.shape.value_width
                 heads = (group.shape.n_heads, 2, -1) if is_equal else (group.shape.n_heads, -1)
                 fields[group.field] = packed.unflatten(-1, heads)  # [B, T, L, H_kv, 2, d]
@@ -230,12 +254,15 @@ def capture(
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
         finite = {name: finite_rows(values, valid) for name, values in fields.items()}
-    return Capture(n_tokens, input_ids, finite, fields, layers={group.field: group.layers for group in groups})
+    return Capture(
+        n_tokens, input_ids, finite, fields, layers={group.field: group.layers for group in groups}
+    )
 
 
 def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
     """Whether the valid tokens of each sequence, and layer where there are several, are finite: bool [B, L or 1]."""
     n_layers = values.shape[2] if values.dim() > 3 else 1
-    # x * 0 is NaN exactly where x is not finite, and a sum keeps it: two cheap passes without a large bool array.
+    # x * 0 is NaN exactly where x is not finite, and a sum keeps it: two cheap passes without a
+    # large bool array.
     probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
     return (torch.isfinite(probe) | ~valid[..., None]).all(1)

@@ -41,7 +41,8 @@ from .capture import Capture, HostSlots, capture
 
 _BATCHES_AHEAD = 2
 """Tasks that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
-N_HOST_SLOTS = _BATCHES_AHEAD + 2  # batches in host memory: those that wait, one that is written and one that is copied
+# batches in host memory: those that wait, one that is written and one that is copied
+N_HOST_SLOTS = _BATCHES_AHEAD + 2
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,13 @@ class Forwards:
     codec: StoreCodec
     dtype: torch.dtype
     batch_tokens: int  # tokens per forward, padding included
-    uses_cache: bool  # whether the forward fills a key/value cache, whatever is kept; bits depend on it
-    text: Callable[[str], tuple[np.ndarray, np.ndarray]]  # sequence id -> int32 tokens, uint8 response mask [n_tokens]
+    # whether the forward fills a key/value cache, whatever is kept; bits depend on it
+    uses_cache: bool
+    # sequence id -> int32 tokens, uint8 response mask [n_tokens]
+    text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     n_encode_threads: int
-    # Runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
+    # Runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target
+    # itself.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
@@ -155,13 +159,18 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
-    for index, (first_token, (tokens, mask)) in enumerate(zip(batch.first_tokens, batch.texts, strict=True)):
+    for index, (first_token, (tokens, mask)) in enumerate(
+        zip(batch.first_tokens, batch.texts, strict=True)
+    ):
         text = {"tokens": tokens, "response_mask": mask}
         for field in out.codec.fields:
-            out.write(field, first_token, text[field] if field in text else captured.rows(field, index))
+            out.write(
+                field, first_token, text[field] if field in text else captured.rows(field, index)
+            )
     out.settle()
     captured.release()
-    timings.forward_s += seconds_between(*batch.span)  # waits for nothing: the copies come after the forward
+    # waits for nothing: the copies come after the forward
+    timings.forward_s += seconds_between(*batch.span)
 
 
 def _commit(out: PartWriter, timings: Timings) -> None:
@@ -233,7 +242,8 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
         own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # Its own weights can be had from wider ones, without a second target in memory, but not from narrower.
+            # Its own weights can be had from wider ones, without a second target in memory, but not
+            # from narrower.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -37,7 +37,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ...files import replacing
 
-FILE_PARAMETER = "moa_data_file"  # parameter of a request (``kv_transfer_params``): the file that gets its values
+# parameter of a request (``kv_transfer_params``): the file that gets its values
+FILE_PARAMETER = "moa_data_file"
 
 _HIDDEN = "HiddenStateCacheSpec"
 _TAKEN = ("FullAttentionSpec", _HIDDEN)
@@ -70,14 +71,20 @@ def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"{name} is {getattr(parallel, name)}: a worker would hold a part of heads, layers or tokens."
             )
     if cache.cache_dtype not in ("auto", "bfloat16"):
-        raise ValueError(f"the cache's dtype is {cache.cache_dtype}, and its values would be rounded: use auto.")
+        raise ValueError(
+            f"the cache's dtype is {cache.cache_dtype}, and its values would be rounded: use auto."
+        )
     if cache.enable_prefix_caching:
-        raise ValueError("prefix caching is on: hidden states of a prefix that was found would be missing.")
+        raise ValueError(
+            "prefix caching is on: hidden states of a prefix that was found would be missing."
+        )
     for group in kv_cache_config.kv_cache_groups:
         for name, spec in layer_specs(group).items():
             kind = type(spec).__name__
             if kind not in _TAKEN or getattr(spec, "sliding_window", None):
-                raise ValueError(f"{name} has a cache of kind {kind}, which drops or compresses tokens.")
+                raise ValueError(
+                    f"{name} has a cache of kind {kind}, which drops or compresses tokens."
+                )
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
@@ -115,14 +122,20 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     # In the scheduler
 
     @override
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False  # no tokens come from outside
 
     @override
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
 
     @override
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     @override
@@ -133,7 +146,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         file = (request.kv_transfer_params or {}).get(FILE_PARAMETER)
         if file is None or not any(block_ids):
             return False, None
-        # The token that was sampled last has never been an input: it has neither keys and values nor hidden states.
+        # The token that was sampled last has never been an input: it has neither keys and values
+        # nor hidden states.
         n_tokens = len(request.prompt_token_ids)
         self._waiting.append(Save(request.request_id, file, n_tokens, tuple(map(tuple, block_ids))))
         return True, None
@@ -160,8 +174,14 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             raise ValueError(f"the layers are {sorted(found)}, expected each number from 0 once.")
         self._layers = [found[layer] for layer in sorted(found)]
         cache = self._layers[0][1]
-        if cache.device.type == "cpu" and cache.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-            raise ValueError("keys are kept in tiles of this CPU's AMX: use --compute-dtype float32.")
+        if (
+            cache.device.type == "cpu"
+            and cache.dtype == torch.bfloat16
+            and torch.cpu._is_amx_tile_supported()
+        ):
+            raise ValueError(
+                "keys are kept in tiles of this CPU's AMX: use --compute-dtype float32."
+            )
 
     @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
@@ -170,7 +190,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
     @override
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         pass  # a prompt may come in several steps; its cache is whole when it has finished
 
     @override
@@ -179,7 +201,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        # Begins the copies that were asked for, and names the requests whose values have left their blocks.
+        # Begins the copies that were asked for, and names the requests whose values have left their
+        # blocks.
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             for save in metadata.saves if isinstance(metadata, Saves) else ():
@@ -220,7 +243,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         values = {}
         if self._wants_kv:
             take = kv_of_cpu if self._layers[0][1].device.type == "cpu" else kv_of
-            layers = [take(cache, save.blocks[group], save.n_tokens) for group, cache in self._layers]
+            layers = [
+                take(cache, save.blocks[group], save.n_tokens) for group, cache in self._layers
+            ]
             values["kv"] = torch.stack(layers, dim=1)
         if self._hidden is not None:
             group, cache = self._hidden
@@ -231,7 +256,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     """Gather a text's tokens from a cache [n_blocks, n_heads, block_size, content] as [n_tokens, n_heads, content]."""
     if len(blocks) * cache.shape[2] < n_tokens:
-        raise ValueError(f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens.")
+        raise ValueError(
+            f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens."
+        )
     index = torch.tensor(blocks, device=cache.device)
     return cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:n_tokens]
 
@@ -246,8 +273,12 @@ def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     """Gather as :func:`kv_of` does from a cache in the order of vLLM's kernels for CPUs."""
     block_size = cache.shape[2]
     head_dim = cache.shape[3] // 2
-    keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)  # [n_blocks, H_kv, block_size * d] each
-    both = keys.unflatten(2, (head_dim, block_size)).transpose(2, 3), values.unflatten(2, (block_size, head_dim))
+    # [n_blocks, H_kv, block_size * d] each
+    keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)
+    both = (
+        keys.unflatten(2, (head_dim, block_size)).transpose(2, 3),
+        values.unflatten(2, (block_size, head_dim)),
+    )
     return kv_of(torch.cat(both, dim=3), tuple(range(len(blocks))), n_tokens)
 
 
@@ -271,5 +302,6 @@ def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:
             event.synchronize()
         with replacing(file) as partial:
             save_file(values, partial)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # the thread's end would tell nobody
+    # the thread's end would tell nobody
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         file.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")

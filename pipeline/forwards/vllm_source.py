@@ -83,7 +83,14 @@ class VllmSource:
         max_length: tokens of the longest sequence.
     """
 
-    def __init__(self, folder: Path, target: Target, spec: ActivationSpec, dtype: torch.dtype, max_length: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Target,
+        spec: ActivationSpec,
+        dtype: torch.dtype,
+        max_length: int,
+    ) -> None:
         self._folder = folder
         self._target = target
         self._spec = spec
@@ -92,10 +99,15 @@ class VllmSource:
         self._n_read = 0
         self._n_layers = int(target.sizes["n_layers"])
         self._norm = prove_norm(target) if spec.last else nn.Identity()
-        # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what the norm reads.
-        self._states = sorted({layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set()))
+        # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what
+        # the norm reads.
+        self._states = sorted(
+            {layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set())
+        )
         place = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
-        self._folder_of_values = TemporaryDirectory(prefix="moa-data-", dir=place, ignore_cleanup_errors=True)
+        self._folder_of_values = TemporaryDirectory(
+            prefix="moa-data-", dir=place, ignore_cleanup_errors=True
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -107,7 +119,8 @@ class VllmSource:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # Everything that was wanted has been read; by itself the engine waits seconds, or for ever if it hangs.
+        # Everything that was wanted has been read; by itself the engine waits seconds, or for ever
+        # if it hangs.
         _end_processes()
         del self._engine
         self._folder_of_values.cleanup()
@@ -135,7 +148,8 @@ class VllmSource:
                 tensor_parallel_size=1,
                 max_model_len=self._max_length + 1,
                 skip_tokenizer_init=True,
-                enforce_eager=True,  # prompts alone: there is nothing that graphs of small steps would gain
+                # prompts alone: there is nothing that graphs of small steps would gain
+                enforce_eager=True,
                 kv_transfer_config=transfer,
                 **({"speculative_config": states} if self._states else {}),
             )
@@ -167,22 +181,34 @@ class VllmSource:
             raise WorkerError(f"vLLM fails ({first_line(error)}). Its log says more.") from error
         return self._collect(sequences, [_read(file) for file in files])
 
-    def _collect(self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]) -> Capture:
+    def _collect(
+        self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]
+    ) -> Capture:
         n_tokens = tuple(map(len, sequences))
         for tokens, found in zip(sequences, values, strict=True):
             if wrong := [len(each) for each in found.values() if len(each) != len(tokens)]:
-                raise WorkerError(f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more.")
+                raise WorkerError(
+                    f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more."
+                )
         width = max(n_tokens)
-        padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
-        states = {layer: [found["hidden"][:, i] for found in values] for i, layer in enumerate(self._states)}
+        padded = np.stack(
+            [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
+        )
+        states = {
+            layer: [found["hidden"][:, i] for found in values]
+            for i, layer in enumerate(self._states)
+        }
         kept = {"kv": [found["kv"] for found in values]} if self._spec.kv else {}
         if self._spec.last:
             dtype = self._target.model.dtype
             with torch.inference_mode():
-                kept["hidden/last"] = [self._norm(each.to(dtype)) for each in states[self._n_layers]]
+                kept["hidden/last"] = [
+                    self._norm(each.to(dtype)) for each in states[self._n_layers]
+                ]
         kept |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}
         fields = {
-            name: pad_sequence([each.to(self._dtype) for each in rows], batch_first=True) for name, rows in kept.items()
+            name: pad_sequence([each.to(self._dtype) for each in rows], batch_first=True)
+            for name, rows in kept.items()
         }
         valid = torch.arange(width) < torch.tensor(n_tokens)[:, None]
         finite = {name: finite_rows(each, valid) for name, each in fields.items()}
@@ -230,9 +256,13 @@ def _read(file: Path) -> dict[str, Tensor]:
     last_s = time.monotonic() + _WRITTEN_WITHIN_S
     while not file.exists():
         if (trouble := file.with_suffix(".error")).exists():
-            raise WorkerError(f"vLLM's connector cannot write ({trouble.read_text()}). Free some memory.")
+            raise WorkerError(
+                f"vLLM's connector cannot write ({trouble.read_text()}). Free some memory."
+            )
         if time.monotonic() > last_s:
-            raise WorkerError(f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. Its log says more.")
+            raise WorkerError(
+                f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. Its log says more."
+            )
         time.sleep(0.002)
     values: dict[str, Tensor] = load_file(file)
     file.unlink()

@@ -20,7 +20,15 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...config import Count
-from ...errors import Disconnected, DrafterError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ...errors import (
+    Disconnected,
+    DrafterError,
+    NotAllowed,
+    Overloaded,
+    ProtocolMismatch,
+    RequestInvalid,
+    ServingError,
+)
 from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.targets.chat_tokens import prompt_tokens
@@ -46,12 +54,14 @@ _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
 _LOOK_EVERY_S = 0.1  # how long to wait for the network before looking at the time again
 _STATS_EVERY_S = 0.25
-# Contexts after which they are put into the drafter's caches while the server streams. Fewer can wait until something
+# Contexts after which they are put into the drafter's caches while the server streams. Fewer can
+# wait until something
 # is drafted: many at once take little longer than a few.
 _WARM_EVERY = 256
 _FAR = 32  # tokens without contexts at which the client drafts nothing while the server is there
 _OVERLOADED_WAIT_S = 1.0
-_MAX_SENSELESS = 8  # connections in a row that end because what came made no sense, without a token in between
+# connections in a row that end because what came made no sense, without a token in between
+_MAX_SENSELESS = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,8 @@ class Timeouts:
     """Seconds that a client waits for the network."""
 
     connect_s: float = 10.0  # for the first answer of a server; then the call fails
-    silence_s: float = 0.5  # without a message, beyond two round trips, after which the client writes offline
+    # without a message, beyond two round trips, after which the client writes offline
+    silence_s: float = 0.5
     dead_s: float = 5.0  # without a message, after which another connection is made
 
 
@@ -78,14 +89,16 @@ class SavedAnswer:
     """One answer, complete or not, in its conversation, as a file that outlives the process."""
 
     session: str  # id that the server gave; empty for none
-    # The prompt and what of the answer is committed. Newer ones are known to the server, or computed again.
+    # The prompt and what of the answer is committed. Newer ones are known to the server, or
+    # computed again.
     tokens: tuple[Annotated[int, Field(ge=0)], ...]
     n_prompt: Count
     max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
     finish: str = ""  # why the answer ended; empty while it has not
-    messages: tuple[dict[str, str], ...] = ()  # up to the prompt, with role and content; empty for bare tokens
+    # up to the prompt, with role and content; empty for bare tokens
+    messages: tuple[dict[str, str], ...] = ()
     version: Annotated[int, Field(ge=1, le=1)] = 1
 
     def save(self, path: str | Path) -> None:
@@ -94,7 +107,9 @@ class SavedAnswer:
             write_atomic(Path(path), _SAVED.dump_json(self))
         except OSError as error:
             reason = error.strerror or error
-            raise RequestInvalid(f"the session cannot be saved in {path}: {reason}; give another.") from error
+            raise RequestInvalid(
+                f"the session cannot be saved in {path}: {reason}; give another."
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -106,7 +121,9 @@ class SavedAnswer:
         except OSError as error:
             raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
         except ValueError as error:  # pydantic's, and those of sampling
-            raise RequestInvalid(f"{path} is not a saved session of this version; start a new one.") from error
+            raise RequestInvalid(
+                f"{path} is not a saved session of this version; start a new one."
+            ) from error
         return saved
 
 
@@ -157,7 +174,9 @@ class DraftingClient:
         self.mode = mode
         self.session_file = session_file
         self.timeouts = timeouts or Timeouts()
-        self.model = drafter if isinstance(drafter, DraftingModel) else DraftingModel.load(drafter, bundle)
+        self.model = (
+            drafter if isinstance(drafter, DraftingModel) else DraftingModel.load(drafter, bundle)
+        )
         self._codec = codec
         self._max_offline = max_offline
         self._offline_below = offline_below
@@ -190,8 +209,14 @@ class DraftingClient:
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
-        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
-        return self.complete(prompt_tokens(self.model.template, chat), **settings, on_event=on_event, messages=chat)
+        settings: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "seed": seed,
+        }
+        return self.complete(
+            prompt_tokens(self.model.template, chat), **settings, on_event=on_event, messages=chat
+        )
 
     def complete(
         self,
@@ -205,8 +230,12 @@ class DraftingClient:
     ) -> Answer:
         """Continue a text of token ids, see :meth:`chat`; the session file gets the messages that it stands for."""
         if not tokens or max_new_tokens < 1:
-            raise RequestInvalid("an answer needs a prompt of at least one token, and room for one; give both.")
-        saved = SavedAnswer("", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages))
+            raise RequestInvalid(
+                "an answer needs a prompt of at least one token, and room for one; give both."
+            )
+        saved = SavedAnswer(
+            "", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages)
+        )
         return self.resume(saved, on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
@@ -215,7 +244,9 @@ class DraftingClient:
             raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {saved.seed}.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
         if SamplingConfig(**sent) != saved.sampling:
-            raise RequestInvalid(f"drafting sessions know {', '.join(sent)} of sampling; leave other settings out.")
+            raise RequestInvalid(
+                f"drafting sessions know {', '.join(sent)} of sampling; leave other settings out."
+            )
         settings = AnswerSettings(
             saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self.drafter.width else "",
             max_offline=self._max_offline, offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,
@@ -252,7 +283,9 @@ class DraftingClient:
 class _Turn:
     """One answer: moves messages between link and session, drafts where that helps, and measures."""
 
-    def __init__(self, client: DraftingClient, session: Session, saved: SavedAnswer, on_event: OnEvent | None) -> None:
+    def __init__(
+        self, client: DraftingClient, session: Session, saved: SavedAnswer, on_event: OnEvent | None
+    ) -> None:
         self._drafter = client.drafter
         self._link = client.link
         self._timeouts = client.timeouts
@@ -266,9 +299,11 @@ class _Turn:
         self._n_pings = self._n_senseless = 0
         self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
         self._contexts_due_s = 0.0
-        self._first_token: tuple[float, int] | None = None  # when the first tokens came, and how many
+        # when the first tokens came, and how many
+        self._first_token: tuple[float, int] | None = None
         self._error: ServingError = Disconnected(f"{self._link.address} did not answer.")
-        # Smoothed seconds of a round trip, a target call and drafting a token; None before the first measurement.
+        # Smoothed seconds of a round trip, a target call and drafting a token; None before the
+        # first measurement.
         self._round_trip_s: float | None = None
         self._verify_s: float | None = None
         self._draft_s: float | None = None
@@ -296,9 +331,16 @@ class _Turn:
         session = self._session
         n_tokens = len(session.tokens) - session.n_prompt
         rate = 0.0
-        if self._first_token is not None and (seconds := time.monotonic() - self._first_token[0]) > 0:
+        if (
+            self._first_token is not None
+            and (seconds := time.monotonic() - self._first_token[0]) > 0
+        ):
             rate = (n_tokens - self._first_token[1]) / seconds
-        counts = (session.n_chain_tokens, session.n_chains) if session.n_chains else (n_tokens, session.n_calls)
+        counts = (
+            (session.n_chain_tokens, session.n_chains)
+            if session.n_chains
+            else (n_tokens, session.n_calls)
+        )
         return Stats(
             n_tokens=n_tokens, n_target_calls=session.n_calls, n_rolled_back=session.n_rolled_back, tokens_per_s=rate,
             acceptance_length=counts[0] / counts[1] if counts[1] else None, round_trip_ms=_ms(self._round_trip_s),
@@ -353,7 +395,8 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # Contexts follow at once: waiting for them is faster than feeding the tokens they stand for level by level.
+        # Contexts follow at once: waiting for them is faster than feeding the tokens they stand for
+        # level by level.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -378,7 +421,11 @@ class _Turn:
             return
         silent_s = now - self._heard_s
         if silent_s > timeouts.dead_s:
-            self._reconnect(Disconnected(f"nothing was heard of {self._link.address} for {timeouts.dead_s:g} s."))
+            self._reconnect(
+                Disconnected(
+                    f"nothing was heard of {self._link.address} for {timeouts.dead_s:g} s."
+                )
+            )
             return
         if silent_s > timeouts.silence_s + 2 * (self._round_trip_s or 0.0):
             session.stall(f"nothing was heard of {self._link.address} for {silent_s:.1f} s.")
@@ -404,7 +451,8 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            session.no_draft()  # those of a long prompt are on their way: to feed it level by level takes longer
+            # those of a long prompt are on their way: to feed it level by level takes longer
+            session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
             draft = drafter.next(session.tokens, [draft.token for draft in session.drafts])
@@ -437,7 +485,9 @@ class _Turn:
         if self._file is not None:
             self._saved_s, session = time.monotonic(), self._session
             tokens = tuple(session.tokens)
-            replace(self._saved, session=session.session, tokens=tokens, finish=session.finish).save(self._file)
+            replace(
+                self._saved, session=session.session, tokens=tokens, finish=session.finish
+            ).save(self._file)
 
 
 def _smoothed(before: float | None, seconds: float) -> float:

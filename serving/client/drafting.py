@@ -35,11 +35,13 @@ from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
 from .session import Draft
 
-# The file of a training run that records its store, and the folder of a store that holds the bundle.
+# The file of a training run that records its store, and the folder of a store that holds the
+# bundle.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
 _MAX_FED = 16  # known tokens that one call feeds: the caller looks at the network in between
-# Levels after which another chain begins where newer contexts are here: each level after a context agrees less.
+# Levels after which another chain begins where newer contexts are here: each level after a context
+# agrees less.
 _MAX_LEVELS = 32
 
 
@@ -93,22 +95,32 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
         for found in (place, place / _BUNDLE):
             if (found / FROZEN_FILE).is_file():
                 return found
-        raise RequestInvalid(f"{place} holds no {FROZEN_FILE}; give a store, or its folder target/.")
+        raise RequestInvalid(
+            f"{place} holds no {FROZEN_FILE}; give a store, or its folder target/."
+        )
     run = Path(folder).expanduser()
     for place in (run, run.parent):
         if (place / _RUN_FILE).is_file():
-            found = Path(str(read_config_file(place / _RUN_FILE).get("store", ""))).expanduser() / _BUNDLE
+            found = (
+                Path(str(read_config_file(place / _RUN_FILE).get("store", ""))).expanduser()
+                / _BUNDLE
+            )
             if (found / FROZEN_FILE).is_file():
                 return found
-            raise RequestInvalid(f"{place} was trained from {found.parent}, which is not there; give --bundle.")
-    raise RequestInvalid(f"{run} is not a run, so its store is not known; give --bundle STORE/target.")
+            raise RequestInvalid(
+                f"{place} was trained from {found.parent}, which is not there; give --bundle."
+            )
+    raise RequestInvalid(
+        f"{run} is not a run, so its store is not known; give --bundle STORE/target."
+    )
 
 
 class TextDrafter:
     """Drafts what follows one text after the other."""
 
     def __init__(self, model: DraftingModel) -> None:
-        self._model, self.width = model, model.drafter.context_width or 0  # W; 0 for one that needs no contexts
+        # W; 0 for one that needs no contexts
+        self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._text: list[int] = []
         self._chain: Chain | None = None
@@ -121,7 +133,10 @@ class TextDrafter:
         self._end_round()
         self._pending.clear()
         self.n_context = self._n_taken
-        is_same = len(tokens) > self._n_taken and list(tokens[: self._n_taken + 1]) == self._text[: self._n_taken + 1]
+        is_same = (
+            len(tokens) > self._n_taken
+            and list(tokens[: self._n_taken + 1]) == self._text[: self._n_taken + 1]
+        )
         if not is_same:
             self._reset()
         return self.n_context
@@ -183,7 +198,8 @@ class TextDrafter:
         self._cache = drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
-        self._root, self._n_taken, self.n_context = -1, 0, 0  # the last: positions whose contexts have arrived
+        # the last: positions whose contexts have arrived
+        self._root, self._n_taken, self.n_context = -1, 0, 0
         self._end_round()
 
     def _end_round(self) -> None:
@@ -224,6 +240,9 @@ class TextDrafter:
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
-            # A cautious guess: with the same noise two models agree more often than the likeliest token is drawn.
-            return Draft(token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax()))
+            # A cautious guess: with the same noise two models agree more often than the likeliest
+            # token is drawn.
+            return Draft(
+                token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax())
+            )
         return Draft(token, float(scores.softmax(0)[token]))

@@ -4,7 +4,8 @@ Its user takes events off a queue, in order. Streams are numbered, so that nothi
 next.
 """
 
-# gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as a program that uses
+# gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as
+# a program that uses
 # this client may.
 
 import contextlib
@@ -23,21 +24,27 @@ from ...errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
 from .. import moa_v1_pb2 as pb
 from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0  # waits between two attempts to connect; each is twice the one before
-_CONNECT_S = 5.0  # an attempt is given up after this long: a packet of the handshake was lost, or nobody is there
-# gRPC's thread that watches a channel fails, with a traceback on the terminal, if the channel is closed before it has
+# waits between two attempts to connect; each is twice the one before
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+# an attempt is given up after this long: a packet of the handshake was lost, or nobody is there
+_CONNECT_S = 5.0
+# gRPC's thread that watches a channel fails, with a traceback on the terminal, if the channel is
+# closed before it has
 # noticed that nobody listens any more.
 _CLOSED_AFTER_S = 2.0
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5  # what gRPC puts before each message
 _OPTIONS = (
     *CLIENT_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the waits of an old one to the same server
+    # else a new channel inherits the waits of an old one to the same server
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
 # Errors by status; with any other a new attempt may help.
-_ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {grpc.StatusCode.PERMISSION_DENIED: NotAllowed}
+_ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed
+}
 _READY = grpc.ChannelConnectivity.READY
 _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
@@ -77,7 +84,8 @@ class Link:
         self._channel: grpc.Channel | None = None
         self._call: Any = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._stream = self._n_streams = 0  # number of the stream that is there, 0 for none; of all so far
+        # number of the stream that is there, 0 for none; of all so far
+        self._stream = self._n_streams = 0
         self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
         self._reason = ""  # why the user of this link ended the stream
         self._wait_s = _FIRST_WAIT_S
@@ -117,7 +125,9 @@ class Link:
         """Return the events so far, in order; waits for one, but not longer than the timeout."""
         found: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait())
+            found.append(
+                self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
+            )
             while True:
                 found.append(self._events.get_nowait())
         return found
@@ -152,7 +162,9 @@ class Link:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or (self._is_wanted and not self._is_cut))
+                self._changed.wait_for(
+                    lambda: self._is_closed or (self._is_wanted and not self._is_cut)
+                )
                 if self._is_closed:
                     return
             try:
@@ -190,7 +202,9 @@ class Link:
             return channel
         if state is _FAILED:
             raise self._refusal(channel)
-        raise Disconnected(self._reason or f"{self.address} did not answer within {_CONNECT_S:g} s.")
+        raise Disconnected(
+            self._reason or f"{self.address} did not answer within {_CONNECT_S:g} s."
+        )
 
     def _refusal(self, channel: grpc.Channel) -> ServingError:
         try:
@@ -198,9 +212,13 @@ class Link:
         except grpc.RpcError as failure:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
             if "WRONG_VERSION_NUMBER" in reason:
-                return ProtocolMismatch(f"{self.address} speaks no TLS; leave out --ca, or give it a certificate.")
+                return ProtocolMismatch(
+                    f"{self.address} speaks no TLS; leave out --ca, or give it a certificate."
+                )
             if "certificate" in reason.lower():
-                return ProtocolMismatch(f"{self.address} has no certificate of the given authority; give its --ca.")
+                return ProtocolMismatch(
+                    f"{self.address} has no certificate of the given authority; give its --ca."
+                )
             if "HTTP/2" in reason or "ALPN" in reason:
                 return ProtocolMismatch(f"{self.address} is not a gRPC port; {_GRPC_PORT}.")
             return Disconnected(f"{self.address} cannot be reached ({reason[:200]}).")
@@ -278,7 +296,9 @@ def _credentials(ca: str | Path | None) -> grpc.ChannelCredentials:
     try:
         certificates = Path(ca).expanduser().read_bytes()
     except OSError as error:
-        raise RequestInvalid(f"the certificate authority {ca} cannot be read: {error.strerror}.") from error
+        raise RequestInvalid(
+            f"the certificate authority {ca} cannot be read: {error.strerror}."
+        ) from error
     if b"-----BEGIN CERTIFICATE-----" not in certificates:
         raise RequestInvalid(f"{ca} holds no certificate in PEM; give the file of the authority.")
     return grpc.ssl_channel_credentials(root_certificates=certificates)

@@ -32,7 +32,8 @@ from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import ERRORS, PROTOCOL, n_common
 
-# Events, for what shows the text: a terminal, a web page, a measurement. Tokens have indices in the answer, from 0.
+# Events, for what shows the text: a terminal, a web page, a measurement. Tokens have indices in the
+# answer, from 0.
 
 ChosenMode = Literal["server", "client"]
 """Where drafts are made while there is a network: ``server``, which drafts, verifies and streams, or ``client``, which
@@ -118,7 +119,8 @@ def as_json(event: Event) -> dict[str, Any]:
 
 SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """The settings of sampling that the protocol has."""
-GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)  # of the chains that a client drafts
+# of the chains that a client drafts
+GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class AnswerSettings:
     seed: int = 0
     codec: str = "int8"  # of the drafter's contexts on the wire; empty for none
     max_offline: int = 64  # tokens that are shown unverified
-    # Offline the client stops where the product of the drafter's probabilities since the last verified token falls
+    # Offline the client stops where the product of the drafter's probabilities since the last
+    # verified token falls
     # below this: what followed would be taken back almost surely.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
@@ -169,20 +172,24 @@ class Session:
         self.session = session
         self.mode = settings.mode
         self.shape = settings.shape
-        # Drafted tokens, of which the first n_shown are shown as unverified, and the first n_asked are being verified.
+        # Drafted tokens, of which the first n_shown are shown as unverified, and the first n_asked
+        # are being verified.
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
         self.n_context = n_context
         self.contexts = list[tuple[pb.Context, int]]()
         self.finish = ""  # why the answer ended
-        self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0  # calls that committed something
+        # calls that committed something
+        self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
         self._texts = texts
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        self._is_up = self.is_opened = False  # whether there is a connection, and the server has opened the session
+        # whether there is a connection, and the server has opened the session
+        self._is_up = self.is_opened = False
         self.was_opened = False  # on this connection or an earlier one
-        self.is_offline = self._is_stuck = False  # whether the client writes without the server, and can draft no more
+        # whether the client writes without the server, and can draft no more
+        self.is_offline = self._is_stuck = False
         self._has_paused = False  # offline, and said so
         self._awaited = 0  # sequence number of the Verify that has not been answered
         self._is_running = False  # whether the server decodes and streams
@@ -214,7 +221,8 @@ class Session:
                 ),
             )
         )  # fmt: skip
-        # The next request follows at once: waiting for Opened would cost each answer another round trip.
+        # The next request follows at once: waiting for Opened would cost each answer another round
+        # trip.
         self._proceed()
 
     def link_down(self, reason: str) -> None:
@@ -268,10 +276,15 @@ class Session:
         if kind == "opened":
             self._open(message.opened)
         elif kind == "failure":
-            text = message.failure.message or f"the server failed without a reason ({message.failure.code})."
+            text = (
+                message.failure.message
+                or f"the server failed without a reason ({message.failure.code})."
+            )
             raise ERRORS.get(message.failure.code, Disconnected)(text)
         elif not self.is_opened:
-            raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
+            raise Disconnected(
+                f"the server sent {kind or 'an empty message'} before it opened the session."
+            )
         if self.is_offline and self.is_opened:
             self.is_offline = False
             self._events.append(ModeChanged(self.mode, "the server is there again"))
@@ -286,16 +299,24 @@ class Session:
     @property
     def wants_draft(self) -> bool:
         """Whether another draft is of use now."""
-        if self.finish or self._is_stuck or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids):
+        if (
+            self.finish
+            or self._is_stuck
+            or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids)
+        ):
             return False
         n_drafts = len(self.drafts)
         n_left = self._n_left
         if self.is_offline:
             settings = self.settings
-            return n_drafts < min(n_left, settings.max_offline) and self._probability() >= settings.offline_below
+            return (
+                n_drafts < min(n_left, settings.max_offline)
+                and self._probability() >= settings.offline_below
+            )
         if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        if self._awaited:  # ahead of its answer: the first of them guesses the token after those that were asked for
+        # ahead of its answer: the first of them guesses the token after those that were asked for
+        if self._awaited:
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
 
@@ -343,9 +364,13 @@ class Session:
         known = len(self.tokens) - message.start
         tokens = list(message.tokens)
         if known < 0:
-            raise Disconnected(f"the server's tokens begin at {message.start}, {len(self.tokens)} are here.")
+            raise Disconnected(
+                f"the server's tokens begin at {message.start}, {len(self.tokens)} are here."
+            )
         if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
-            raise Disconnected(f"the server's tokens from {message.start} on differ from those that it sent before.")
+            raise Disconnected(
+                f"the server's tokens from {message.start} on differ from those that it sent before."
+            )
         if message.answers and message.answers == self._awaited:
             if self.n_asked:
                 self.n_chains += 1
@@ -356,7 +381,9 @@ class Session:
             self._is_stuck = False
             if message.answers:
                 n_accepted = max(0, message.n_accepted - known)
-                kinds: list[Kind] = ["accepted" if index < n_accepted else "bonus" for index in range(len(new))]
+                kinds: list[Kind] = [
+                    "accepted" if index < n_accepted else "bonus" for index in range(len(new))
+                ]
             else:
                 kinds = ["streamed" for _ in new]
             self._append(new, kinds)
@@ -379,7 +406,9 @@ class Session:
 
     @property
     def _n_left(self) -> int:
-        return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(self.tokens)
+        return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(
+            self.tokens
+        )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
         """Commit tokens: drafts that agree stay, from the first that does not they are taken back."""
@@ -421,7 +450,9 @@ class Session:
             return
         self._has_paused = True
         n_drafts = len(self.drafts)
-        if n_drafts >= self._n_left or (n_drafts and self.drafts[-1].token in self.settings.eos_token_ids):
+        if n_drafts >= self._n_left or (
+            n_drafts and self.drafts[-1].token in self.settings.eos_token_ids
+        ):
             why = "the draft of the answer is complete"
         elif n_drafts >= self.settings.max_offline:
             why = "no more may be shown unverified"
@@ -429,7 +460,9 @@ class Session:
             why = "the drafter lacks contexts of the server"
         else:
             why = "the drafter is too unsure of what follows"
-        self._events.append(ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
+        self._events.append(
+            ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}")
+        )
 
     def _emit_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
         texts = tuple(self._texts.append(token) for token in tokens)

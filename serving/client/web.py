@@ -97,12 +97,17 @@ class ChatPage(AbstractContextManager["ChatPage"]):
     """
 
     def __init__(
-        self, answer: Callable[[str, OnEvent], object], set_network: Callable[[bool], None], port: int = 0
+        self,
+        answer: Callable[[str, OnEvent], object],
+        set_network: Callable[[bool], None],
+        port: int = 0,
     ) -> None:
         try:
             self._listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
-            raise OptionInvalid(f"The page cannot use port {port}: {error.strerror}. Give --web another.") from error
+            raise OptionInvalid(
+                f"The page cannot use port {port}: {error.strerror}. Give --web another."
+            ) from error
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
         self._answer = answer
@@ -112,10 +117,17 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         self._log.begin({"type": "Began", "prompt": None}, self._network())
         self._asking = threading.Lock()
         config = uvicorn.Config(
-            self._app(), log_config=None, access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1
+            self._app(),
+            log_config=None,
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="page", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), name="page", daemon=True
+        )
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
@@ -137,7 +149,9 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             is_own = request.headers.get("host") in hosts and (
                 origin is None or origin.removeprefix("http://") in hosts
             )
-            response = await serve(request) if is_own else _refuse(403, "This page is for 127.0.0.1 only.")
+            response = (
+                await serve(request) if is_own else _refuse(403, "This page is for 127.0.0.1 only.")
+            )
             response.headers.update(_HEADERS)
             return response
 
@@ -155,7 +169,9 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             if not self._asking.acquire(blocking=False):
                 return _refuse(409, "An answer is being made. Wait for its end.")
             self._log.begin({"type": "Began", "prompt": body.prompt}, self._network())
-            threading.Thread(target=self._ask, args=(body.prompt,), name="answer", daemon=True).start()
+            threading.Thread(
+                target=self._ask, args=(body.prompt,), name="answer", daemon=True
+            ).start()
             return JSONResponse({}, status_code=202)
 
         @app.post("/network")
@@ -173,7 +189,9 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         except MoaDataError as error:
             self._log.append({"type": "Failed", "message": first_line(error)})
         except BaseException:
-            self._log.append({"type": "Failed", "message": "The client failed; its terminal says why."})
+            self._log.append(
+                {"type": "Failed", "message": "The client failed; its terminal says why."}
+            )
             raise
         finally:
             self._log.append({"type": "Ended"})

@@ -41,13 +41,15 @@ except ImportError:  # before torch 2.10
 
 ATTENTION = "moa_data_parts"
 """The name of this attention in transformers."""
-# A kernel works on blocks of some queries, so that padding short parts to so many tokens costs nothing. Long ones are
+# A kernel works on blocks of some queries, so that padding short parts to so many tokens costs
+# nothing. Long ones are
 # padded apart: a step beside a chunk of a prompt must not become as long as that.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
 # Heads of a group from which on one product of a group takes less time than products of vectors.
 _MANY_HEADS = 5
-# Slots of a row of scores are a multiple of this, so that a row's sum is the same whatever rows it shares a call with.
+# Slots of a row of scores are a multiple of this, so that a row's sum is the same whatever rows it
+# shares a call with.
 _ROW_SLOTS = 16
 
 
@@ -57,8 +59,10 @@ class Part:
 
     kv: PooledKV
     tokens: list[int]  # those after its committed KV, then the drafts
-    parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the token before them
-    is_read: bool = True  # whether logits are wanted, of the last token before the drafts and of each draft
+    # of each draft, an index into the drafts, -1 for the token before them
+    parents: tuple[int, ...] = ()
+    # whether logits are wanted, of the last token before the drafts and of each draft
+    is_read: bool = True
 
     @property
     def start(self) -> int:
@@ -95,7 +99,10 @@ class Part:
         depths = {-1: 0}
         for node, parent in enumerate(self.parents):
             depths[node] = depths[parent] + 1
-        return [*range(self.start, root + 1), *(root + depths[node] for node in range(len(self.parents)))]
+        return [
+            *range(self.start, root + 1),
+            *(root + depths[node] for node in range(len(self.parents))),
+        ]
 
     def seen(self) -> NDArray[np.bool_]:
         """Say which tokens of the part each of them sees, itself included: [n, n]."""
@@ -111,29 +118,38 @@ class Part:
         if self.sees_all(window):
             return None
         if self.is_chain:
-            return masks.causal_mask(to_device([positions], device), self.start + len(self.tokens), window)
+            return masks.causal_mask(
+                to_device([positions], device), self.start + len(self.tokens), window
+            )
         return masks.tree_mask([self.start], to_device(self.seen()[None], device), window)
 
 
 def _pending_slots(parts: Sequence[Part], device: torch.device) -> Tensor:
     """The slots of the pool of all tokens, [T] int64."""
-    return to_device([part.first_slot + index for part in parts for index in range(len(part.tokens))], device)
+    return to_device(
+        [part.first_slot + index for part in parts for index in range(len(part.tokens))], device
+    )
 
 
 class PartsAttention:
     """Writes keys and values of a call to each part's own KV, and attends within each part."""
 
-    def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device
+    ) -> None:
         self._planes = parts[0].kv.pool.planes
         self._sizes = [len(part.tokens) for part in parts]
         positions = [part.positions() for part in parts]
-        self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
+        # [T] int64
+        self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
         # By the number of query heads, in which layers may differ; empty where they are of no use.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
-            window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
+            window: [
+                part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)
+            ]
             for window in set(windows)
         }
         self._masks = [by_window[window] for window in windows]
@@ -141,7 +157,9 @@ class PartsAttention:
             mask is None for own in by_window.values() for mask in own
         )
 
-    def run_layers(self, n_heads: int, n_kv_heads: int, head_dim: int, scale: float) -> RunLayers | None:
+    def run_layers(
+        self, n_heads: int, n_kv_heads: int, head_dim: int, scale: float
+    ) -> RunLayers | None:
         """Return what runs all layers of such heads in one call, if all parts are steps that are rows alike."""
         n_planes, _, most = self._planes[0][0].shape
         if not self._are_steps or (n_planes, most, most**-0.5) != (n_kv_heads, head_dim, scale):
@@ -160,7 +178,13 @@ class PartsAttention:
         return list(zip(*(zip(*part.seen_kv(), strict=True) for part in self._parts), strict=True))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]; see ``attend_plainly``."""
         is_plain = cap is None and sinks is None
@@ -171,14 +195,18 @@ class PartsAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, most = planes[0].shape
-        is_whole = n_planes == n_kv_heads and most == width  # else other layers have more, or wider ones
+        # else other layers have more, or wider ones
+        is_whole = n_planes == n_kv_heads and most == width
         for plane, new in zip(planes, (k, v), strict=True):
-            (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(1, self._pending, new[0])
+            (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
+                1, self._pending, new[0]
+            )
         if self._are_steps and is_plain and is_whole and value_width == width:
             if steps := self._steps_of(q.shape[1], q.dtype):
                 return _Steps.attend_all(steps, layer, q)
             # The heads of a group are queries of one head, and nothing is hidden from them.
-            rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
+            # of each part [1, H_kv, G, d]
+            rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)
             own = [
                 scaled_dot_product_attention(row, keys, values)
                 for row, (keys, values) in zip(rows, self._seen[layer], strict=True)
@@ -213,16 +241,25 @@ class _Steps:
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [part.start for part in parts]
-        lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)  # [T, 1]
+        # [T, 1]
+        lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
         slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
-        planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(n_heads // n_kv_heads)
-        places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()  # [T * H * S], rows of [H_kv * slots]
+        planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
+            n_heads // n_kv_heads
+        )
+        # [T * H * S], rows of [H_kv * slots]
+        places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()
         stops = torch.arange(0, len(places) + 1, len(columns))
-        added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)  # to what only fills the row
+        # to what only fills the row
+        added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
         scores = torch.zeros(len(parts), n_heads, len(columns))  # of the layer at hand
         sparse = torch.sparse_csr_tensor(
-            stops, places, scores.view(-1), (len(parts) * n_heads, n_kv_heads * n_slots), check_invariants=False
+            stops,
+            places,
+            scores.view(-1),
+            (len(parts) * n_heads, n_kv_heads * n_slots),
+            check_invariants=False,
         )
         self._rows: Rows = scores, sparse, added.unsqueeze(1), places, stops
 
@@ -234,7 +271,12 @@ class _Steps:
         """
         buffer = parts[0].kv.pool.buffer
         are_few = n_heads < _MANY_HEADS * buffer.shape[2]
-        if not (are_few and buffer.device.type == "cpu" and buffer.dtype == dtype == torch.float32 and _steps_work()):
+        if not (
+            are_few
+            and buffer.device.type == "cpu"
+            and buffer.dtype == dtype == torch.float32
+            and _steps_work()
+        ):
             return []
         n_seen = [part.start + 1 for part in parts]
         are_alike = len(parts) * max(n_seen) <= 2 * sum(n_seen)
@@ -247,11 +289,17 @@ class _Steps:
         if len(steps) == 1:
             return steps[0]._attend(layer, queries)[None]
         rows = queries.split([len(one._parts) for one in steps])
-        return torch.cat([one._attend(layer, row) for one, row in zip(steps, rows, strict=True)])[None]
+        return torch.cat([one._attend(layer, row) for one, row in zip(steps, rows, strict=True)])[
+            None
+        ]
 
-    def run_layers(self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any) -> list[Tensor]:
+    def run_layers(
+        self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any
+    ) -> list[Tensor]:
         """Run all layers of a target, as :data:`.fused.RunLayers` says; ``pending``, [T]: the tokens' slots."""
-        return run_layers(x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows)
+        return run_layers(
+            x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
+        )
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         return attend_rows(q, *self._pool.rows[layer], self._rows).view(q.shape)
@@ -260,8 +308,11 @@ class _Steps:
 @functools.cache
 def _steps_work() -> bool:
     """Whether this build of PyTorch has the products at single places, and they are right."""
-    # Sparse tensors may change with versions, of which PyTorch warns once a process, so they are tried.
-    pool = Pool(3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU)
+    # Sparse tensors may change with versions, of which PyTorch warns once a process, so they are
+    # tried.
+    pool = Pool(
+        3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU
+    )
     parts = []
     pool.buffer.fill_(torch.nan)
     generator = torch.Generator().manual_seed(0)
@@ -289,16 +340,25 @@ class JoinedAttention:
     """What :class:`PartsAttention` computes, by as many kernels whatever the number of parts."""
 
     def __init__(
-        self, parts: Sequence[Part], windows: Sequence[int | None], n_heads: int, device: torch.device
+        self,
+        parts: Sequence[Part],
+        windows: Sequence[int | None],
+        n_heads: int,
+        device: torch.device,
     ) -> None:
         self._buffer = parts[0].kv.pool.buffer
         self._windows = windows
         self._n_heads = n_heads
         sizes = [len(part.tokens) for part in parts]
-        firsts = [stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
-        self.positions = to_device([at for part in parts for at in part.positions()], device)  # [T] int64
+        firsts = [
+            stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+        ]
+        # [T] int64
+        self.positions = to_device([at for part in parts for at in part.positions()], device)
         self._pending = _pending_slots(parts, device)
-        is_ragged = _takes_ragged(parts, n_heads) and not any(isinstance(window, masks.Chunk) for window in windows)
+        is_ragged = _takes_ragged(parts, n_heads) and not any(
+            isinstance(window, masks.Chunk) for window in windows
+        )
         self._ragged = _Ragged(parts, device) if is_ragged else None
         if self._ragged is not None:
             return
@@ -311,10 +371,13 @@ class JoinedAttention:
             own = [parts[row] for row in rows]
             self._batches.append(_Batch(own, [firsts[row] for row in rows], set(windows), n_heads))
             for row in rows:
-                places[firsts[row] : firsts[row] + sizes[row]] = range(n_places, n_places + sizes[row])
+                places[firsts[row] : firsts[row] + sizes[row]] = range(
+                    n_places, n_places + sizes[row]
+                )
                 n_places += max(sizes[row] for row in rows)
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T  # [H_kv, G]
-        self._places = (to_device(places, device)[:, None] * n_heads + order.flatten()).flatten()  # [T * H]
+        # [T * H]
+        self._places = (to_device(places, device)[:, None] * n_heads + order.flatten()).flatten()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]."""
@@ -338,7 +401,9 @@ class _Ragged:
         self._longest = max(sizes), max(seen)
         stops = [0, *itertools.accumulate(sizes)]
         slots = [*(part.kv.first_slot for part in parts), parts[0].kv.pool.buffer.shape[3]]
-        self._stops, self._slots, self._seen = (to_device(x, device, torch.int32) for x in (stops, slots, seen))
+        self._stops, self._slots, self._seen = (
+            to_device(x, device, torch.int32) for x in (stops, slots, seen)
+        )
 
     def attend(self, q: Tensor, kv: Tensor, window: int | None) -> Tensor:
         """Attend with q [1, H, T, d] to a layer's kv [2, H_kv, slots, d] -> [1, T, H, d]."""
@@ -360,7 +425,9 @@ def _takes_ragged(parts: Sequence[Part], n_heads: int) -> bool:
 
 
 @functools.cache
-def _ragged_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
+def _ragged_works(
+    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
+) -> bool:
     """Whether FlashAttention for rows of any lengths agrees with attention part by part on this machine."""
     # Its arguments change from version to version of torch, so it is tried.
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
@@ -382,7 +449,9 @@ def _ragged_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_h
         plain, own = PartsAttention(parts, windows, device), _Ragged(parts, device)
         for layer, window in enumerate(windows):
             expected = plain.attend(layer, q, k, v)
-            torch.testing.assert_close(own.attend(q, pool.buffer[:, layer], window), expected, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(
+                own.attend(q, pool.buffer[:, layer], window), expected, rtol=0.05, atol=0.05
+            )
     except Exception as error:  # noqa: BLE001 - whatever it is means no
         text = f"served texts are padded for attention, as torch's varlen_attn fails here: {first_line(error):.200}"
         warnings.warn(text, stacklevel=2)
@@ -399,7 +468,11 @@ class _Batch:
     """
 
     def __init__(
-        self, parts: Sequence[Part], firsts: Sequence[int], windows: Collection[int | None], n_heads: int
+        self,
+        parts: Sequence[Part],
+        firsts: Sequence[int],
+        windows: Collection[int | None],
+        n_heads: int,
     ) -> None:
         # ``firsts`` are the places of the parts' first tokens in the call.
         buffer = parts[0].kv.pool.buffer
@@ -410,37 +483,54 @@ class _Batch:
         self._parts = parts
         self._n_rows = len(parts)
         self._n_kv_heads = n_kv_heads
-        # A part's last token stands for padding too, among queries as among slots: others hold anything, also NaN.
+        # A part's last token stands for padding too, among queries as among slots: others hold
+        # anything, also NaN.
         lasts = [len(part.tokens) - 1 for part in parts]
         tokens = [
-            [first + min(index, last) for index in range(n_tokens)] for first, last in zip(firsts, lasts, strict=True)
+            [first + min(index, last) for index in range(n_tokens)]
+            for first, last in zip(firsts, lasts, strict=True)
         ]
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
         # [B * H_kv * n * G], rows of [T * H]
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(parts) > 1:
             n_slots = -(-n_slots // 8) * 8  # as kernels want masks
-            bounds = [(part.kv.first_slot, part.first_slot + last) for part, last in zip(parts, lasts, strict=True)]
+            bounds = [
+                (part.kv.first_slot, part.first_slot + last)
+                for part, last in zip(parts, lasts, strict=True)
+            ]
             first_slots, last_slots = to_device(bounds, device).split(1, dim=1)
-            self._slots = torch.minimum(first_slots + torch.arange(n_slots, device=device), last_slots).flatten()
+            self._slots = torch.minimum(
+                first_slots + torch.arange(n_slots, device=device), last_slots
+            ).flatten()
         self._n_slots = n_slots
-        self._scores = {window: self._added(window, n_tokens, n_heads // n_kv_heads, buffer) for window in windows}
+        self._scores = {
+            window: self._added(window, n_tokens, n_heads // n_kv_heads, buffer)
+            for window in windows
+        }
 
-    def _added(self, window: int | None, n_tokens: int, n_group: int, buffer: Tensor) -> Tensor | None:
+    def _added(
+        self, window: int | None, n_tokens: int, n_group: int, buffer: Tensor
+    ) -> Tensor | None:
         """Make what is added to the scores, 0 or -inf, [B, n * G, S]; None where all is seen."""
         if self._n_rows == 1 and self._parts[0].sees_all(window):
             return None
-        seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))  # padding sees itself
+        # padding sees itself
+        seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))
         for row, part in enumerate(self._parts):
             seen[row, : len(part.tokens), : len(part.tokens)] = part.seen()
-        mask = masks.tree_mask([part.start for part in self._parts], to_device(seen, buffer.device), window)
+        mask = masks.tree_mask(
+            [part.start for part in self._parts], to_device(seen, buffer.device), window
+        )
         hidden = ~pad(mask, (0, self._n_slots - mask.shape[2]))
         added = torch.zeros_like(hidden, dtype=buffer.dtype).masked_fill_(hidden, -torch.inf)
         return added.repeat_interleave(n_group, dim=1)
 
     def attend(self, queries: Tensor, kv: Tensor, window: int | None) -> Tensor:
         """Attend with queries [T * H, d] to a layer's kv [2, H_kv, slots, d] -> [B * n * G * H_kv, d]."""
-        q = queries.index_select(0, self._queries).view(self._n_rows, self._n_kv_heads, -1, queries.shape[1])
+        q = queries.index_select(0, self._queries).view(
+            self._n_rows, self._n_kv_heads, -1, queries.shape[1]
+        )
         if self._n_rows == 1:
             first = self._parts[0].kv.first_slot
             rows = kv[:, None, :, first : first + self._n_slots]  # [2, 1, H_kv, S, d]

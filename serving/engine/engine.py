@@ -45,7 +45,8 @@ from .sequence import Commit, Logprobs, Request, Sequence, Work, contexts_to_hos
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
-# Positions whose contexts are sent together in a run. A client that loses its network lacks those of fewer.
+# Positions whose contexts are sent together in a run. A client that loses its network lacks those
+# of fewer.
 _CONTEXTS_AT_ONCE = 16
 
 
@@ -60,12 +61,15 @@ class Counts:
     """What an engine has done and holds."""
 
     n_open: int = count("moa_sequences_open", "Texts that the engine holds.", True)
-    n_working: int = count("moa_sequences_working", "Texts that wait for a target call or share one.", True)
+    n_working: int = count(
+        "moa_sequences_working", "Texts that wait for a target call or share one.", True
+    )
     n_calls: int = count("moa_target_calls", "Target calls.")
     n_read: int = count("moa_tokens_read", "Tokens that the target read, drafts included.")
     n_committed: int = count("moa_tokens_committed", "New tokens of all texts.")
     n_rounds: int = count(
-        "moa_rounds", "Times that a text got new tokens; tokens over rounds is the acceptance length."
+        "moa_rounds",
+        "Times that a text got new tokens; tokens over rounds is the acceptance length.",
     )
     n_drafted: int = count("moa_drafts_verified", "Drafts that were verified.")
     n_accepted: int = count("moa_drafts_accepted", "Drafts that the target agreed with.")
@@ -81,7 +85,10 @@ class Engine:
     """Completes texts with one target and its drafters, by name; step by step or in a thread of its own."""
 
     def __init__(
-        self, target: Target, drafters: Mapping[str, Drafter] | None = None, options: EngineOptions | None = None
+        self,
+        target: Target,
+        drafters: Mapping[str, Drafter] | None = None,
+        options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
         self.target = target
@@ -89,15 +96,21 @@ class Engine:
         shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         self.max_drafts = options.max_drafts  # of one VERIFY
-        # Tokens that a text can have: what the model allows, and the KV memory with the drafts of a round besides.
+        # Tokens that a text can have: what the model allows, and the KV memory with the drafts of a
+        # round besides.
         if target.decoding_problem or target.has_states:
             raise TargetError(
                 f"{target.config.model_type} can't be served: "
-                + (target.decoding_problem or "its layers carry a state. `moa-data generate` decodes it with chains")
+                + (
+                    target.decoding_problem
+                    or "its layers carry a state. `moa-data generate` decodes it with chains"
+                )
                 + "."
             )
         for name, drafter in self.drafters.items():
-            if drafter.reads(target.sizes["n_layers"], drafter.config).kv and hasattr(target.config, "kv_lora_rank"):
+            if drafter.reads(target.sizes["n_layers"], drafter.config).kv and hasattr(
+                target.config, "kv_lora_rank"
+            ):
                 raise TargetError(
                     f"drafter {name!r} reads latents of {target.config.model_type}, which the engine does not keep, so "
                     "it can't be served. `moa-data generate` decodes with it."
@@ -108,8 +121,10 @@ class Engine:
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self.kv_bytes = self._pool.buffer.nbytes
-        # An upper estimate of what target calls and requests add, measured with a target of 135 million weights:
-        # activations, logits with the copies that sampling sorts, masks of a chunk, texts, and memory that is freed.
+        # An upper estimate of what target calls and requests add, measured with a target of 135
+        # million weights:
+        # activations, logits with the copies that sampling sorts, masks of a chunk, texts, and
+        # memory that is freed.
         n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
         activations = 100 * sizes["hidden_size"] * (options.prefill_chunk + n_logits)
         masks = 5 * self.max_positions * options.prefill_chunk
@@ -120,11 +135,14 @@ class Engine:
         if problem := self._problem():
             raise TargetError(f"{target.config.model_type} can't be served: {problem}.")
         self._speculations = {
-            name: Speculation(name, self._runner.frozen(drafter.config.target_layer_inference), drafter, shape)
+            name: Speculation(
+                name, self._runner.frozen(drafter.config.target_layer_inference), drafter, shape
+            )
             for name, drafter in self.drafters.items()
         }
         self._sequences: dict[int, Sequence] = {}
-        self._mail: deque[Callable[[], None]] = deque()  # what other threads want done at the next step
+        # what other threads want done at the next step
+        self._mail: deque[Callable[[], None]] = deque()
         self._ids = itertools.count(1)
         self._counts = Counts()
         self._lock = threading.Lock()
@@ -169,16 +187,27 @@ class Engine:
         self._check(request, limit)
         with self._lock:
             if self._counts.n_open >= self._max_open:
-                raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
+                raise Overloaded(
+                    f"{self._max_open} texts are open, which is the most; try again later."
+                )
             self._counts.n_open += 1
-        sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit, self.target.eos_token_ids)
+        sequence = Sequence(
+            next(self._ids),
+            request,
+            limit,
+            PooledKV(self._pool),
+            on_commit,
+            self.target.eos_token_ids,
+        )
         answer = list(request.tokens[request.n_prompt :])
         n_answer = limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
         self._mail.append(lambda: self._sequences.update({sequence.id: sequence}))
         return sequence.id
 
-    def set_work(self, sequence_id: int, work: Work, drafts: Rows[int] = (), answers: int = 0) -> None:
+    def set_work(
+        self, sequence_id: int, work: Work, drafts: Rows[int] = (), answers: int = 0
+    ) -> None:
         """Set what is to be done with a sequence from the next step on, in place of its work before.
 
         A sequence whose answer has ended, and one that becomes idle with a tag, answers with a commit without tokens.
@@ -225,14 +254,23 @@ class Engine:
                 n_prompt >= n_positions,
                 f"the prompt has {n_prompt} tokens, the model {n_positions} positions; shorten the prompt.",
             ),
-            (request.max_new_tokens < 1, f"max_new_tokens must be at least 1, got {request.max_new_tokens}."),
-            (n_tokens > limit, f"the text has {n_tokens} tokens, more than its own bound of {limit}."),
+            (
+                request.max_new_tokens < 1,
+                f"max_new_tokens must be at least 1, got {request.max_new_tokens}.",
+            ),
+            (
+                n_tokens > limit,
+                f"the text has {n_tokens} tokens, more than its own bound of {limit}.",
+            ),
             (
                 limit > self.max_positions,
                 f"the text may become {limit} tokens long, {self.max_positions} fit in the server's memory; ask for "
                 "fewer tokens or shorten the prompt.",
             ),
-            (request.n_context > n_tokens, f"contexts of {request.n_context} positions cannot be known of this text."),
+            (
+                request.n_context > n_tokens,
+                f"contexts of {request.n_context} positions cannot be known of this text.",
+            ),
             (
                 name is not None and drafter is None,
                 f"{name!r} is not a drafter of this server; loaded: {', '.join(self.drafters) or 'none'}.",
@@ -326,7 +364,9 @@ class Engine:
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
             own = [one for one in sequences if one.request.drafter == name and one.is_draftable]
-            groups[name] = [s for s in own if s.n_cached and s.work is Work.SPECULATE and s.n_missing == 0]
+            groups[name] = [
+                s for s in own if s.n_cached and s.work is Work.SPECULATE and s.n_missing == 0
+            ]
             for sequence in own:
                 if sequence.n_cached == 0:
                     with self._dispensable(name, [sequence]):
@@ -343,7 +383,9 @@ class Engine:
         try:
             yield
         except Exception:  # noqa: BLE001 - whatever it is
-            _LOG.exception("the drafter %s failed; %d texts continue without drafts", name, len(sequences))
+            _LOG.exception(
+                "the drafter %s failed; %d texts continue without drafts", name, len(sequences)
+            )
             self._speculations[name].abandon(sequences)
 
     @contextlib.contextmanager
@@ -364,14 +406,20 @@ class Engine:
             drafts, parents = (sequence.drafts, sequence.parents) if one.has_root else ((), ())
             parts.append(Part(sequence.kv, [*known, *drafts], parents, one.has_root))
         names = {one.sequence.request.drafter for one in scheduled} - {None}
-        watched = sorted({layer for name in names if name for layer in self.drafters[name].observed_layers})
+        watched = sorted(
+            {layer for name in names if name for layer in self.drafters[name].observed_layers}
+        )
         try:
             outputs = self._runner.run(parts, watched, needs_hidden=bool(names))
         except Exception as error:  # noqa: BLE001 - whatever it is, other texts must continue
             if len(scheduled) == 1:
                 self._fail(scheduled[0].sequence, error)
                 return []
-            _LOG.warning("a call over %d texts failed, each goes alone: %s", len(scheduled), first_line(error))
+            _LOG.warning(
+                "a call over %d texts failed, each goes alone: %s",
+                len(scheduled),
+                first_line(error),
+            )
             return [result for one in scheduled for result in self._call([one])]
         self._counts.n_read += sum(len(part.tokens) for part in parts)
         for one, output in zip(scheduled, outputs, strict=True):
@@ -382,10 +430,16 @@ class Engine:
         """Verify the drafts of all sampled texts at once, since each choice of its own would wait for the device."""
         sampled = [one for one in called if one.has_root and not one.sequence.text.is_argmax]
         try:
-            for one, choice in zip(sampled, accept_chosen([_verified(one) for one in sampled]), strict=True):
+            for one, choice in zip(
+                sampled, accept_chosen([_verified(one) for one in sampled]), strict=True
+            ):
                 one.choice = choice
         except Exception as error:  # noqa: BLE001 - as in _call
-            _LOG.warning("the choices of %d texts failed, each is made alone: %s", len(sampled), first_line(error))
+            _LOG.warning(
+                "the choices of %d texts failed, each is made alone: %s",
+                len(sampled),
+                first_line(error),
+            )
 
     def _accept(self, one: Scheduled) -> bool:
         """Accept drafts, and commit tokens and KV; False where that failed."""
@@ -424,7 +478,9 @@ class Engine:
         first = max(start, sequence.n_context + sequence.n_unencoded)
         if new_positions := one.kept[first - start :]:
             states = speculation.states(one.output)
-            sequence.unencoded.append(states.index_select(0, to_device(new_positions, states.device)))
+            sequence.unencoded.append(
+                states.index_select(0, to_device(new_positions, states.device))
+            )
         if one.commit.finish:
             if sequence.can_encode:
                 speculation.encode_contexts([sequence])
@@ -432,8 +488,10 @@ class Engine:
 
     def _send_contexts(self, sequences: Rows[Sequence]) -> None:
         """Send contexts after the tokens that they belong to."""
-        # While the server decodes by itself they are sent many at a time, and encoded so, which takes as long as a few;
-        # where the server's drafter needs the same, at once for both. Those of the prompt are sent at once: without
+        # While the server decodes by itself they are sent many at a time, and encoded so, which
+        # takes as long as a few;
+        # where the server's drafter needs the same, at once for both. Those of the prompt are sent
+        # at once: without
         # them the client could not draft.
         due: dict[str, list[Sequence]] = {}
         for sequence in sequences:
@@ -447,17 +505,27 @@ class Engine:
             try:
                 self._encode(name, group)
             except Exception as error:  # noqa: BLE001 - as in _call
-                _LOG.warning("contexts of %d texts failed, each goes alone: %s", len(group), first_line(error))
+                _LOG.warning(
+                    "contexts of %d texts failed, each goes alone: %s",
+                    len(group),
+                    first_line(error),
+                )
                 for sequence in group:
                     with self._alone(sequence):
                         self._encode(name, [sequence])
         ready = [
-            s for s in sequences if s.id in self._sequences and not s.finish and s.n_unsent >= _contexts_at_once(s)
+            s
+            for s in sequences
+            if s.id in self._sequences and not s.finish and s.n_unsent >= _contexts_at_once(s)
         ]
         try:
             contexts_to_host(ready)
         except Exception as error:  # noqa: BLE001 - as in _call
-            _LOG.warning("contexts of %d texts are copied one after the other: %s", len(ready), first_line(error))
+            _LOG.warning(
+                "contexts of %d texts are copied one after the other: %s",
+                len(ready),
+                first_line(error),
+            )
         for sequence in ready:
             with self._alone(sequence):
                 commit = sequence.take_contexts(sequence.commit())
@@ -470,12 +538,18 @@ class Engine:
             with self._dispensable(name, sequences):
                 self._speculations[name].reuse(contexts)
 
-    def _observe(self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float) -> None:
+    def _observe(
+        self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float
+    ) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""
         # Reading a chunk of a prompt takes longer than any round, and says nothing about drafts.
         is_comparable = all(one.n_known == 1 for one in served)
         for name, speculation in self._speculations.items():
-            own = [one for one in served if one.sequence.request.drafter == name and one.sequence.is_draftable]
+            own = [
+                one
+                for one in served
+                if one.sequence.request.drafter == name and one.sequence.is_draftable
+            ]
             with self._dispensable(name, [one.sequence for one in own]):
                 speculation.observe(own)
                 rounds = [one for one in own if one.sequence in drafting[name]]
@@ -493,7 +567,9 @@ class Engine:
         _LOG.error("text %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)
-        failure = ServingError(f"this text failed on the server ({first_line(error)}); ask for it again.")
+        failure = ServingError(
+            f"this text failed on the server ({first_line(error)}); ask for it again."
+        )
         try:
             sequence.on_commit(replace(sequence.commit(), error=failure))
         except Exception:  # noqa: BLE001 - likewise
@@ -535,13 +611,18 @@ def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logp
     text = one.sequence.text
     k = one.sequence.request.n_logprobs or 0
     rows = [
-        replace(text, tokens=text.tokens[: len(text.tokens) - len(new) + index]).masked(one.output.logits[node + 1])
+        replace(text, tokens=text.tokens[: len(text.tokens) - len(new) + index]).masked(
+            one.output.logits[node + 1]
+        )
         for index, node in enumerate([-1, *accepted][: len(new)])
     ]
     log_p = torch.stack(rows).float().log_softmax(dim=-1)  # [n, V]
     own = log_p.gather(1, to_device([[token] for token in new], log_p.device))
     values, tokens = log_p.topk(min(k, log_p.shape[1]), dim=-1)
-    likeliest = [list(zip(*of_row, strict=True)) for of_row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    likeliest = [
+        list(zip(*of_row, strict=True))
+        for of_row in zip(tokens.tolist(), values.tolist(), strict=True)
+    ]
     return tuple(zip(own[:, 0].tolist(), likeliest, strict=True))
 
 

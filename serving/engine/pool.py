@@ -50,14 +50,21 @@ class Pool:
     ) -> None:
         self._groups = groups  # of layers that are not alike
         self.n_blocks = blocks_for(n_tokens)
-        shape = 2, sizes["n_layers"], sizes["n_kv_heads"], self.n_blocks * BLOCK_TOKENS, sizes["head_dim"]
+        shape = (
+            2,
+            sizes["n_layers"],
+            sizes["n_kv_heads"],
+            self.n_blocks * BLOCK_TOKENS,
+            sizes["head_dim"],
+        )
         n_bytes = math.prod(shape) * dtype.itemsize
         try:
             # Linux grants any memory, and kills the process that writes to more than there is.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
                 raise RuntimeError(f"{format_bytes(n_free)} are free")
             # Zeros are written, so that the memory is taken now and not as texts come.
-            self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [2, L, H_kv, S, d], keys after RoPE
+            # [2, L, H_kv, S, d], keys after RoPE
+            self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise NotEnoughMemory(
                 f"the keys and values of {n_tokens:,} tokens take {format_bytes(n_bytes)}, which {device.type} memory "
@@ -118,7 +125,9 @@ class Pool:
         """Pack the KV of n slots, [n] int64 (:func:`~moa_data.moa.nn.kv.pack_kv`), from a layer on: [n, L, D]."""
         if self._groups:
             layers = self.buffer.permute(1, 3, 2, 0, 4)  # [L, S, H_kv, 2, d]
-            return pack_groups(self._groups, lambda layer: layers[layer].index_select(0, slots), first_layer)
+            return pack_groups(
+                self._groups, lambda layer: layers[layer].index_select(0, slots), first_layer
+            )
         return self.buffer[:, first_layer:].permute(3, 1, 2, 0, 4).index_select(0, slots).flatten(2)
 
     def _move(self, kv: "PooledKV", first: int) -> None:
@@ -141,7 +150,8 @@ class PooledKV:
         self.pool = pool
         self.first = 0
         self.n_blocks = 0
-        self.length = 0  # positions that are committed; later slots hold anything, and the next call writes there
+        # positions that are committed; later slots hold anything, and the next call writes there
+        self.length = 0
 
     @property
     def first_slot(self) -> int:

@@ -51,7 +51,10 @@ class Runner:
 
     def __init__(self, target: Target, min_s: float = 0.0) -> None:
         # A copy of the model's modules, not of its weights.
-        weights = {id(tensor): tensor for tensor in itertools.chain(target.model.parameters(), target.model.buffers())}
+        weights = {
+            id(tensor): tensor
+            for tensor in itertools.chain(target.model.parameters(), target.model.buffers())
+        }
         self._model = copy.deepcopy(target.model, weights)
         fuse(self._model)
         self._fused = FusedBody.of(self._model)
@@ -60,7 +63,11 @@ class Runner:
             if hasattr(module, "attn_temperature_tuning"):
                 # It counts positions by itself; within ``Target.max_positions`` it does nothing.
                 cast(Any, module).attn_temperature_tuning = False
-        matrices = [module.weight.numel() for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
+        matrices = [
+            module.weight.numel()
+            for module in self._model.modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
         self._n_values = sum(matrices) // max(1, len(matrices))
         self._device = target.device
         self._min_s = min_s
@@ -77,7 +84,8 @@ class Runner:
     @contextlib.contextmanager
     def threads(self, n_tokens: int) -> Iterator[None]:
         """Compute with one thread where so few tokens, or so small a target, gain nothing by several."""
-        # Threads meet after every product, and who waits keeps others from the core, or has to be woken.
+        # Threads meet after every product, and who waits keeps others from the core, or has to be
+        # woken.
         n_before = torch.get_num_threads()
         torch.set_num_threads(n_before if n_tokens * self._n_values >= _FEWEST_PRODUCTS else 1)
         try:
@@ -85,7 +93,9 @@ class Runner:
         finally:
             torch.set_num_threads(n_before)
 
-    def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = (), needs_hidden: bool = True) -> list[Output]:
+    def run(
+        self, parts: Sequence[Part], watched_layers: Sequence[int] = (), needs_hidden: bool = True
+    ) -> list[Output]:
         """Run the tokens of all parts; their KV stays pending until it is committed."""
         began = time.perf_counter()
         attention: PartsAttention | JoinedAttention
@@ -93,14 +103,26 @@ class Runner:
             attention = JoinedAttention(parts, self._windows, self._n_heads, self._device)
         else:
             attention = PartsAttention(parts, self._windows, self._device)
-        tokens = to_device([list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device)
+        tokens = to_device(
+            [list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device
+        )
         sizes = [len(part.tokens) for part in parts]
         # Tokens that logits are wanted of, and how many of each part.
         n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
         stops = itertools.accumulate(sizes)
-        wanted = [index for n, stop in zip(n_wanted, stops, strict=True) for index in range(stop - n, stop)]
-        if self._fused is not None and not needs_hidden and not watched_layers and len(wanted) < sum(sizes):
-            # Of most tokens of a prompt the last layer gives keys and values alone. No product takes no rows.
+        wanted = [
+            index
+            for n, stop in zip(n_wanted, stops, strict=True)
+            for index in range(stop - n, stop)
+        ]
+        if (
+            self._fused is not None
+            and not needs_hidden
+            and not watched_layers
+            and len(wanted) < sum(sizes)
+        ):
+            # Of most tokens of a prompt the last layer gives keys and values alone. No product
+            # takes no rows.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(tokens, positions, wanted=rows, parts_attention=attention)
@@ -117,13 +139,18 @@ class Runner:
         results = []
         for index, (part, own, rows) in enumerate(zip(parts, by_part, logits, strict=True)):
             layers = {layer: by_part[index] for layer, by_part in watched.items()}
-            results.append(Output(own, rows if part.is_read else None, [next(best) for _ in rows], layers))
+            results.append(
+                Output(own, rows if part.is_read else None, [next(best) for _ in rows], layers)
+            )
         if self._min_s:
             time.sleep(max(0.0, self._min_s - (time.perf_counter() - began)))
         return results
 
     def _forward(
-        self, tokens: Tensor, attention: PartsAttention | JoinedAttention, watched_layers: Sequence[int]
+        self,
+        tokens: Tensor,
+        attention: PartsAttention | JoinedAttention,
+        watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run tokens [1, T]: hidden states [T, E], and the outputs of watched layers [1, T, E]."""
         positions = attention.positions[None]

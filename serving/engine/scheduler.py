@@ -31,7 +31,8 @@ class Scheduled:
 
     sequence: Sequence
     n_known: int  # committed tokens that it reads
-    has_root: bool  # whether the root is the last of them, so that drafts are verified and tokens committed
+    # whether the root is the last of them, so that drafts are verified and tokens committed
+    has_root: bool
     output: Output = field(init=False)
     kept: list[int] = field(init=False)  # the tokens of its part that got KV, in order
     n_drafts: int = 0
@@ -43,12 +44,15 @@ class Scheduler:
     """Plans target calls, and shares the blocks of the KV among all sequences."""
 
     def __init__(self, pool: Pool, options: EngineOptions, max_drafts: int) -> None:
-        self._pool, self._options, self._max_drafts = pool, options, max_drafts  # the last of the server's own drafts
+        # the last of the server's own drafts
+        self._pool, self._options, self._max_drafts = pool, options, max_drafts
         self._n_served = 0
 
     def schedule(self, sequences: Collection[Sequence]) -> tuple[list[Scheduled], list[Sequence]]:
         """Plan the next call; returns its tokens, none if there is nothing to do, and who lost its KV for it."""
-        runnable = sorted((s for s in sequences if s.is_runnable), key=lambda s: (s.last_served, s.id))
+        runnable = sorted(
+            (s for s in sequences if s.is_runnable), key=lambda s: (s.last_served, s.id)
+        )
         chosen: list[Sequence] = []
         evicted: list[Sequence] = []
         for sequence in runnable:
@@ -68,7 +72,11 @@ class Scheduler:
         return scheduled, evicted
 
     def _make_room(
-        self, sequence: Sequence, sequences: Collection[Sequence], chosen: list[Sequence], evicted: list[Sequence]
+        self,
+        sequence: Sequence,
+        sequences: Collection[Sequence],
+        chosen: list[Sequence],
+        evicted: list[Sequence],
     ) -> bool:
         """Reserve blocks for a text and its drafts, those of others if need be; False if there are not enough."""
         n_drafts = self._max_drafts if sequence.work is Work.SPECULATE else len(sequence.drafts)
@@ -80,7 +88,9 @@ class Scheduler:
         if n_wanted > 0:
             holders = [s for s in sequences if s.kv.n_blocks and s is not sequence]
             idle = sorted((s for s in holders if not s.is_runnable), key=lambda s: s.last_served)
-            younger = [s for s in holders if s.is_runnable and s.id > sequence.id and s not in chosen]
+            younger = [
+                s for s in holders if s.is_runnable and s.id > sequence.id and s not in chosen
+            ]
             for other in idle + sorted(younger, key=lambda s: -s.id):
                 if n_wanted <= 0:
                     break

@@ -30,17 +30,21 @@ from .pool import PooledKV
 class Request:
     """A text to complete."""
 
-    tokens: tuple[int, ...]  # the prompt, and the part of the answer that a resumed session has committed
+    # the prompt, and the part of the answer that a resumed session has committed
+    tokens: tuple[int, ...]
     n_prompt: int
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
     seed: int = 0  # together with the position it decides each sampled token
     drafter: str | None = None  # the loaded drafter for the server's drafts and for contexts
-    wants_context: bool = False  # whether commits carry the drafter's context of each position that got target KV
+    # whether commits carry the drafter's context of each position that got target KV
+    wants_context: bool = False
     n_context: int = 0  # positions whose context the client has already
-    allowed: Callable[[Rows[int]], np.ndarray] | None = None  # which tokens may follow an answer, [V] bool; None: all
+    # which tokens may follow an answer, [V] bool; None: all
+    allowed: Callable[[Rows[int]], np.ndarray] | None = None
     n_logprobs: int | None = (
-        None  # most likely tokens whose log-probabilities commits carry beside those of the new ones
+        # most likely tokens whose log-probabilities commits carry beside those of the new ones
+        None
     )
     ignores_eos: bool = False  # whether the answer continues after an end-of-sequence token
     min_new_tokens: int = 0  # before which no such token comes
@@ -55,7 +59,8 @@ class Work(Enum):
     VERIFY = "verify"  # one call over given drafts, then nothing
 
 
-# Log-probabilities of a new token and of the likeliest ones in its place, before the settings of sampling.
+# Log-probabilities of a new token and of the likeliest ones in its place, before the settings of
+# sampling.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 
@@ -65,7 +70,8 @@ class Commit:
 
     sequence_id: int
     start: int  # index in the whole text of the first new token
-    tokens: tuple[int, ...]  # new ones, drafts first; none after a call that only read a part of the text
+    # new ones, drafts first; none after a call that only read a part of the text
+    tokens: tuple[int, ...]
     n_accepted: int  # how many of the tokens were drafts
     finish: str  # why the answer has ended: stop or length; empty while it continues
     call_s: float = 0.0  # seconds of the target call, which other sequences shared
@@ -98,7 +104,8 @@ class Sequence:
     last_served: int = 0  # number of its latest turn, counted over all sequences; 0 for never
     since_s: float = 0.0  # time.perf_counter() since which it waits for a call
     n_context: int = field(init=False)  # positions whose context was encoded
-    encoded: list[Tensor] = field(default_factory=list)  # contexts [n, W] of the last of them, not sent yet
+    # contexts [n, W] of the last of them, not sent yet
+    encoded: list[Tensor] = field(default_factory=list)
     # What the drafter sees of the positions after these, [n, E] or [n, K * E] of K watched layers.
     unencoded: list[Tensor] = field(default_factory=list)
 
@@ -166,7 +173,9 @@ class Sequence:
         self.tokens += kept
         return kept
 
-    def commit(self, start: int | None = None, tokens: Rows[int] = (), n_accepted: int = 0) -> Commit:
+    def commit(
+        self, start: int | None = None, tokens: Rows[int] = (), n_accepted: int = 0
+    ) -> Commit:
         """Make the commit that reports new tokens from a position on, by default none at the end."""
         start = len(self.tokens) if start is None else start
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)

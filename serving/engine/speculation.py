@@ -39,7 +39,9 @@ _MAX_CATCH_UP = 64
 class Speculation:
     """One drafter and its caches of all sequences that name it; no shape means ``auto``."""
 
-    def __init__(self, name: str, frozen: FrozenTarget, drafter: Drafter, shape: TreeShape | None) -> None:
+    def __init__(
+        self, name: str, frozen: FrozenTarget, drafter: Drafter, shape: TreeShape | None
+    ) -> None:
         self._name = name
         self.drafter = drafter
         self._proposer = DrafterProposer(frozen, drafter)
@@ -47,11 +49,14 @@ class Speculation:
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
         # Contexts that are encoded for clients then spare the drafter work of its own.
-        self.reuses_contexts = drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
+        self.reuses_contexts = (
+            drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
+        )
         self._apart: dict[int, Any] = {}  # sequence -> its own row
         self._together: list[int] = []  # the sequences of the rows of the state
         self._state: Any = None
-        self._n_drafted_at: dict[int, int] = {}  # sequence -> tokens of its text when it was last drafted for
+        # sequence -> tokens of its text when it was last drafted for
+        self._n_drafted_at: dict[int, int] = {}
         self._policies: dict[int, ShapePolicy] = {}
 
     def begin(self, sequence: Sequence) -> None:
@@ -102,7 +107,8 @@ class Speculation:
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
-        max_depth = max(sequence.n_remaining for sequence in sequences) - 1  # the target adds a token
+        # the target adds a token
+        max_depth = max(sequence.n_remaining for sequence in sequences) - 1
         if shape is None or max_depth < 1:
             return
         shape = shape.cut(max_depth)
@@ -161,7 +167,11 @@ class Speculation:
         fewest = 1 << (len(rounds).bit_length() - 1)
         texts = f"{fewest} to {2 * fewest - 1} texts" if fewest > 1 else "1 text"
         if policy.is_off:
-            _LOG.info("drafter %s stops in calls over %s: its drafts cost more than they gain", self._name, texts)
+            _LOG.info(
+                "drafter %s stops in calls over %s: its drafts cost more than they gain",
+                self._name,
+                texts,
+            )
         else:
             _LOG.info("drafter %s drafts again in calls over %s", self._name, texts)
 
@@ -176,7 +186,9 @@ class Speculation:
         size = n_sequences.bit_length()
         if size not in self._policies:
             shape = self._shape
-            self._policies[size] = ShapePolicy(shape) if shape else AutoPolicy(max_depth=self._proposer.max_depth)
+            self._policies[size] = (
+                ShapePolicy(shape) if shape else AutoPolicy(max_depth=self._proposer.max_depth)
+            )
         return self._policies[size]
 
     # Contexts, for clients that draft with this drafter
@@ -187,19 +199,30 @@ class Speculation:
         Returns the new contexts [n, W] of each by its id, and the position of the first.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
-        hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])  # [n, E]
-        spans = [(sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)]
-        positions = to_device([at for _, first, n in spans for at in range(first, first + n)], hidden.device)
+        # [n, E]
+        hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])
+        spans = [
+            (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
+        ]
+        positions = to_device(
+            [at for _, first, n in spans for at in range(first, first + n)], hidden.device
+        )
         kv = None
         if self.drafter.context_needs_kv:
-            slots = [s.kv.first_slot + index for s, first, n in spans for index in range(first, first + n)]
+            slots = [
+                s.kv.first_slot + index
+                for s, first, n in spans
+                for index in range(first, first + n)
+            ]
             kv = sequences[0].kv.pool.packed(to_device(slots, hidden.device))
         contexts = self.drafter.encode_context(hidden, kv, positions).split(counts)
         for (sequence, first, n), context in zip(spans, contexts, strict=True):
             sequence.n_context = first + n
             sequence.unencoded.clear()
             sequence.encoded.append(context)
-        return {s.id: (context, first) for (s, first, _), context in zip(spans, contexts, strict=True)}
+        return {
+            s.id: (context, first) for (s, first, _), context in zip(spans, contexts, strict=True)
+        }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
         """Give the drafter's own caches what :meth:`encode_contexts` has made."""

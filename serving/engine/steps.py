@@ -25,7 +25,9 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
     """
     scores, sparse, added, columns, starts = rows
     # In place, since copying the columns takes longer than adding what hides some of them.
-    torch.sparse.sampled_addmm(sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=sparse)
+    torch.sparse.sampled_addmm(
+        sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=sparse
+    )
     probability = (scores + added).softmax(dim=2).view(-1)
     return torch.embedding_bag(values, columns, starts, False, 0, False, probability, True)[0]
 
@@ -46,7 +48,9 @@ def run_layers(
     for index, ((first, second), (before, gates, o, down)) in enumerate(weights):
         key_plane, value_plane = planes[index]
         keys, values = by_slot[index]
-        q, k, v = before_attention(x, first, before, cosines, sines, key_plane.shape[0], key_plane.shape[2])
+        q, k, v = before_attention(
+            x, first, before, cosines, sines, key_plane.shape[0], key_plane.shape[2]
+        )
         key_plane.index_copy_(1, pending, k[0])
         value_plane.index_copy_(1, pending, v[0])
         attended = attend_rows(q[0].transpose(0, 1), keys, values, rows)

@@ -21,12 +21,15 @@ from array_api_compat import array_namespace, to_device
 from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 
-Place = Callable[[np.ndarray], Array]  # moves a NumPy array to where large products run; see ``codecs.field.Learning``
+# moves a NumPy array to where large products run; see ``codecs.field.Learning``
+Place = Callable[[np.ndarray], Array]
 
 MAX_COMPONENTS = 4_096  # kept of one part of one group
 MAX_FEATURES = 512  # that a token's keys and values are predicted from
-EXACT_WIDTH = 8_192  # of the widest part whose axes come from the covariance; wider ones take subspace iteration
-_PRECISE_WIDTH = 2_048  # of the widest part whose covariance is decomposed in float64; wider ones take half the time
+# of the widest part whose axes come from the covariance; wider ones take subspace iteration
+EXACT_WIDTH = 8_192
+# of the widest part whose covariance is decomposed in float64; wider ones take half the time
+_PRECISE_WIDTH = 2_048
 _POWER_ITERATIONS = 4  # rounds of subspace iteration
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
@@ -58,7 +61,8 @@ class Sample:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.lengths: list[int] = []
-        self.tokens: list[np.ndarray] = []  # int [n_tokens] of each sequence; empty where they are not used
+        # int [n_tokens] of each sequence; empty where they are not used
+        self.tokens: list[np.ndarray] = []
         self._kept: list[list[list[Kept]]] = []
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
 
@@ -87,7 +91,9 @@ class Sample:
     def read(self, kept: Kept) -> np.ndarray:
         """Read an array that was kept."""
         self._file.seek(kept.offset_bytes)
-        return np.frombuffer(self._file.read(4 * math.prod(kept.shape)), np.float32).reshape(kept.shape)
+        return np.frombuffer(self._file.read(4 * math.prod(kept.shape)), np.float32).reshape(
+            kept.shape
+        )
 
     def close(self) -> None:
         """Free the disk space."""
@@ -126,13 +132,19 @@ def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
     """
     energies = np.zeros(n_layers)
     for values in sample.sequences:
-        energies += np.square(values.reshape(len(values), n_layers, -1), dtype=np.float64).sum((0, 2))
+        energies += np.square(values.reshape(len(values), n_layers, -1), dtype=np.float64).sum(
+            (0, 2)
+        )
     mean = energies.mean()
-    scale = np.sqrt(np.where(energies > 0, energies, mean) / mean) if mean > 0 else np.ones(n_layers)
+    scale = (
+        np.sqrt(np.where(energies > 0, energies, mean) / mean) if mean > 0 else np.ones(n_layers)
+    )
     return np.repeat(scale, sample.values.shape[1] // n_layers).astype(np.float32)
 
 
-def learn_basis(sample: Rows, metric: np.ndarray | None, scale: np.ndarray, place: Place = np.asarray) -> Basis:
+def learn_basis(
+    sample: Rows, metric: np.ndarray | None, scale: np.ndarray, place: Place = np.asarray
+) -> Basis:
     """Learn the mean and the principal components of a part, from the largest variance down.
 
     Args:
@@ -154,7 +166,9 @@ def learn_basis(sample: Rows, metric: np.ndarray | None, scale: np.ndarray, plac
     axes = place(principal_axes(weighted, place).astype(np.float64))
     analysis = on_host(factor @ axes)
     synthesis = on_host(array_namespace(axes).linalg.solve(factor.T, axes)).T
-    return Basis(means, *(matrix.astype(np.float16).astype(np.float32) for matrix in (synthesis, analysis)))
+    return Basis(
+        means, *(matrix.astype(np.float16).astype(np.float32) for matrix in (synthesis, analysis))
+    )
 
 
 def metric_scale(metric: np.ndarray) -> float:
@@ -176,7 +190,8 @@ def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asar
     if embeddings.shape[1] > MAX_FEATURES:
         axes = place(principal_axes(_normalised(embeddings[tokens]), place, MAX_FEATURES))
     blocks = []
-    for start in range(0, len(embeddings), _VOCABULARY_BLOCK):  # the whole table in float32 is 2 GB for Llama-3-8B
+    # the whole table in float32 is 2 GB for Llama-3-8B
+    for start in range(0, len(embeddings), _VOCABULARY_BLOCK):
         unit = _normalised(embeddings[start : start + _VOCABULARY_BLOCK])
         blocks.append((unit if axes is None else on_host(place(unit) @ axes)).astype(np.float16))
     return np.concatenate(blocks)
@@ -187,7 +202,9 @@ def _normalised(embeddings: np.ndarray) -> np.ndarray:
     return np.asarray(embeddings / np.maximum(scale, 1e-12))
 
 
-def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place = np.asarray) -> np.ndarray:
+def learn_regression(
+    features: Sequence[np.ndarray], sample: Rows, place: Place = np.asarray
+) -> np.ndarray:
     """Return the linear prediction of a part, by ridge regression: float32 [n_features, width], rounded to float16.
 
     The features are float32 [n_tokens, n_features] of each sequence of the sample.
@@ -201,11 +218,15 @@ def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place 
         placed = place(x)
         gram += on_host(placed.T @ placed)
         product += on_host(placed.T @ place(values - mean))
-    gram += _FEATURE_RIDGE * np.trace(gram) / n_features * np.eye(n_features) + 1e-9 * n_tokens * np.eye(n_features)
+    gram += _FEATURE_RIDGE * np.trace(gram) / n_features * np.eye(
+        n_features
+    ) + 1e-9 * n_tokens * np.eye(n_features)
     return np.linalg.solve(gram, product).astype(np.float16).astype(np.float32)
 
 
-def principal_axes(rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None) -> np.ndarray:
+def principal_axes(
+    rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None
+) -> np.ndarray:
     """Return the principal axes of rows [n, width] around zero, by falling variance: float32 [width, n_axes].
 
     Exact up to ``EXACT_WIDTH``, beyond it by subspace iteration from a fixed start, with n axes at most. They are
@@ -213,7 +234,11 @@ def principal_axes(rows: np.ndarray, place: Place = np.asarray, max_axes: int | 
     """
     n, width = rows.shape
     max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
-    axes = _exact_axes(rows, max_axes, place) if width <= EXACT_WIDTH else _leading_axes(rows, min(max_axes, n), place)
+    axes = (
+        _exact_axes(rows, max_axes, place)
+        if width <= EXACT_WIDTH
+        else _leading_axes(rows, min(max_axes, n), place)
+    )
     largest = np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0)
     return np.asarray(axes * np.where(largest < 0, -1.0, 1.0).astype(axes.dtype), dtype=np.float32)
 
@@ -228,7 +253,9 @@ def _exact_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 
 def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
     width = rows.shape[1]
-    start = np.random.default_rng(0).standard_normal((width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32)
+    start = np.random.default_rng(0).standard_normal(
+        (width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32
+    )
     placed = place(rows)
     subspace = place(start)
     xp = array_namespace(placed)
@@ -243,7 +270,8 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 
 def _metric_factor(metric: np.ndarray, place: Place) -> Array:
     """Factor a metric, regularised: float64 [width, width], lower triangular; times its transpose it is the metric."""
-    # Cholesky, since an eigendecomposition of a part of 16,384 takes some ten minutes and thrice the memory.
+    # Cholesky, since an eigendecomposition of a part of 16,384 takes some ten minutes and thrice
+    # the memory.
     even = (1 - _METRIC_RIDGE) / metric_scale(metric) * np.asarray(metric, np.float64)
     even += even.T
     even /= 2

@@ -37,13 +37,15 @@ from .field import Codes, Layers, placed
 EARLY_POSITIONS = 8
 """Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
 
-CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}  # number of levels of a digit -> digits in one byte
+# number of levels of a digit -> digits in one byte
+CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # levels of a code that is stored as two digits
 
-MIN_GROUP_BYTES = 1024  # bytes of codes per token that groups must have on average for their runs to be joined
+# bytes of codes per token that groups must have on average for their runs to be joined
+MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
 _WIDE_PIECE = 192
@@ -53,10 +55,14 @@ _WIDE_PIECE = 192
 class Basis:
     """A mean and axes for one part of one group."""
 
-    mean: np.ndarray  # float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones
-    synthesis: np.ndarray  # float32 [n_components, width]; components times this, plus the mean, are the values
-    analysis: np.ndarray  # float32 [width, n_components]; values without the mean, times this, are the components
-    # float32 [width]: axes that are orthonormal for values over this. None for axes that were learned in a metric.
+    # float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones
+    mean: np.ndarray
+    # float32 [n_components, width]; components times this, plus the mean, are the values
+    synthesis: np.ndarray
+    # float32 [width, n_components]; values without the mean, times this, are the components
+    analysis: np.ndarray
+    # float32 [width]: axes that are orthonormal for values over this. None for axes that were
+    # learned in a metric.
     scale: np.ndarray | None = None
 
     @classmethod
@@ -67,7 +73,9 @@ class Basis:
 
 def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
     """Return the row of ``Basis.mean`` for consecutive positions: int32 [n_tokens]."""
-    return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(np.int32)
+    return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(
+        np.int32
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class CodeColumns:
     """The codes of one token in one group of layers, in the order in which they are stored: arrays [n_columns]."""
 
     part: np.ndarray  # int32, part of the field: 0 keys, 1 values; 0 for hidden states
-    component: np.ndarray  # int32, row of the part's basis; two columns of one component are its two digits
+    # int32, row of the part's basis; two columns of one component are its two digits
+    component: np.ndarray
     array: np.ndarray  # int32, run; not falling
     levels: np.ndarray  # int32, of the digit
     step: np.ndarray  # float32, of the component's quantiser
@@ -110,7 +119,8 @@ class GroupFit:
 
     bases: tuple[Basis, ...]
     columns: CodeColumns
-    # Of each part, float32 [n_features, width]: features times this are subtracted from the values before the basis.
+    # Of each part, float32 [n_features, width]: features times this are subtracted from the values
+    # before the basis.
     # Empty where nothing is predicted.
     regressions: tuple[np.ndarray, ...] = ()
 
@@ -186,17 +196,25 @@ class GroupTransform:
         constants = self._on(parts[0])
         rows = placed(mean_rows(0, parts[0].shape[0]), parts[0])
         if constants["regression"]:
-            parts = [values - features @ matrix for values, matrix in zip(parts, constants["regression"], strict=True)]
+            parts = [
+                values - features @ matrix
+                for values, matrix in zip(parts, constants["regression"], strict=True)
+            ]
         scaled = [
             (values - xp.take(mean, rows, axis=0)) @ analysis
-            for values, mean, analysis in zip(parts, constants["mean"], constants["analysis"], strict=True)
+            for values, mean, analysis in zip(
+                parts, constants["mean"], constants["analysis"], strict=True
+            )
         ]
-        # Parts lie one after the other so far; the stored order puts codes of like statistics together.
+        # Parts lie one after the other so far; the stored order puts codes of like statistics
+        # together.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
         digits = xp.where(constants["is_high"], high, low)
-        return {run.array.name: pack(digits[:, run.first : run.last], run.levels) for run in self._runs}
+        return {
+            run.array.name: pack(digits[:, run.first : run.last], run.levels) for run in self._runs
+        }
 
     def decode(
         self,
@@ -213,7 +231,11 @@ class GroupTransform:
         constants = self._on(columns)
         early = placed(mean_rows(first_position, n_tokens), columns)
         decoded = []
-        names = ("mean", "synthesis", "regression") if constants["regression"] else ("mean", "synthesis")
+        names = (
+            ("mean", "synthesis", "regression")
+            if constants["regression"]
+            else ("mean", "synthesis")
+        )
         for part, own in enumerate(constants["own"]):
             matrices = [constants[name][part] for name in names]
             if layers is not None:
@@ -222,8 +244,13 @@ class GroupTransform:
             product = xp.take(columns, own, axis=1) @ matrices[1]
             if constants["regression"]:
                 product = product + features @ matrices[2]
-            # Most reads begin after the early positions: one row for all tokens then costs no gather.
-            late = mean[EARLY_POSITIONS, :] if first_position >= EARLY_POSITIONS else xp.take(mean, early, axis=0)
+            # Most reads begin after the early positions: one row for all tokens then costs no
+            # gather.
+            late = (
+                mean[EARLY_POSITIONS, :]
+                if first_position >= EARLY_POSITIONS
+                else xp.take(mean, early, axis=0)
+            )
             decoded.append(product + late)
         return decoded
 
@@ -232,9 +259,11 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)  # of components without a high digit
+        # of components without a high digit
+        columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         found = [
-            xp.take(columns, low[:max_components], axis=1) + xp.take(columns, high[:max_components], axis=1)
+            xp.take(columns, low[:max_components], axis=1)
+            + xp.take(columns, high[:max_components], axis=1)
             for low, high in zip(constants["low"], constants["high"], strict=True)
         ]
         return xp.concat(found, axis=1)
@@ -245,11 +274,16 @@ class GroupTransform:
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table look-up undoes packing, shift and step at once: a row of the table is a value of a byte.
-        for run, table, offsets in zip(self._runs, constants["tables"], constants["offsets"], strict=True):
+        # One table look-up undoes packing, shift and step at once: a row of the table is a value of
+        # a byte.
+        for run, table, offsets in zip(
+            self._runs, constants["tables"], constants["offsets"], strict=True
+        ):
             rows = codes[run.array.name][:n_tokens]
             at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
-            values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1]))
+            values = xp.reshape(
+                xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1])
+            )
             looked_up.append(values[:, : run.last - run.first])
         return xp.concat(looked_up, axis=1)
 
@@ -259,7 +293,9 @@ class GroupTransform:
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
             self._constants[key] = {
-                name: [placed(item, like) for item in value] if isinstance(value, list) else placed(value, like)
+                name: [placed(item, like) for item in value]
+                if isinstance(value, list)
+                else placed(value, like)
                 for name, value in self._make_constants().items()
             }
         return self._constants[key]
@@ -273,12 +309,15 @@ class GroupTransform:
         to_stored[np.concatenate(own)] = np.arange(len(columns.part), dtype=np.int32)
         return {
             "mean": [basis.mean for basis in bases],
-            # Steps are divided out here and multiplied in by the tables, so that a product ends in codes.
+            # Steps are divided out here and multiplied in by the tables, so that a product ends in
+            # codes.
             "analysis": [
                 np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
                 for basis, c, ids in zip(bases, component, own, strict=True)
             ],
-            "synthesis": [np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)],
+            "synthesis": [
+                np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)
+            ],
             "regression": list(self.fit.regressions),
             "own": own,
             "low": [self._digits(part, is_high=False) for part in range(len(bases))],
@@ -288,7 +327,9 @@ class GroupTransform:
             "limit": columns.limit.astype(np.float32),
             "is_high": columns.is_high > 0,
             "tables": [self._table(run) for run in self._runs],
-            "offsets": [256 * np.arange(run.array.row_shape[0], dtype=np.int32) for run in self._runs],
+            "offsets": [
+                256 * np.arange(run.array.row_shape[0], dtype=np.int32) for run in self._runs
+            ],
         }
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
@@ -312,7 +353,9 @@ class GroupTransform:
         code = unpack_table(run.levels)[None].astype(np.float32)
         shift = np.where(np.abs(code) == 1, by_byte(columns.shift_one), by_byte(columns.shift_more))
         step = by_byte(columns.step * np.where(columns.is_high > 0, LOW_LEVELS, 1))
-        return np.ascontiguousarray(((code - np.sign(code) * shift) * step).reshape(-1, per_byte), np.float32)
+        return np.ascontiguousarray(
+            ((code - np.sign(code) * shift) * step).reshape(-1, per_byte), np.float32
+        )
 
 
 def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
@@ -337,7 +380,9 @@ class Pieces:
         self._runs = runs  # of each group, the arrays uint8 [token, byte] that its runs would be
         self._n_bytes = n_bytes
         self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]
-        self.array = StoredArray(name, "uint8", (sum(self._n_pieces), n_bytes), (TOKEN_AXIS, PIECE_AXIS, "byte"))
+        self.array = StoredArray(
+            name, "uint8", (sum(self._n_pieces), n_bytes), (TOKEN_AXIS, PIECE_AXIS, "byte")
+        )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
         """Return the pieces of some groups, in the order of the groups."""
@@ -351,7 +396,9 @@ class Pieces:
             columns += [codes[run.name] for run in group]
             xp = array_namespace(columns[0])
             n_left = n_pieces * self._n_bytes - sum(run.row_bytes for run in group)
-            columns.append(xp.zeros((len(columns[0]), n_left), dtype=xp.uint8, device=device(columns[0])))
+            columns.append(
+                xp.zeros((len(columns[0]), n_left), dtype=xp.uint8, device=device(columns[0]))
+            )
         return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
 
     def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:

@@ -20,7 +20,8 @@ def placed(array: np.ndarray, like: Array) -> Array:
     """Copy an array of the host to the namespace and device of ``like``, without waiting for a CUDA device."""
     xp = array_namespace(like)
     if getattr(like, "is_cuda", False):
-        # A copy from memory that is not pinned would wait until the device has done all that it was asked for before.
+        # A copy from memory that is not pinned would wait until the device has done all that it was
+        # asked for before.
         return xp.asarray(array).pin_memory().to(device(like), non_blocking=True)
     return xp.asarray(array, device=device(like))
 
@@ -31,14 +32,20 @@ class FieldCodec:
     ``encode`` and ``decode`` follow the device of what they are given and have one definition for NumPy and torch.
     """
 
-    # Whether the one stored array is the field itself, bit for bit; such a field is read and written in its storage
+    # Whether the one stored array is the field itself, bit for bit; such a field is read and
+    # written in its storage
     # dtype without ``encode`` and ``decode``, at any positions.
     is_identity = False
-    sources: "Sequence[FieldCodec]" = ()  # the codecs that it is predicted from, in the order of their features
+    # the codecs that it is predicted from, in the order of their features
+    sources: "Sequence[FieldCodec]" = ()
 
-    def __init__(self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()) -> None:
-        self.spec, self.arrays = spec, tuple(arrays)  # what is stored, in the order in which it is written
-        self.expected_bits = expected_bits  # per value that the stored arrays take after the byte chain, at most
+    def __init__(
+        self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()
+    ) -> None:
+        # what is stored, in the order in which it is written
+        self.spec, self.arrays = spec, tuple(arrays)
+        # per value that the stored arrays take after the byte chain, at most
+        self.expected_bits = expected_bits
 
     @property
     def needs_tokens(self) -> bool:
@@ -49,7 +56,9 @@ class FieldCodec:
         """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
         raise NotImplementedError
 
-    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
+    def encode(
+        self, values: Array, tokens: Array | None = None, features: Array | None = None
+    ) -> dict[str, Array]:
         """Encode one whole sequence, position 0 first, of finite values; ``StoreCodec.encode`` encodes all its fields.
 
         Args:
@@ -62,7 +71,9 @@ class FieldCodec:
         """
         raise NotImplementedError
 
-    def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
+    def decode(
+        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None
+    ) -> Array:
         """Decode consecutive tokens of one sequence.
 
         Args:
@@ -91,7 +102,11 @@ class FieldCodec:
 
     def with_sources(self) -> "list[FieldCodec]":
         """List the codecs that decoding the field takes: those of all that it is predicted from, then itself."""
-        return list(dict.fromkeys([*(one for source in self.sources for one in source.with_sources()), self]))
+        return list(
+            dict.fromkeys(
+                [*(one for source in self.sources for one in source.with_sources()), self]
+            )
+        )
 
     def check_finite(self, values: Array) -> None:
         """Raise StoreError where a value is NaN or infinite; this waits for the device of the values."""
@@ -103,8 +118,15 @@ class FieldCodec:
             )
 
 
-# Upper estimates of stored bits per raw bit: in bfloat16 KV measures 0.66 to 0.70 and hidden states up to 0.70.
-_STORED_FRACTION = {"bfloat16": 0.70, "float16": 0.90, "float32": 0.90, "int32": 0.55, "uint8": 0.10}
+# Upper estimates of stored bits per raw bit: in bfloat16 KV measures 0.66 to 0.70 and hidden states
+# up to 0.70.
+_STORED_FRACTION = {
+    "bfloat16": 0.70,
+    "float16": 0.90,
+    "float32": 0.90,
+    "int32": 0.55,
+    "uint8": 0.10,
+}
 
 
 class LosslessCodec(FieldCodec):
@@ -115,7 +137,15 @@ class LosslessCodec(FieldCodec):
     def __init__(self, spec: FieldSpec) -> None:
         dtype = spec.storage_dtype
         layer_axis = 1 if spec.layer_axis == 1 else None
-        array = StoredArray(spec.name, dtype.name, spec.token_shape, spec.axes, 1, layer_axis, logical_dtype=spec.dtype)
+        array = StoredArray(
+            spec.name,
+            dtype.name,
+            spec.token_shape,
+            spec.axes,
+            1,
+            layer_axis,
+            logical_dtype=spec.dtype,
+        )
         super().__init__(spec, 8.0 * dtype.itemsize * _STORED_FRACTION[spec.dtype], [array])
 
 
@@ -123,8 +153,11 @@ class LosslessCodec(FieldCodec):
 class Learning:
     """How codecs learn; none of it is recorded."""
 
-    # Where the sample waits on disk, in files without names; None for the system's temporary folder.
+    # Where the sample waits on disk, in files without names; None for the system's temporary
+    # folder.
     folder: Path | None = None
-    # Moves an array to where large products and decompositions run, e.g. to a GPU as a torch tensor.
+    # Moves an array to where large products and decompositions run, e.g. to a GPU as a torch
+    # tensor.
     place: Callable[[np.ndarray], Array] = lambda array: array
-    progress: Progress = lambda n_done, n_all, message: None  # called with (steps done, steps in all, message)
+    # called with (steps done, steps in all, message)
+    progress: Progress = lambda n_done, n_all, message: None

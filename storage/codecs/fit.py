@@ -22,7 +22,16 @@ import numpy as np
 
 from ..chunk import encode_chunk
 from . import coding
-from .calibration import Kept, Place, Sample, layer_scale, learn_basis, learn_regression, metric_scale, on_host
+from .calibration import (
+    Kept,
+    Place,
+    Sample,
+    layer_scale,
+    learn_basis,
+    learn_regression,
+    metric_scale,
+    on_host,
+)
 from .field import Learning
 
 LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
@@ -33,9 +42,11 @@ STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 DROPPED = 1  # number of levels of a component that is not stored
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Magnitudes that the finest step of a component far above the others spans, with room for values beyond the sample's.
+# Magnitudes that the finest step of a component far above the others spans, with room for values
+# beyond the sample's.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
-# Bits of one more stored array for each inner chunk: Huffman's table, headers, checksum and index entry take about 120
+# Bits of one more stored array for each inner chunk: Huffman's table, headers, checksum and index
+# entry take about 120
 # bytes; the rest stands for the time of reading one more chunk.
 _ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
@@ -47,7 +58,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-_HOPELESS = 0.1  # components this far below the water level stay at zero bits whatever the shape of their distribution
+# components this far below the water level stay at zero bits whatever the shape of their
+# distribution
+_HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
 
@@ -59,14 +72,17 @@ class Quantisers:
     levels: np.ndarray  # int32; ``DROPPED`` where the component is not stored
     step: np.ndarray  # float32, width of a level in the component's units
     rounding: np.ndarray  # float32, 0.5 for the nearest level
-    shift_one: np.ndarray  # float32, how far values of code 1 or -1 lie towards zero on average, in steps
+    # float32, how far values of code 1 or -1 lie towards zero on average, in steps
+    shift_one: np.ndarray
     shift_more: np.ndarray  # float32, likewise for all larger codes
     bits: np.ndarray  # float64, per token after packing and Huffman coding
     error: np.ndarray  # float64, mean square times the component's weight
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
         """Take option ``index[c]`` of component ``c``: arrays [n_components, n_options] -> [n_components]."""
-        return Quantisers(*(np.take_along_axis(own, index[:, None], axis=1)[:, 0] for own in vars(self).values()))
+        return Quantisers(
+            *(np.take_along_axis(own, index[:, None], axis=1)[:, 0] for own in vars(self).values())
+        )
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
@@ -88,16 +104,24 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
         base_step: step of a component with weight 1; others use ``base_step / sqrt(weight)``.
     """
     scales = np.sqrt(weights)
-    columns = [_measure_component(np.abs(sample[:, i]) * scale, base_step) for i, scale in enumerate(scales)]
-    levels, step, rounding, bits, error, one, more = (np.stack(parts) for parts in zip(*columns, strict=True))
-    step, rounding, one, more = (part.astype(np.float32) for part in (step / scales[:, None], rounding, one, more))
+    columns = [
+        _measure_component(np.abs(sample[:, i]) * scale, base_step)
+        for i, scale in enumerate(scales)
+    ]
+    levels, step, rounding, bits, error, one, more = (
+        np.stack(parts) for parts in zip(*columns, strict=True)
+    )
+    step, rounding, one, more = (
+        part.astype(np.float32) for part in (step / scales[:, None], rounding, one, more)
+    )
     return Quantisers(levels.astype(np.int32), step, rounding, one, more, bits, error)
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
     """Measure the options of one component, the first being not to store it: arrays [n_options] of seven figures."""
     n = len(magnitude)
-    # Magnitudes in order, with running sums, give the moments of every interval of every option by two look-ups.
+    # Magnitudes in order, with running sums, give the moments of every interval of every option by
+    # two look-ups.
     ordered = np.sort(magnitude).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])
@@ -110,16 +134,26 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
     most = min(int(ordered[-1] / steps.min() + 0.5), (coding.WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, most + 1) - roundings[:, None]) * steps[:, None]
     at = np.searchsorted(ordered, edges)  # [option, level - 1]: first value of that level
-    start = np.concatenate([np.zeros((len(steps), 1), np.int64), at, np.full((len(steps), 1), n)], axis=1)
+    start = np.concatenate(
+        [np.zeros((len(steps), 1), np.int64), at, np.full((len(steps), 1), n)], axis=1
+    )
     for levels in LEVELS:
         top = (levels - 1) // 2
-        useful = most >= 1 and (levels == LEVELS[0] or (LEVELS[LEVELS.index(levels) - 1] - 1) // 2 < most)
+        useful = most >= 1 and (
+            levels == LEVELS[0] or (LEVELS[LEVELS.index(levels) - 1] - 1) // 2 < most
+        )
         if not useful:
-            columns.append([zeros + levels, steps, roundings, zeros + np.inf, zeros + np.inf, zeros, zeros])
+            columns.append(
+                [zeros + levels, steps, roundings, zeros + np.inf, zeros + np.inf, zeros, zeros]
+            )
             continue
         cut = start if top >= most else np.concatenate([start[:, : top + 1], start[:, -1:]], axis=1)
-        counts, s1, s2 = (np.diff(table[cut], axis=1) for table in (np.arange(n + 1.0), sums, squares))
-        columns.append([zeros + levels, steps, roundings, *_bits_and_error(counts, s1, s2, steps, levels)])
+        counts, s1, s2 = (
+            np.diff(table[cut], axis=1) for table in (np.arange(n + 1.0), sums, squares)
+        )
+        columns.append(
+            [zeros + levels, steps, roundings, *_bits_and_error(counts, s1, s2, steps, levels)]
+        )
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 
 
@@ -135,9 +169,17 @@ def _bits_and_error(
     shift_more = gap[:, 2:].sum(1) / np.maximum(counts[:, 2:].sum(1), 1)
     shifts = np.where(magnitude == 1, shift_one[:, None], shift_more[:, None]) * (magnitude > 0)
     decoded = magnitude - shifts
-    error = (squares / steps[:, None] ** 2 - 2 * decoded * scaled + counts * decoded**2).sum(1) * steps**2 / n
+    error = (
+        (squares / steps[:, None] ** 2 - 2 * decoded * scaled + counts * decoded**2).sum(1)
+        * steps**2
+        / n
+    )
     probability = counts / n
-    entropy = -(probability * np.log2(np.where(counts > 0, probability, 1.0))).sum(1) + 1 - probability[:, 0]
+    entropy = (
+        -(probability * np.log2(np.where(counts > 0, probability, 1.0))).sum(1)
+        + 1
+        - probability[:, 0]
+    )
     bits = entropy + _packing_loss(probability[:, 0], levels)
     return [bits, np.maximum(error, 0.0), shift_one, shift_more]
 
@@ -157,7 +199,8 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
 
 def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
     """Choose one option per component, whose bits per token are at most the budget: int64 [n_components]."""
-    # More bits never cost error, so the bits spent fall with the multiplier: bisection, on a logarithmic scale.
+    # More bits never cost error, so the bits spent fall with the multiplier: bisection, on a
+    # logarithmic scale.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -184,7 +227,9 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
     best = np.zeros(len(ends))
     previous = np.zeros(len(ends), np.int64)
     for end in range(1, len(ends)):
-        costs = best[:end] + _code_bits(total[end] - total[:end]) + _ARRAY_PENALTY_BITS / chunk_tokens
+        costs = (
+            best[:end] + _code_bits(total[end] - total[:end]) + _ARRAY_PENALTY_BITS / chunk_tokens
+        )
         previous[end] = int(np.argmin(costs))
         best[end] = costs[previous[end]]
     cuts = []
@@ -249,11 +294,17 @@ def fit_groups(
             n_done = sum(map(len, fitted))
             learning.progress(n_done, n_steps, f"learn: basis {n_done + 1}/{n_bases}")
             metric = None if metrics is None else metrics[group][part]
-            fitted[-1].append(_fit_part(sample, group, part, n_layers[group], metric, features, learning))
+            fitted[-1].append(
+                _fit_part(sample, group, part, n_layers[group], metric, features, learning)
+            )
     learning.progress(n_bases, n_steps, "learn: quantisers")
     weights = _weights(fitted, n_layers, metrics)
-    variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
-    # Reverse water-filling says which components can be worth bits; only their options are measured.
+    variances = [
+        np.concatenate([p.variances for p in parts]) * w
+        for parts, w in zip(fitted, weights, strict=True)
+    ]
+    # Reverse water-filling says which components can be worth bits; only their options are
+    # measured.
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
     kept = [_hopeful_components(sample, parts, h) for parts, h in zip(fitted, hopeful, strict=True)]
@@ -261,9 +312,12 @@ def fit_groups(
         measure_options(sample.read(k), w[h], float(np.sqrt(12 * level)))
         for k, w, h in zip(kept, weights, hopeful, strict=True)
     ]
-    options = Quantisers(*map(np.concatenate, zip(*(vars(m).values() for m in measured), strict=True)))
+    options = Quantisers(
+        *map(np.concatenate, zip(*(vars(m).values() for m in measured), strict=True))
+    )
     ends = np.cumsum([len(h) for h in hopeful])[:-1]
-    # Estimated bits differ from stored ones by some percent, so the budget is scaled until the stored ones fit.
+    # Estimated bits differ from stored ones by some percent, so the budget is scaled until the
+    # stored ones fit.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
@@ -303,7 +357,9 @@ def _fit_part(
     basis = learn_basis(rows, metric, scale, place)
     del rows  # before the next ones are read: only one part is in memory
     rows = sample.rows(group, part, others)
-    energy = float(sum(np.square(s, dtype=np.float64).sum() for s in rows.sequences) / len(rows.values))
+    energy = float(
+        sum(np.square(s, dtype=np.float64).sum() for s in rows.sequences) / len(rows.values)
+    )
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:
             values -= features[i] @ regression
@@ -314,12 +370,15 @@ def _fit_part(
 
 
 def _weights(
-    fitted: Sequence[Sequence[_FittedPart]], n_layers: Sequence[int], metrics: Sequence[Sequence[np.ndarray]] | None
+    fitted: Sequence[Sequence[_FittedPart]],
+    n_layers: Sequence[int],
+    metrics: Sequence[Sequence[np.ndarray]] | None,
 ) -> list[np.ndarray]:
     """Weigh the error of each component of each group, part after part."""
     weights = []
     for group, parts in enumerate(fitted):
-        # Components are of values over the scale of their layers, whose mean square is the energy of a layer.
+        # Components are of values over the scale of their layers, whose mean square is the energy
+        # of a layer.
         own = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
         if metrics is not None:
             own = [metric_scale(metric) for metric in metrics[group]]  # which is not in the basis
@@ -345,8 +404,11 @@ def _place_codes(
 
     Components are indexed over the whole group, part after part.
     """
-    if (quantisers.levels == DROPPED).all():  # every group stores something, from which readers know the device
-        quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
+    # every group stores something, from which readers know the device
+    if (quantisers.levels == DROPPED).all():
+        quantisers = replace(
+            quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
+        )
     limits = (quantisers.levels - 1) // 2  # codes are symmetric around zero
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
@@ -365,16 +427,21 @@ def _place_codes(
         columns += [(c, 1) for c in wide] if levels == coding.HIGH_LEVELS else []
         if not columns:
             continue
-        # Neighbours should be alike, so sort by how often a code is zero; high digits nearly always are.
+        # Neighbours should be alike, so sort by how often a code is zero; high digits nearly always
+        # are.
         columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
         ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
         packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
-        counts = np.stack([np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]) / len(packed)
+        counts = np.stack(
+            [np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]
+        ) / len(packed)
         start = 0
-        # Each run of bytes with statistics of its own gets its own Huffman code, and so its own array or pieces.
+        # Each run of bytes with statistics of its own gets its own Huffman code, and so its own
+        # array or pieces.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
             arrays += [n_arrays] * (
-                min(end * coding.CODES_PER_BYTE[levels], len(ids)) - start * coding.CODES_PER_BYTE[levels]
+                min(end * coding.CODES_PER_BYTE[levels], len(ids))
+                - start * coding.CODES_PER_BYTE[levels]
             )
             bits += _stored_bits(packed[:, start:end])
             n_arrays += 1
@@ -383,7 +450,8 @@ def _place_codes(
         highs += high_flags.tolist()
         levels_of += [levels] * len(ids)
     chosen = np.array(order, np.int64)
-    firsts = np.concatenate([[0], np.cumsum(part_sizes)])  # components of all parts are numbered in one row
+    # components of all parts are numbered in one row
+    firsts = np.concatenate([[0], np.cumsum(part_sizes)])
     part = np.searchsorted(firsts, component[chosen], side="right") - 1
     columns_table = coding.CodeColumns(
         part=part.astype(np.int32),
@@ -413,19 +481,27 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
         used, renumbered = np.unique(columns.component[own], return_inverse=True)
         component[own] = renumbered
         basis = fitted.basis
-        compacted.append(replace(basis, synthesis=basis.synthesis[used], analysis=basis.analysis[:, used]))
+        compacted.append(
+            replace(basis, synthesis=basis.synthesis[used], analysis=basis.analysis[:, used])
+        )
     regressions = tuple(part.regression for part in parts if part.regression is not None)
     return coding.GroupFit(tuple(compacted), replace(columns, component=component), regressions)
 
 
-# Joint hidden states: each is predicted from the one below it. A decoder layer adds little, so that the lowest state
-# takes most bits. They are split so that all err alike: a component of a Gaussian state with variance v takes
-# log2(v / d) / 2 bits at the error d, nothing where v is smaller. What is left of a state after its prediction has,
-# besides its own variance, the error of the state below, which is d too: log2((v + d) / d) / 2. Variances and errors
+# Joint hidden states: each is predicted from the one below it. A decoder layer adds little, so that
+# the lowest state
+# takes most bits. They are split so that all err alike: a component of a Gaussian state with
+# variance v takes
+# log2(v / d) / 2 bits at the error d, nothing where v is smaller. What is left of a state after its
+# prediction has,
+# besides its own variance, the error of the state below, which is d too: log2((v + d) / d) / 2.
+# Variances and errors
 # are shares of each state's energy.
 
 
-def left_variances(values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray) -> np.ndarray:
+def left_variances(
+    values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray
+) -> np.ndarray:
     """Compute the variances of what a linear prediction leaves of a state, as shares of its energy: float64 [width].
 
     The state is float32 [n_tokens, width], what it is predicted from float32 [n_tokens, n]; None for nothing.
@@ -435,7 +511,9 @@ def left_variances(values: np.ndarray, known: np.ndarray | None = None, place: P
     energy = float(np.square(values, dtype=np.float64).sum())
     if known is not None:
         other = place(known - known.mean(0))
-        gram, cross = (on_host(product).astype(np.float64) for product in (other.T @ other, other.T @ own))
+        gram, cross = (
+            on_host(product).astype(np.float64) for product in (other.T @ other, other.T @ own)
+        )
         ridge = _PREDICTION_RIDGE * np.trace(gram) / len(gram)
         gram += ridge * np.eye(len(gram)) + np.finfo(np.float64).tiny * np.eye(len(gram))
         left -= cross.T @ np.linalg.solve(gram, cross)
@@ -447,7 +525,10 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
 
     def spent(error: float) -> list[float]:
         lowest = [np.log2(np.maximum(variances[0] / error, 1))]
-        return [float(bits.sum() / 2) for bits in lowest + [np.log2(1 + own / error) for own in variances[1:]]]
+        return [
+            float(bits.sum() / 2)
+            for bits in lowest + [np.log2(1 + own / error) for own in variances[1:]]
+        ]
 
     low = 1e-12
     high = max(float(own.max(initial=0)) for own in variances) + 1e-9

@@ -22,12 +22,22 @@ from array_api_compat import array_namespace, device
 from typing_extensions import override
 
 from ...errors import CodecUnknown
-from ..schema import ALIGNMENT_TOKENS, BLOCK_AXIS, KV_AXES, TOKEN_AXIS, UNEQUAL_KV_AXES, Array, FieldSpec, StoredArray
+from ..schema import (
+    ALIGNMENT_TOKENS,
+    BLOCK_AXIS,
+    KV_AXES,
+    TOKEN_AXIS,
+    UNEQUAL_KV_AXES,
+    Array,
+    FieldSpec,
+    StoredArray,
+)
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
 LARGEST_CODE = 127.0  # of the largest value of a group
-# Tokens that share a scale per channel: as many as sequences are aligned to, so that no block has two of them.
+# Tokens that share a scale per channel: as many as sequences are aligned to, so that no block has
+# two of them.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
 _BITS = 7.9  # measured per value after the byte chain, scales included, rounded up
@@ -52,7 +62,9 @@ class Int8Codec(FieldCodec):
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
         if not self._is_kv and len(spec.token_shape) != 1:
-            raise CodecUnknown(f"Codec {INT8!r} knows kv and [token, width], not {spec.name!r} {spec.axes}.")
+            raise CodecUnknown(
+                f"Codec {INT8!r} knows kv and [token, width], not {spec.name!r} {spec.axes}."
+            )
         shape = spec.token_shape
         axes = spec.axes[1:]
         parts = {f"{spec.name}/": (shape[-1], True)}  # -> width, whether it has a scale per channel
@@ -62,7 +74,9 @@ class Int8Codec(FieldCodec):
             shape = shape[:3]
             axes = (*axes[:2], axes[-1])
             parts = {f"{spec.name}/key_": (width, True), f"{spec.name}/value_": (others, False)}
-        self._parts = [_part(name, (*shape[:-1], width), axes, each) for name, (width, each) in parts.items()]
+        self._parts = [
+            _part(name, (*shape[:-1], width), axes, each) for name, (width, each) in parts.items()
+        ]
         super().__init__(spec, _BITS, [array for part in self._parts for array in part])
 
     @override
@@ -75,7 +89,9 @@ class Int8Codec(FieldCodec):
         }
 
     @override
-    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
+    def encode(
+        self, values: Array, tokens: Array | None = None, features: Array | None = None
+    ) -> dict[str, Array]:
         xp = array_namespace(values)
         values = xp.astype(values, xp.float32, copy=False)
         width = self.spec.key_width
@@ -90,18 +106,26 @@ class Int8Codec(FieldCodec):
         return encoded
 
     @override
-    def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
+    def decode(
+        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None
+    ) -> Array:
         decoded = [_decode(part, codes, n_tokens) for part in self._parts]
         if not self._is_kv:
             return decoded[0]
         xp = array_namespace(*decoded)
-        return xp.stack(decoded, axis=3) if self.spec.key_width is None else xp.concat(decoded, axis=3)
+        return (
+            xp.stack(decoded, axis=3) if self.spec.key_width is None else xp.concat(decoded, axis=3)
+        )
 
 
 def _part(name: str, shape: tuple[int, ...], axes: tuple[str, ...], is_per_channel: bool) -> _Part:
     layer_axis = 1 if axes[0] == KV_AXES[0] else None
     codes = StoredArray(f"{name}codes", "int8", shape, (TOKEN_AXIS, *axes), 1, layer_axis)
-    rows = (shape, (BLOCK_AXIS, *axes), BLOCK_TOKENS) if is_per_channel else (shape[:-1], codes.axes[:-1], 1)
+    rows = (
+        (shape, (BLOCK_AXIS, *axes), BLOCK_TOKENS)
+        if is_per_channel
+        else (shape[:-1], codes.axes[:-1], 1)
+    )
     return _Part(codes, StoredArray(f"{name}scale", "uint16", *rows, layer_axis, "bfloat16"))
 
 
@@ -113,10 +137,12 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
     # Where the scale is zero, so is every code: the values are too small for any scale.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
-    codes = xp.astype(xp.round(scaled), xp.int8)  # to nearest, ties to even, in NumPy and torch alike
+    # to nearest, ties to even, in NumPy and torch alike
+    codes = xp.astype(xp.round(scaled), xp.int8)
     if part.is_per_channel:
         codes = xp.reshape(codes, (-1, *values.shape[1:]))[:n_tokens, ...]
-    bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)  # the upper half of a float32 is a bfloat16
+    # the upper half of a float32 is a bfloat16
+    bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)
     return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
 
 

@@ -21,7 +21,8 @@ from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, sid
 LOSSLESS = "lossless"
 TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
-# The basis with further fields while they are added; it is renamed to the former once store.json holds its hash.
+# The basis with further fields while they are added; it is renamed to the former once store.json
+# holds its hash.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 _MAX_BASIS_BYTES = 16 << 30  # that of a target of 405B with all options has 5 GB
 _LAYER = "hidden/layer_"
@@ -42,15 +43,22 @@ class StoreCodec:
     """
 
     def __init__(
-        self, name: str, specs: Iterable[FieldSpec], sources: Mapping[str, Sequence[str]] | None = None
+        self,
+        name: str,
+        specs: Iterable[FieldSpec],
+        sources: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.name = name
         settings = _settings(name)
-        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, settings, spec) for spec in specs}
+        self.fields: dict[str, FieldCodec] = {
+            spec.name: _field_codec(name, settings, spec) for spec in specs
+        }
         for field, names in (self._named_sources() if sources is None else sources).items():
             self._predict(field, names)
         tokens = self.fields.get(TOKENS)
-        has_tokens = tokens is not None and tokens.spec.dtype == "int32" and tokens.spec.token_shape == ()
+        has_tokens = (
+            tokens is not None and tokens.spec.dtype == "int32" and tokens.spec.token_shape == ()
+        )
         for field, codec in self.fields.items():
             if codec.needs_tokens and not has_tokens:
                 raise CodecUnknown(
@@ -62,9 +70,13 @@ class StoreCodec:
     def open(cls, manifest: StoreManifest, store: StorePath) -> "StoreCodec":
         """Return the codec of a store, with what it has learned."""
         try:
-            codec = cls(str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest))
+            codec = cls(
+                str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest)
+            )
         except CodecUnknown as error:
-            raise CodecUnknown(f"{store}: {error} Read it with the release that wrote it, or extract again.") from error
+            raise CodecUnknown(
+                f"{store}: {error} Read it with the release that wrote it, or extract again."
+            ) from error
         if codec.learned:
             codec._load(store / CODEC_NAME, str(manifest.codec.get("basis_sha256")))
         return codec
@@ -78,7 +90,10 @@ class StoreCodec:
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
         """Field -> the fields that it is predicted from, of those that are."""
-        found = {name: tuple(one.spec.name for one in codec.sources) for name, codec in self.fields.items()}
+        found = {
+            name: tuple(one.spec.name for one in codec.sources)
+            for name, codec in self.fields.items()
+        }
         return {name: names for name, names in found.items() if names}
 
     def with_sources(self, name: str) -> list[str]:
@@ -88,7 +103,11 @@ class StoreCodec:
     @property
     def in_order(self) -> list[str]:
         """All fields, each after those that it is predicted from."""
-        return list(dict.fromkeys(one for name in self.fields for one in self.with_sources(name) if one in self.fields))
+        return list(
+            dict.fromkeys(
+                one for name in self.fields for one in self.with_sources(name) if one in self.fields
+            )
+        )
 
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
@@ -103,14 +122,17 @@ class StoreCodec:
         used = {name for names in sources.values() for name in names}
         for name in (name for name in self.in_order if name in values):
             names = sources.get(name, ())
-            has_all = bool(names) and set(names) <= offered.keys()  # else the codec says what it lacks
+            # else the codec says what it lacks
+            has_all = bool(names) and set(names) <= offered.keys()
             features = side_by_side([offered[one] for one in names]) if has_all else None
             if not is_finite:
                 self.fields[name].check_finite(values[name])
             encoded[name] = self.fields[name].encode(values[name], tokens, features)
             if name in used:
                 codes = encoded[name] | {TOKENS: tokens}
-                offered[name] = self.learned[name].as_features(codes, 0, len(values[name]), features)
+                offered[name] = self.learned[name].as_features(
+                    codes, 0, len(values[name]), features
+                )
         return encoded
 
     @property
@@ -126,19 +148,31 @@ class StoreCodec:
     @property
     def learned(self) -> dict[str, TransformCodec]:
         """The field codecs that learn from a sample: ``calibrate`` them before ``describe`` and ``files``."""
-        return {name: codec for name, codec in self.fields.items() if isinstance(codec, TransformCodec)}
+        return {
+            name: codec for name, codec in self.fields.items() if isinstance(codec, TransformCodec)
+        }
 
     @property
     def joint(self) -> list[str]:
         """The joint hidden states as they are predicted from each other: from the lowest layer to the last state."""
-        names = [name for name, codec in self.learned.items() if not codec.is_kv and codec.settings.is_joint]
+        names = [
+            name
+            for name, codec in self.learned.items()
+            if not codec.is_kv and codec.settings.is_joint
+        ]
         layers = {name: int(name.removeprefix(_LAYER)) for name in names if name.startswith(_LAYER)}
         return sorted(names, key=lambda name: layers.get(name, _LAST_LAYER))
 
     def describe(self) -> dict[str, Any]:
         """Return the record of the codec in ``store.json``; a change of any value changes the bytes."""
-        settings = {name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity}
-        document = {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
+        settings = {
+            name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity
+        }
+        document = {
+            "name": self.name,
+            "transform": settings or "identity",
+            "bytes": list(BYTE_CHAIN),
+        }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
             # The hash ties the parts to the basis that they were encoded with.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
@@ -149,7 +183,11 @@ class StoreCodec:
         if not self.learned:
             return {}
         states = [(name, codec.state()) for name, codec in self.learned.items()]
-        arrays = {f"{name}:{key}": np.ascontiguousarray(own) for name, state in states for key, own in state.items()}
+        arrays = {
+            f"{name}:{key}": np.ascontiguousarray(own)
+            for name, state in states
+            for key, own in state.items()
+        }
         # Sorted, so that equal states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
@@ -157,17 +195,22 @@ class StoreCodec:
         """Load a basis that :meth:`files` gave; raises ValueError for any other content."""
         try:
             arrays = safetensors.numpy.load(content)
-        except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
+        # KeyError: a dtype that numpy does not have
+        except (safetensors.SafetensorError, KeyError) as error:
             raise ValueError(f"not a safetensors file: {error}") from error
-        # Sources first: how many features they have decides the shapes of what is predicted from them.
+        # Sources first: how many features they have decides the shapes of what is predicted from
+        # them.
         for name in (name for name in self.in_order if name in self.learned):
             prefix = f"{name}:"
-            self.learned[name].load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
+            self.learned[name].load_state(
+                {key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)}
+            )
 
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         got = ""
-        # Where fields were added, a kill came before the new basis was renamed, or it is being renamed meanwhile.
+        # Where fields were added, a kill came before the new basis was renamed, or it is being
+        # renamed meanwhile.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
@@ -203,7 +246,9 @@ class StoreCodec:
         own = self.learned.get(field)
         sources = [self.learned[name] for name in names if name in self.learned]
         if own is None or own.is_kv or len(sources) < len(names):
-            raise CodecUnknown(f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}.")
+            raise CodecUnknown(
+                f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}."
+            )
         if any(own in source.with_sources() for source in sources):
             raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
         own.sources = tuple(sources)
@@ -232,7 +277,9 @@ def _settings(name: str) -> TransformSettings | None:
     if name in (LOSSLESS, INT8):
         return None
     if name.split(":")[0] != TRANSFORM:
-        raise CodecUnknown(f"Unknown codec {name!r}. Use one of: {', '.join((LOSSLESS, INT8, TRANSFORM_GRAMMAR))}.")
+        raise CodecUnknown(
+            f"Unknown codec {name!r}. Use one of: {', '.join((LOSSLESS, INT8, TRANSFORM_GRAMMAR))}."
+        )
     try:
         return TransformSettings.parse(name)
     except ValueError as error:

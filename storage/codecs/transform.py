@@ -51,20 +51,29 @@ from .field import Codes, FieldCodec, Layers, Learning, placed
 from .fit import fit_groups
 
 AUTO_GROUP_WIDTH = 4_096
-# Widest part of one group. A wider basis would keep too small a share of its components, and see fewer tokens than it
-# has dimensions: for 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis.
+# Widest part of one group. A wider basis would keep too small a share of its components, and see
+# fewer tokens than it
+# has dimensions: for 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one
+# basis.
 MAX_BASIS_WIDTH = 16_384
-# Bits per value of a layer's output for each bit per value of keys and values, where the codec's name gives no other.
+# Bits per value of a layer's output for each bit per value of keys and values, where the codec's
+# name gives no other.
 HIDDEN_BITS_RATIO = 1.7
-# Bits per value of the last hidden state above those of keys and values, likewise. Teacher distributions come from it,
-# and it is a small share of a store with keys and values: 1.7 times their bits left a KL of 0.04 nats on a real model.
+# Bits per value of the last hidden state above those of keys and values, likewise. Teacher
+# distributions come from it,
+# and it is a small share of a store with keys and values: 1.7 times their bits left a KL of 0.04
+# nats on a real model.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
-# Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all groups,
-# the leading ones. As many more would double the regression of an 8B model for little. Part of the format of stores.
+# Components of keys and values that hidden states are predicted from, at most: equal shares of all
+# parts of all groups,
+# the leading ones. As many more would double the regression of an 8B model for little. Part of the
+# format of stores.
 KV_FEATURES = 1_024
 
-TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][,from-kv][,joint][@all|@layer|@group<layers>]"
+TRANSFORM_GRAMMAR = (
+    "transform:<bits>[,hidden=<bits>][,tokens][,from-kv][,joint][@all|@layer|@group<layers>]"
+)
 _NAME = re.compile(
     r"transform:(?P<kv>\d+(?:\.\d+)?)(?:,hidden=(?P<hidden>\d+(?:\.\d+)?))?"
     r"(?P<tokens>,tokens)?(?P<from_kv>,from-kv)?(?P<joint>,joint)?"
@@ -79,7 +88,8 @@ class TransformSettings:
     kv_bits: float  # stored bits per value of keys and values
     hidden_bits: float | None = None  # of hidden states; None to choose, see ``bits``
     group_layers: int | None = None  # layers that share a basis; 0 for all, None to choose by width
-    from_tokens: bool = False  # keys and values are predicted from the target's embeddings of the tokens
+    # keys and values are predicted from the target's embeddings of the tokens
+    from_tokens: bool = False
     from_kv: bool = False  # hidden states are predicted from keys and values
     is_joint: bool = False  # hidden states are predicted from each other
 
@@ -96,8 +106,12 @@ class TransformSettings:
         hidden_bits = float(match["hidden"]) if match["hidden"] else None
         for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
             if not 0.05 <= bits <= MAX_BITS:
-                raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
-        group_layers = {None: None, "all": 0, "layer": 1}.get(match["scope"], int(match["layers"] or 0))
+                raise ValueError(
+                    f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above."
+                )
+        group_layers = {None: None, "all": 0, "layer": 1}.get(
+            match["scope"], int(match["layers"] or 0)
+        )
         words = (match[word] is not None for word in ("tokens", "from_kv", "joint"))
         return cls(kv_bits, hidden_bits, group_layers, *words)
 
@@ -108,7 +122,10 @@ class TransformSettings:
         if self.hidden_bits is not None:
             return self.hidden_bits
         bits = self.kv_bits * HIDDEN_BITS_RATIO
-        return min(MAX_BITS, max(bits, self.kv_bits + LAST_EXTRA_BITS) if spec.name == HIDDEN_LAST else bits)
+        return min(
+            MAX_BITS,
+            max(bits, self.kv_bits + LAST_EXTRA_BITS) if spec.name == HIDDEN_LAST else bits,
+        )
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
         """Return the layers that share a basis, given the width of one layer's keys."""
@@ -137,7 +154,8 @@ class Rope:
     for YaRN and LongRoPE). Dimensions beyond ``rotary_dim`` are not rotated (partial rotary embedding).
     """
 
-    inv_freq: np.ndarray  # radians per position, float32 [rotary_dim / 2], or [n_layers, ...] where layers differ
+    # radians per position, float32 [rotary_dim / 2], or [n_layers, ...] where layers differ
+    inv_freq: np.ndarray
     scaling: np.ndarray  # factor on rotated dimensions, float32 [] or [n_layers]
     # Namespace and device -> cosine and sine of positions from 0 on.
     _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
@@ -145,18 +163,27 @@ class Rope:
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
         object.__setattr__(self, "scaling", np.asarray(self.scaling, np.float32))
-        if not np.isfinite(self.inv_freq).all() or not (np.isfinite(self.scaling) & (self.scaling > 0)).all():
-            raise ValueError("inv_freq must be finite, and scaling finite and positive. Read both from the target.")
+        if (
+            not np.isfinite(self.inv_freq).all()
+            or not (np.isfinite(self.scaling) & (self.scaling > 0)).all()
+        ):
+            raise ValueError(
+                "inv_freq must be finite, and scaling finite and positive. Read both from the target."
+            )
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
         """Raise ValueError if this is not a rotation of keys of ``head_dim`` in so many layers."""
         half = self.inv_freq.shape[-1:]
         if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
-            raise ValueError(f"inv_freq has shape {self.inv_freq.shape}, keys of {head_dim} in {n_layers} layers")
+            raise ValueError(
+                f"inv_freq has shape {self.inv_freq.shape}, keys of {head_dim} in {n_layers} layers"
+            )
         if self.scaling.shape not in ((), (n_layers,)):
             raise ValueError(f"scaling has shape {self.scaling.shape}, there are {n_layers} layers")
 
-    def rotate(self, keys: Array, first_position: int = 0, layers: Layers = None, undo: bool = False) -> Array:
+    def rotate(
+        self, keys: Array, first_position: int = 0, layers: Layers = None, undo: bool = False
+    ) -> Array:
         """Rotate keys [n_tokens, n_layers, n_kv_heads, head_dim] at consecutive positions, or undo that.
 
         ``layers``: the target's layer of each index of axis 1; None for all in order.
@@ -170,17 +197,25 @@ class Rope:
         turned = [low * cosine - high * sine, high * cosine + low * sine]
         return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
 
-    def _tables(self, first: int, stop: int, layers: Layers, undo: bool, like: Array) -> list[Array]:
+    def _tables(
+        self, first: int, stop: int, layers: Layers, undo: bool, like: Array
+    ) -> list[Array]:
         """Return cosine and sine of positions, times the scaling: float32 [n_tokens, n_layers or 1, 1, half]."""
         if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # Kept where all layers share them, so that nothing is computed and copied to a device for the next sequence.
+        # Kept where all layers share them, so that nothing is computed and copied to a device for
+        # the next sequence.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
-            tables = self._kept[key] = self._compute(np.arange(1 << stop.bit_length()), None, undo, like)
-        return [table[first:stop] for table in tables]  # not from `_kept`, where another thread may put shorter ones
+            tables = self._kept[key] = self._compute(
+                np.arange(1 << stop.bit_length()), None, undo, like
+            )
+        # not from `_kept`, where another thread may put shorter ones
+        return [table[first:stop] for table in tables]
 
-    def _compute(self, positions: np.ndarray, layers: Layers, undo: bool, like: Array) -> list[Array]:
+    def _compute(
+        self, positions: np.ndarray, layers: Layers, undo: bool, like: Array
+    ) -> list[Array]:
         sign = -1.0 if undo else 1.0
         frequencies = self.inv_freq
         scaling = self.scaling
@@ -188,7 +223,9 @@ class Rope:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling
         # In float64: angles of late positions have too few digits in float32.
-        angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(np.float64)
+        angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(
+            np.float64
+        )
         factor = scaling.astype(np.float64).reshape(-1, 1) ** sign
         values = np.cos(angles) * factor, sign * np.sin(angles) * factor
         return [placed(table[:, :, None].astype(np.float32), like) for table in values]
@@ -204,19 +241,27 @@ class TransformCodec(FieldCodec):
 
     sources: "Sequence[TransformCodec]"
 
-    def __init__(self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None) -> None:
+    def __init__(
+        self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None
+    ) -> None:
         self.is_kv = spec.axes[1:] == KV_AXES
         super().__init__(spec, settings.bits(spec))
         if spec.layers is not None:
-            raise ValueError(f"transform codecs take no groups of layers such as {spec.name!r}. Take lossless or int8.")
+            raise ValueError(
+                f"transform codecs take no groups of layers such as {spec.name!r}. Take lossless or int8."
+            )
         if not self.is_kv and len(spec.token_shape) != 1:
-            raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
+            raise ValueError(
+                f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}."
+            )
         self.settings = settings
         self.rope = rope if self.is_kv else None
-        # Metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each, e.g.
+        # Metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each,
+        # e.g.
         # ``calibration.logit_metric`` for ``hidden/last``. None for relative error.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
-        # The target's input embeddings [vocab_size, width]; learning needs them where ``needs_tokens``.
+        # The target's input embeddings [vocab_size, width]; learning needs them where
+        # ``needs_tokens``.
         self.embeddings: Array | None = None
         self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
@@ -234,7 +279,9 @@ class TransformCodec(FieldCodec):
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
         # The layers of each group; of a hidden state one group of one layer.
-        self.groups = [list(layers[first : first + size]) for first in range(0, self._n_layers, size)]
+        self.groups = [
+            list(layers[first : first + size]) for first in range(0, self._n_layers, size)
+        ]
 
     @property
     def needs_tokens(self) -> bool:
@@ -247,7 +294,11 @@ class TransformCodec(FieldCodec):
         """Columns of :meth:`as_features`."""
         if not self.is_kv:
             return self.spec.token_shape[0]
-        leading = [min(self._max_leading, len(one.synthesis)) for group in self._groups for one in group.fit.bases]
+        leading = [
+            min(self._max_leading, len(one.synthesis))
+            for group in self._groups
+            for one in group.fit.bases
+        ]
         return sum(leading) + self._n_token_features
 
     @property
@@ -288,7 +339,10 @@ class TransformCodec(FieldCodec):
         """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
-            state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
+            state |= {
+                "rope/inv_freq": self.rope.inv_freq,
+                "rope/scaling": np.atleast_1d(self.rope.scaling),
+            }
         if self._features is not None:
             state["tokens/features"] = self._features
         for group, fit in enumerate(transform.fit for transform in self._groups):
@@ -310,14 +364,21 @@ class TransformCodec(FieldCodec):
             if self.is_kv and "rope/inv_freq" in state:
                 # A scaling that all layers share is stored as an array of one number.
                 scaling = np.asarray(state["rope/scaling"]).reshape(-1)
-                self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
+                self.rope = Rope(
+                    state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling
+                )
                 self.rope.check_fits(self._n_layers, self.spec.token_shape[-1])
-            features = np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
+            features = (
+                np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
+            )
             if features is not None and (features.ndim != 2 or not len(features)):
                 raise ValueError(f"tokens/features has shape {features.shape}")
             n_features = 0 if features is None else features.shape[1]
             n_features += sum(source.n_features for source in self.sources)
-            fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
+            fits = [
+                self._load_group(state, group, layers, n_features)
+                for group, layers in enumerate(self.groups)
+            ]
             if not any(len(fit.columns.part) for fit in fits):
                 raise ValueError("it has no columns")
         except (KeyError, IndexError, ValueError) as error:
@@ -327,19 +388,28 @@ class TransformCodec(FieldCodec):
             ) from error
         self.take_over(fits, features)
 
-    def _load_group(self, state: Mapping[str, np.ndarray], group: int, layers: list[int], n_features: int) -> GroupFit:
+    def _load_group(
+        self, state: Mapping[str, np.ndarray], group: int, layers: list[int], n_features: int
+    ) -> GroupFit:
         def load(name: str, *shape: int | None) -> np.ndarray:
             array = np.asarray(state[f"{group}/{name}"], np.float32)
-            if array.ndim != len(shape) or any(n not in (None, got) for n, got in zip(shape, array.shape, strict=True)):
+            if array.ndim != len(shape) or any(
+                n not in (None, got) for n, got in zip(shape, array.shape, strict=True)
+            ):
                 raise ValueError(f"{group}/{name} has shape {array.shape}, expected {shape}")
             return array
 
         width = len(layers) * self.layer_width
         bases = []
         for part in map(str, range(self.n_parts)):
-            mean, synthesis = load(f"{part}/mean", EARLY_POSITIONS + 1, width), load(f"{part}/synthesis", None, width)
+            mean, synthesis = (
+                load(f"{part}/mean", EARLY_POSITIONS + 1, width),
+                load(f"{part}/synthesis", None, width),
+            )
             if f"{group}/{part}/analysis" in state:
-                bases.append(Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis))))
+                bases.append(
+                    Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis)))
+                )
                 continue
             # Bases of earlier releases have no scale, which is then 1.
             has_scale = f"{group}/{part}/scale" in state
@@ -348,14 +418,19 @@ class TransformCodec(FieldCodec):
         table = load("columns", None, len(fields_of(CodeColumns)))
         columns = CodeColumns.from_table(table)
         n_components = np.array([len(basis.synthesis) for basis in bases])
-        is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(columns.levels, list(CODES_PER_BYTE))
+        is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(
+            columns.levels, list(CODES_PER_BYTE)
+        )
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
-            raise ValueError(f"{group}/columns has parts, components, levels or runs that this release does not write")
+            raise ValueError(
+                f"{group}/columns has parts, components, levels or runs that this release does not write"
+            )
         if not np.isfinite(table).all():
             raise ValueError(f"{group}/columns has numbers that are not finite")
         regressions = (
-            load(f"{part}/regression", n_features, width) for part in range(self.n_parts if n_features else 0)
+            load(f"{part}/regression", n_features, width)
+            for part in range(self.n_parts if n_features else 0)
         )
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
@@ -375,12 +450,19 @@ class TransformCodec(FieldCodec):
             self.arrays = (self._pieces.array,)
 
     @override
-    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
+    def encode(
+        self, values: Array, tokens: Array | None = None, features: Array | None = None
+    ) -> dict[str, Array]:
         xp = array_namespace(values)
-        return self.encode_parts(self.parts(xp.astype(values, xp.float32, copy=False)), tokens, features)
+        return self.encode_parts(
+            self.parts(xp.astype(values, xp.float32, copy=False)), tokens, features
+        )
 
     def encode_parts(
-        self, groups: Sequence[Sequence[Array]], tokens: Array | None = None, features: Array | None = None
+        self,
+        groups: Sequence[Sequence[Array]],
+        tokens: Array | None = None,
+        features: Array | None = None,
     ) -> dict[str, Array]:
         """Encode one whole sequence as :meth:`parts` gives it."""
         first = groups[0][0]
@@ -395,25 +477,37 @@ class TransformCodec(FieldCodec):
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
-        return codes if self._pieces is None else {self._pieces.array.name: self._pieces.join(codes)}
+        return (
+            codes if self._pieces is None else {self._pieces.array.name: self._pieces.join(codes)}
+        )
 
     @override
-    def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
+    def decode(
+        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None
+    ) -> Array:
         return self._decode(codes, first_position, n_tokens, layers, None)
 
     def _decode(
-        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers, features: Array | None
+        self,
+        codes: Codes,
+        first_position: int,
+        n_tokens: int,
+        layers: Layers,
+        features: Array | None,
     ) -> Array:
         """Decode as :meth:`decode` does, with the features of the ``sources`` where they are known."""
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         elif features is None:
-            features = side_by_side([one.as_features(codes, first_position, n_tokens) for one in self.sources])
+            features = side_by_side(
+                [one.as_features(codes, first_position, n_tokens) for one in self.sources]
+            )
         codes = self._split(codes, layers)
         if not self.is_kv:
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
-        # Group after group, since a group has one basis; the layers are put in the order wanted at the end.
+        # Group after group, since a group has one basis; the layers are put in the order wanted at
+        # the end.
         chosen = list(range(self._n_layers)) if layers is None else layers
         decoded = []
         order = []
@@ -422,7 +516,9 @@ class TransformCodec(FieldCodec):
             at = [i for i, layer in enumerate(chosen) if layer in members]
             local = [chosen[i] - members[0] for i in at]
             selection = None if local == list(range(len(members))) else local
-            parts = groups[group].decode(codes, first_position, n_tokens, len(members), selection, features)
+            parts = groups[group].decode(
+                codes, first_position, n_tokens, len(members), selection, features
+            )
             decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
             order += at
         xp = array_namespace(decoded[0])
@@ -431,7 +527,9 @@ class TransformCodec(FieldCodec):
             return joined
         return xp.take(joined, placed(np.argsort(order).astype(np.int32), joined), axis=1)
 
-    def as_features(self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None) -> Array:
+    def as_features(
+        self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
+    ) -> Array:
         """Decode what the fields that are predicted from this one see: float32 [n_tokens, n_features].
 
         A hidden state as it decodes. Of keys and values the leading components (:data:`KV_FEATURES`), and the features
@@ -442,7 +540,9 @@ class TransformCodec(FieldCodec):
             return self._decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
-        found = [transform.leading(codes, n_tokens, self._max_leading) for transform in self._learned()]
+        found = [
+            transform.leading(codes, n_tokens, self._max_leading) for transform in self._learned()
+        ]
         return side_by_side(found if of_tokens is None else [*found, of_tokens])
 
     @override
@@ -468,7 +568,10 @@ class TransformCodec(FieldCodec):
         keys = keys if self.rope is None else self.rope.rotate(keys, undo=True)
         return [
             [
-                xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], len(layers) * self.layer_width))
+                xp.reshape(
+                    part[:, layers[0] : layers[-1] + 1, ...],
+                    (part.shape[0], len(layers) * self.layer_width),
+                )
                 for part in (keys, others)
             ]
             for layers in self.groups
@@ -478,14 +581,19 @@ class TransformCodec(FieldCodec):
         """Put groups and parts of a sequence together: the inverse of :meth:`parts`."""
         if not self.is_kv:
             return groups[0][0]
-        joined = [self._assemble(parts, 0, layers) for parts, layers in zip(groups, self.groups, strict=True)]
+        joined = [
+            self._assemble(parts, 0, layers)
+            for parts, layers in zip(groups, self.groups, strict=True)
+        ]
         return array_namespace(*joined).concat(joined, axis=1)
 
     def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
         """Put the decoded keys and values of some layers together: [n_tokens, len(layers), n_kv_heads, 2, head_dim]."""
         _, n_heads, _, head_dim = self.spec.token_shape
         xp = array_namespace(*parts)
-        keys, others = (xp.reshape(part, (part.shape[0], len(layers), n_heads, head_dim)) for part in parts)
+        keys, others = (
+            xp.reshape(part, (part.shape[0], len(layers), n_heads, head_dim)) for part in parts
+        )
         keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
         return xp.stack([keys, others], axis=3)
 
@@ -502,9 +610,12 @@ class TransformCodec(FieldCodec):
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = placed(self._features, like)
-        ids = xp.asarray(tokens[:n_tokens], device=device(like))  # the table stays on the device, ids are small
+        # the table stays on the device, ids are small
+        ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would stop a whole CUDA device.
-        ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
+        ids = xp.minimum(
+            xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1)
+        )
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
@@ -518,11 +629,17 @@ class TransformCodec(FieldCodec):
 
     def _groups_of(self, layers: Layers) -> list[int]:
         wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
-        return [group for group, members in enumerate(self.groups) if any(layer in members for layer in wanted)]
+        return [
+            group
+            for group, members in enumerate(self.groups)
+            if any(layer in members for layer in wanted)
+        ]
 
     def _learned(self) -> list[GroupTransform]:
         if not self._groups:
-            raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
+            raise ValueError(
+                f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first."
+            )
         return self._groups
 
 
@@ -551,7 +668,9 @@ class Observation(Sample):
         """Read all tokens of a hidden state's sample: float32 [n_tokens, width]."""
         return self.rows(0, 0, range(len(self.lengths))).values
 
-    def learn(self, features: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
+    def learn(
+        self, features: Sequence[np.ndarray] | None = None, bits: float | None = None
+    ) -> None:
         """Let the codec learn from what was observed; the same sample gives the same state.
 
         Args:
@@ -560,11 +679,15 @@ class Observation(Sample):
         """
         codec = self._codec
         if not self.lengths:
-            raise StoreError(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
+            raise StoreError(
+                f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none."
+            )
         table = None
         given = features if codec.sources else None
         if codec.needs_tokens and codec.embeddings is not None:
-            table = token_features(codec.embeddings, np.concatenate(self.tokens), self._learning.place)
+            table = token_features(
+                codec.embeddings, np.concatenate(self.tokens), self._learning.place
+            )
             given = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
         n_layers = [len(group) for group in codec.groups]

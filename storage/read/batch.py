@@ -28,7 +28,8 @@ from ..paths import RemotePath, StorePath, threads
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-REMOTE_WINDOW_BYTES = 64 << 20  # stored bytes that are fetched from a remote file system before they are decoded
+# stored bytes that are fetched from a remote file system before they are decoded
+REMOTE_WINDOW_BYTES = 64 << 20
 
 MAX_SHARDS_AT_ONCE = 128
 """Files that one call has read ahead before it decodes; more than are held open would be opened twice."""
@@ -49,7 +50,12 @@ class ShardReader:
     """
 
     def __init__(
-        self, path: StorePath, grid: ArrayGrid, n_rows: int, record: FileRecord, cache: ReadCache | None = None
+        self,
+        path: StorePath,
+        grid: ArrayGrid,
+        n_rows: int,
+        record: FileRecord,
+        cache: ReadCache | None = None,
     ) -> None:
         self.path = path
         self.grid = grid
@@ -65,19 +71,27 @@ class ShardReader:
         index_bytes = math.prod(shape) * 8
         data_bytes = file_bytes - index_bytes - CRC_BYTES
         if data_bytes < 0:
-            raise StoreDamaged(f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}")
+            raise StoreDamaged(
+                f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}"
+            )
         tail = np.empty(index_bytes + CRC_BYTES, np.uint8)
         if self._read_into(data_bytes, tail) < len(tail):
             raise StoreDamaged(f"{self.path} ends inside its index. {_REPAIR}")
         expected = int.from_bytes(tail[index_bytes:].tobytes(), "little")
         if (got := crc32c(tail[:index_bytes])) != expected:
-            raise StoreDamaged(f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}")
+            raise StoreDamaged(
+                f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}"
+            )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
         # Offsets are compared before they are added: a sum could wrap around.
         offset = index[..., 0]
         n_bytes = index[..., 1]
-        if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool((offset + n_bytes > data_bytes).any()):
-            raise StoreDamaged(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
+        if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool(
+            (offset + n_bytes > data_bytes).any()
+        ):
+            raise StoreDamaged(
+                f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}"
+            )
         return index.astype(np.int64)
 
     def _read_into(self, offset: int, out: np.ndarray) -> int:
@@ -90,7 +104,9 @@ class ShardReader:
         """Return bytes of the file in this thread's scratch memory: valid until the thread's next call."""
         raw = scratch_bytes("raw", n_bytes)
         if (n_read := self._read_into(offset, raw)) < n_bytes:
-            raise StoreDamaged(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
+            raise StoreDamaged(
+                f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}"
+            )
         return raw
 
     def decode(self, data: np.ndarray, row: int, column: int, out: np.ndarray) -> None:
@@ -117,11 +133,16 @@ class PartShards:
         self._folder = store / PARTS_NAME
         self._n_parts = manifest.n_parts
         self._commits = commits
-        self._longest_part = max((commit.allocated_tokens for commit in commits.values()), default=0)
+        self._longest_part = max(
+            (commit.allocated_tokens for commit in commits.values()), default=0
+        )
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
-        # Not of a method, which would keep this object, and with it all open files, until the garbage is collected.
-        self._open = lru_cache(MAX_SHARDS)(partial(_open, self._folder, commits, self._grids, cache))
+        # Not of a method, which would keep this object, and with it all open files, until the
+        # garbage is collected.
+        self._open = lru_cache(MAX_SHARDS)(
+            partial(_open, self._folder, commits, self._grids, cache)
+        )
 
     def grid(self, array: StoredArray) -> ArrayGrid:
         """Return the grid of an array, which all parts share; StoreDamaged where its metadata is not as declared."""
@@ -176,10 +197,12 @@ class RowRange:
     array: StoredArray
     start: int
     stop: int
-    # [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype. Rows beyond ``stop -
+    # [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype.
+    # Rows beyond ``stop -
     # start`` may be overwritten: with room for the whole last chunk it is decoded in place.
     out: np.ndarray
-    layers: tuple[int, ...] | None = None  # along the layer (or piece) axis, not negative, as wanted; None for all
+    # along the layer (or piece) axis, not negative, as wanted; None for all
+    layers: tuple[int, ...] | None = None
 
 
 class _Destination(NamedTuple):
@@ -206,7 +229,8 @@ class _Column:
     """A column of inner chunks, and which of its layers go where."""
 
     number: int
-    span: tuple[int, int] | None  # first and last + 1 layer of ``out`` that the whole chunk fills in order, or None
+    # first and last + 1 layer of ``out`` that the whole chunk fills in order, or None
+    span: tuple[int, int] | None
     pairs: list[tuple[int, int]]  # (layer within the chunk, layer of ``out``) if span is None
 
 
@@ -226,7 +250,11 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
     """Fill the ``out`` of every range, no two of which may share memory, by so many threads, the caller's included."""
     plans = _plan_shards(shards, ranges)
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
-        reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(shards, plan)]
+        reads = [
+            read
+            for plan in plans[start : start + MAX_SHARDS_AT_ONCE]
+            for read in _plan_reads(shards, plan)
+        ]
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([partial(_decode, read) for read in window], n_threads)
@@ -257,7 +285,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     try:
         take_turns()
     finally:
-        # One that has not begun yet is not needed any more; the others still write into the caller's arrays.
+        # One that has not begun yet is not needed any more; the others still write into the
+        # caller's arrays.
         begun = [helper for helper in helpers if not helper.cancel()]
         wait(begun)
     for helper in begun:
@@ -290,7 +319,9 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardP
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
     """Say which columns hold the layers, and where each layer goes."""
     if layers is None:
-        return [_Column(c, (c * chunk_layers, (c + 1) * chunk_layers), []) for c in range(n_columns)]
+        return [
+            _Column(c, (c * chunk_layers, (c + 1) * chunk_layers), []) for c in range(n_columns)
+        ]
     columns: dict[int, _Column] = {}
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
@@ -315,7 +346,11 @@ def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
     for row, row_places in zip(rows, places, strict=True):
         destinations = plan.wanted[row]
         for column, (offset, n_bytes) in zip(columns, row_places, strict=True):
-            if read and offset == read.offset + read.n_bytes and read.n_bytes + n_bytes <= reader.file.max_read_bytes:
+            if (
+                read
+                and offset == read.offset + read.n_bytes
+                and read.n_bytes + n_bytes <= reader.file.max_read_bytes
+            ):
                 read.chunks.append((read.n_bytes, n_bytes, row, column, destinations))
                 read.n_bytes += n_bytes
                 continue
@@ -354,9 +389,13 @@ def _fetch_ahead(reads: list[_Read]) -> None:
                 file.prefetch(read.offset, read.offset + read.n_bytes)
     if remote:
         try:
-            found = fetch_ranges([(file, read.offset, read.offset + read.n_bytes) for read, file in remote])
+            found = fetch_ranges(
+                [(file, read.offset, read.offset + read.n_bytes) for read, file in remote]
+            )
         except FileNotFoundError as error:
-            raise StoreDamaged(f"{error} is missing since the store was opened. Restore it.") from error
+            raise StoreDamaged(
+                f"{error} is missing since the store was opened. Restore it."
+            ) from error
         for (read, _), data in zip(remote, found, strict=True):
             read.data = np.frombuffer(data, np.uint8)
 
@@ -368,7 +407,13 @@ def _decode(read: _Read) -> None:
     read.data = None
 
 
-def _place(reader: ShardReader, data: np.ndarray, row: int, column: _Column, destinations: list[_Destination]) -> None:
+def _place(
+    reader: ShardReader,
+    data: np.ndarray,
+    row: int,
+    column: _Column,
+    destinations: list[_Destination],
+) -> None:
     grid = reader.grid
     row_start = row * grid.chunk_tokens
     chunk_rows = grid.chunk_tokens
@@ -381,7 +426,11 @@ def _place(reader: ShardReader, data: np.ndarray, row: int, column: _Column, des
             reader.decode(data, row, column.number, target)
             return
     dtype = destinations[0].out.dtype
-    chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(grid.chunk_shape)
+    chunk = (
+        scratch_bytes("chunk", reader.chunk_size * dtype.itemsize)
+        .view(dtype)
+        .reshape(grid.chunk_shape)
+    )
     reader.decode(data, row, column.number, chunk)
     for destination in destinations:
         low = max(destination.low, row_start)

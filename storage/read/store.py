@@ -88,19 +88,24 @@ class ActivationStore:
                     f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
                     "Restore the two files from one copy."
                 )
-        self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
+        self.commits = read_commits(
+            self.path, range(self.manifest.n_parts) if parts is None else parts
+        )
         planned = part_counts(plan, self.manifest.alignment_tokens)
         # One listing instead of a request for each file.
         listed = listed_sizes(self.path / PARTS_NAME) if checks_sizes else {}
         for part, commit in self.commits.items():
-            # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
+            # Before anything is read: arrays are as long as the plan says, and a damaged one may
+            # say gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
                 raise StoreDamaged(
                     f"{self.path / PLAN_NAME} gives part {part} {expected} tokens, padding included, its commit "
                     f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
                     "and run extract again: it redoes that part."
                 )
-            for _, error in find_size_damage(self.path / PARTS_NAME, commit.files if checks_sizes else {}, listed):
+            for _, error in find_size_damage(
+                self.path / PARTS_NAME, commit.files if checks_sizes else {}, listed
+            ):
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
@@ -108,7 +113,9 @@ class ActivationStore:
                 f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have no commit, the first "
                 f"is part {pending[0]}. Run the same extract command again to write them."
             )
-        committed = np.isin(numbers(plan, "part"), np.fromiter(self.commits, np.int32, len(self.commits)))
+        committed = np.isin(
+            numbers(plan, "part"), np.fromiter(self.commits, np.int32, len(self.commits))
+        )
         self.sequences: pa.Table = rows_where(plan, committed)
         self._parts = numbers(self.sequences, "part")
         self._first_tokens = numbers(self.sequences, "first_token")
@@ -127,7 +134,10 @@ class ActivationStore:
         return {name: self.read(i, name) for name in self.fields}
 
     def __repr__(self) -> str:
-        shapes = [f"{f.name} {f.dtype}[{', '.join(map(str, ('n', *f.token_shape)))}]" for f in self.fields.values()]
+        shapes = [
+            f"{f.name} {f.dtype}[{', '.join(map(str, ('n', *f.token_shape)))}]"
+            for f in self.fields.values()
+        ]
         return (
             f"ActivationStore({str(self.path)!r}: {len(self):,} sequences, {self._n_tokens.sum():,} tokens, "
             f"{len(self.commits)} of {self.manifest.n_parts} parts; {'; '.join(shapes)})"
@@ -148,7 +158,11 @@ class ActivationStore:
                 return folder
             self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
             commit = target_commit_path(self.path)
-            download(folder, Path(self._download.name), read_file_records(commit) if exists(commit) else folder.names())
+            download(
+                folder,
+                Path(self._download.name),
+                read_file_records(commit) if exists(commit) else folder.names(),
+            )
         return Path(self._download.name)
 
     @property
@@ -164,10 +178,16 @@ class ActivationStore:
     def refuse_groups(self, what: str) -> None:
         """Refuse keys and values by groups of layers, which something does not take."""
         if any(spec.layers is not None for spec in self.fields.values()):
-            raise SelectionInvalid(f"{self.path} has keys and values by groups of layers. Leave out {what}.")
+            raise SelectionInvalid(
+                f"{self.path} has keys and values by groups of layers. Leave out {what}."
+            )
 
     def read(
-        self, i: int, field: str, layers: slice | Sequence[int] | None = None, tokens: slice | None = None
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = None,
+        tokens: slice | None = None,
     ) -> np.ndarray:
         """Read a field of one sequence.
 
@@ -197,7 +217,11 @@ class ActivationStore:
         return out
 
     def read_stored(
-        self, i: int, field: str, layers: slice | Sequence[int] | None = None, tokens: slice | None = None
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = None,
+        tokens: slice | None = None,
     ) -> dict[str, np.ndarray]:
         """Read the ``codes`` that ``codec.fields[field].decode`` takes; the arguments are those of :meth:`read`.
 
@@ -212,12 +236,17 @@ class ActivationStore:
         """Return the first token whose rows are read, the first one wanted, and where both end."""
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
         if step != 1:
-            raise SelectionInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
-        # Codecs decode from positions that are multiples of 64; what is stored as it is can be read from any.
+            raise SelectionInvalid(
+                f"Token slices must have step 1, got {step}. Slice the result instead."
+            )
+        # Codecs decode from positions that are multiples of 64; what is stored as it is can be read
+        # from any.
         base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
         return base, start, max(start, stop)
 
-    def _read_codes(self, i: int, codec: FieldCodec, base: int, stop: int, layers: Layers) -> dict[str, np.ndarray]:
+    def _read_codes(
+        self, i: int, codec: FieldCodec, base: int, stop: int, layers: Layers
+    ) -> dict[str, np.ndarray]:
         i = self._sequence(i)
         codes, ranges = self._plan_codes(i, codec, base, stop, layers)
         read_ranges(self._shards, ranges)
@@ -271,17 +300,25 @@ class ActivationStore:
             for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
                 codes, own = self._plan_codes(i, codec, 0, n_tokens, chosen)
                 ranges += own
-                undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, buffer[b, :n_tokens]))
+                undone.append(
+                    partial(
+                        decode_tokens, codec, codes, 0, 0, n_tokens, chosen, buffer[b, :n_tokens]
+                    )
+                )
         for array, indices in shared_arrays(as_stored).items():
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
             buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
-            ranges += [self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)]
-        # All fields in one plan, so that the disk sees all requests at once; codecs follow when the bytes are there.
+            ranges += [
+                self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)
+            ]
+        # All fields in one plan, so that the disk sees all requests at once; codecs follow when the
+        # bytes are there.
         read_ranges(self._shards, ranges, n_threads)
         run_in_threads(undone, n_threads)
         block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
         for name, buffer in batch.items():
-            for b, n_tokens in enumerate(lengths):  # the last chunk may have been decoded over the padding
+            # the last chunk may have been decoded over the padding
+            for b, n_tokens in enumerate(lengths):
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
         self._check_tokens(rows, batch)
         return batch
@@ -310,7 +347,9 @@ class ActivationStore:
 
     def _field(self, name: str) -> FieldSpec:
         if name not in self.fields:
-            raise SelectionInvalid(f"{self.path} has no field {name!r}; it has {', '.join(self.fields)}.")
+            raise SelectionInvalid(
+                f"{self.path} has no field {name!r}; it has {', '.join(self.fields)}."
+            )
         return self.fields[name]
 
     def _sequence(self, i: int) -> int:
@@ -341,12 +380,20 @@ class ActivationStore:
         return codes, ranges
 
     def _range(
-        self, i: int, array: StoredArray, indices: list[int] | None, start: int, stop: int, out: np.ndarray
+        self,
+        i: int,
+        array: StoredArray,
+        indices: list[int] | None,
+        start: int,
+        stop: int,
+        out: np.ndarray,
     ) -> RowRange:
         """Return what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
         first_row = int(self._first_tokens[i]) // array.block_tokens
         rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
-        return RowRange(int(self._parts[i]), array, *rows, out, None if indices is None else tuple(indices))
+        return RowRange(
+            int(self._parts[i]), array, *rows, out, None if indices is None else tuple(indices)
+        )
 
 
 def read_manifest(store: StorePath) -> StoreManifest:
@@ -358,9 +405,13 @@ def read_manifest(store: StorePath) -> StoreManifest:
         reason = f"it has no {MANIFEST_NAME}" if store.exists() else "the folder does not exist"
         if isinstance(error, NotADirectoryError) and isinstance(store, Path):
             reason = f"it is {kind_of(store)}"
-        raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
+        raise StoreNotFound(
+            f"{store} is not an activation store: {reason}. Make one with extract."
+        ) from error
     except ValueError as error:
-        raise StoreDamaged(f"{path} is not the manifest of an activation store: {error}. Restore it.") from error
+        raise StoreDamaged(
+            f"{path} is not the manifest of an activation store: {error}. Restore it."
+        ) from error
     return StoreManifest.from_json(text, str(path))
 
 
@@ -372,7 +423,8 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            if read_manifest(store) == manifest:  # else fields were added, and with them the basis was replaced
+            # else fields were added, and with them the basis was replaced
+            if read_manifest(store) == manifest:
                 raise
 
 
@@ -384,12 +436,20 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(f"Field {spec.name!r} has no layers; leave `layers` out.")
     n_layers = spec.token_shape[0]
     try:
-        chosen = list(range(n_layers))[layers] if isinstance(layers, slice) else [index(layer) for layer in layers]
+        chosen = (
+            list(range(n_layers))[layers]
+            if isinstance(layers, slice)
+            else [index(layer) for layer in layers]
+        )
     except TypeError as error:
-        raise SelectionInvalid(f"layers are {layers!r:.60}, expected a slice or a list of numbers.") from error
+        raise SelectionInvalid(
+            f"layers are {layers!r:.60}, expected a slice or a list of numbers."
+        ) from error
     for layer in chosen:
         if not -n_layers <= layer < n_layers:
-            raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, and {layer} is not one of them.")
+            raise SelectionInvalid(
+                f"Field {spec.name!r} has {n_layers} layers, and {layer} is not one of them."
+            )
     chosen = [layer % n_layers for layer in chosen]
     return None if chosen == list(range(n_layers)) else chosen
 
@@ -404,7 +464,9 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
-def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> dict[StoredArray, list[int] | None]:
+def shared_arrays(
+    fields: Iterable[tuple[FieldCodec, Layers]],
+) -> dict[StoredArray, list[int] | None]:
     """Return the arrays that some layers of several fields are decoded from -> indices along axis 1; None for all."""
     found: dict[StoredArray, list[int] | None] = {}
     for codec, layers in fields:
@@ -415,7 +477,13 @@ def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> dict[StoredArr
 
 
 def decode_tokens(
-    codec: FieldCodec, codes: Codes, base: int, start: int, stop: int, layers: Layers, out: np.ndarray
+    codec: FieldCodec,
+    codes: Codes,
+    base: int,
+    start: int,
+    stop: int,
+    layers: Layers,
+    out: np.ndarray,
 ) -> None:
     """Decode the tokens [start, stop) of a sequence into ``out`` from rows that begin at ``base``, a multiple of 64."""
     if layers == []:
@@ -431,9 +499,13 @@ def batch_buffer(
     if out is None:
         return np.empty(shape, dtype)
     if name not in out:
-        raise SelectionInvalid(f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}.")
+        raise SelectionInvalid(
+            f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}."
+        )
     buffer = out[name]
-    fits = buffer.ndim == len(shape) and buffer.shape[0] == shape[0] and buffer.shape[2:] == shape[2:]
+    fits = (
+        buffer.ndim == len(shape) and buffer.shape[0] == shape[0] and buffer.shape[2:] == shape[2:]
+    )
     if not fits or buffer.shape[1] < shape[1] or buffer.dtype != dtype:
         raise SelectionInvalid(
             f"The batch of {name!r} needs a buffer of {dtype.name} with shape "

@@ -46,7 +46,8 @@ class Finding:
     part: int | None  # number of the part, or None for what belongs to the whole store
     path: str  # the file, relative to the store
     message: str
-    error: OSError | MemoryError | None = None  # why the machine refused to check it; None for damage
+    # why the machine refused to check it; None for damage
+    error: OSError | MemoryError | None = None
 
 
 @dataclass
@@ -57,8 +58,10 @@ class VerifyReport:
     unchecked: list[Finding] = field(default_factory=list)  # what could not be checked
     commits: dict[int, PartCommit] = field(default_factory=dict)  # the commits that can be read
     n_parts: int = 0  # committed parts
-    n_pending_parts: int = 0  # planned parts without a commit; the store is incomplete, which is not damage
-    lacks_target: bool = False  # whether the target bundle, which an extraction writes, has no commit
+    # planned parts without a commit; the store is incomplete, which is not damage
+    n_pending_parts: int = 0
+    # whether the target bundle, which an extraction writes, has no commit
+    lacks_target: bool = False
     n_sequences: int = 0
     n_tokens: int = 0
 
@@ -75,7 +78,9 @@ class VerifyReport:
     @property
     def missing(self) -> str:
         """What of the plan is still to be written, in words; empty for a complete store."""
-        return missing_text(self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target)
+        return missing_text(
+            self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target
+        )
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Sort findings into damages and what could not be checked."""
@@ -100,7 +105,9 @@ def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
 
 def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
     """Whether the target bundle is still to be written; stores that no extraction made need none."""
-    return "target_layers" in manifest.extraction and not backend.exists(schema.target_commit_path(store))
+    return "target_layers" in manifest.extraction and not backend.exists(
+        schema.target_commit_path(store)
+    )
 
 
 def verify_store(
@@ -128,7 +135,9 @@ def verify_store(
     store = backend.open_path(path)
     with backend.check_guard(store):
         if backend.exists(store / schema.MANIFEST_NAME) and (damage := find_manifest_damage(store)):
-            return VerifyReport([Finding(None, name_below(store, file), str(error)) for file, error in damage])
+            return VerifyReport(
+                [Finding(None, name_below(store, file), str(error)) for file, error in damage]
+            )
         manifest = read_manifest(store)
         try:
             StoreCodec.open(manifest, store)
@@ -137,7 +146,9 @@ def verify_store(
         plan = read_plan(store / schema.PLAN_NAME)
         check_plan(plan, manifest.alignment_tokens)
         planned = part_counts(plan, manifest.alignment_tokens)
-    report = verify_commits(store, planned, "values" if values else "checksums", progress, n_threads)
+    report = verify_commits(
+        store, planned, "values" if values else "checksums", progress, n_threads
+    )
     for key, counted in plan_counts(plan).items():
         if counted != (expected := getattr(manifest, key)):
             message = f"{schema.PLAN_NAME} has {key} {counted}, store.json says {expected}"
@@ -170,7 +181,9 @@ def verify_commits(
 class _Verification:
     """One run of :func:`verify_commits`."""
 
-    def __init__(self, store: StorePath, pool: Executor, progress: Progress | None, depth: Depth) -> None:
+    def __init__(
+        self, store: StorePath, pool: Executor, progress: Progress | None, depth: Depth
+    ) -> None:
         self.store = store
         self.progress = progress
         self.depth = depth
@@ -206,11 +219,15 @@ class _Verification:
         except StoreError as error:
             self._damage(part, path, error)
         except (OSError, MemoryError) as error:
-            self.report.add([Finding(part, name_below(self.store, path), backend.reason(error), error)])
+            self.report.add(
+                [Finding(part, name_below(self.store, path), backend.reason(error), error)]
+            )
 
     def _read_commits(self, planned: Sequence[Mapping[str, int]]) -> None:
         """Read the commits of all parts, and say where they contradict the plan."""
-        reads = backend.reads_of(schema.commit_path(self.store, part) for part in range(len(planned)))
+        reads = backend.reads_of(
+            schema.commit_path(self.store, part) for part in range(len(planned))
+        )
         for part, (path, read) in enumerate(reads):
             with self._checking(part, path):
                 try:
@@ -221,7 +238,9 @@ class _Verification:
                 self.report.commits[part] = commit
                 for key, got in commit.counts.items():
                     if got != (expected := planned[part][key]):
-                        self._damage(part, path, f"the commit says {key} {got}, the plan has {expected}")
+                        self._damage(
+                            part, path, f"the commit says {key} {got}, the plan has {expected}"
+                        )
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
     def _check_parts(self) -> None:
@@ -232,7 +251,11 @@ class _Verification:
         contradicted = {damage.part for damage in self.report.damages}
         self.n_bytes = self.report.n_bytes
         readable = [part for part in commits if decodes and part not in contradicted]
-        reader = ActivationStore(self.store, parts=readable, cache=None, checks_sizes=False) if readable else None
+        reader = (
+            ActivationStore(self.store, parts=readable, cache=None, checks_sizes=False)
+            if readable
+            else None
+        )
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in readable}
         for i, row in enumerate(reader.sequences.to_pylist() if reader else ()):
             rows[row["part"]].append((i, row))
@@ -264,18 +287,27 @@ class _Verification:
                 for _, wrong in find_size_damage(folder, {name: record}, listed):
                     return [Finding(part, where, str(wrong))]
                 got = record.crc32 if self.depth == "sizes" else backend.file_crc32(folder / name)
-            except (StoreError, *backend.MISSING) as error:  # a missing file is damage, other refusals are not
+            # a missing file is damage, other refusals are not
+            except (StoreError, *backend.MISSING) as error:
                 return [Finding(part, where, str(error))]
             except (OSError, MemoryError) as error:
                 return [Finding(part, where, backend.reason(error), error)]
             if got == record.crc32:
                 return []
-            return [Finding(part, where, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
+            return [
+                Finding(
+                    part, where, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}"
+                )
+            ]
 
         return self.map(check, files.keys(), files.values())
 
     def _check_values(
-        self, reader: ActivationStore, part: int, rows: list[tuple[int, dict[str, Any]]], n_bytes: float
+        self,
+        reader: ActivationStore,
+        part: int,
+        rows: list[tuple[int, dict[str, Any]]],
+        n_bytes: float,
     ) -> None:
         checks = self.map(lambda row: list(_check_sequence(reader, *row)), rows)
         n_tokens = sum(row["n_tokens"] for _, row in rows)
@@ -288,7 +320,9 @@ class _Verification:
     def _advance(self, n_bytes: float, part: int) -> None:
         self.done_bytes += n_bytes
         if self.progress:
-            self.progress(min(round(self.done_bytes), self.n_bytes), self.n_bytes, f"verify part {part}")
+            self.progress(
+                min(round(self.done_bytes), self.n_bytes), self.n_bytes, f"verify part {part}"
+            )
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
@@ -304,12 +338,22 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
                 if mask.max(initial=0) > 1:
                     found[name] = "the response mask has values above 1"
                 elif n_masked != (n_planned := row["n_response_tokens"]):
-                    found[name] = f"response mask counts {n_masked} tokens, the plan says {n_planned}"
+                    found[name] = (
+                        f"response mask counts {n_masked} tokens, the plan says {n_planned}"
+                    )
             else:
                 for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
-                    where = ", ".join(f"{axis} {index}" for axis, index in zip(array.axes, first, strict=True))
-                    shown = f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}" if layers else ""
-                    found[array.name] = f"{n_bad} values are NaN or infinite{shown}; the first at {where}"
+                    where = ", ".join(
+                        f"{axis} {index}" for axis, index in zip(array.axes, first, strict=True)
+                    )
+                    shown = (
+                        f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+                        if layers
+                        else ""
+                    )
+                    found[array.name] = (
+                        f"{n_bad} values are NaN or infinite{shown}; the first at {where}"
+                    )
         except StoreError as error:
             found = {name: str(error)}
         except (OSError, MemoryError) as error:
@@ -325,8 +369,11 @@ def _non_finite(
     """Read what is stored of a field; yield (array, values, first index, layers) for arrays that are not finite."""
     found: dict[schema.StoredArray, tuple[int, list[int], set[int]]] = {}
     spec = codec.spec
-    # Slices of a sequence, so that threads stay small; at multiples of the tokens of any codec's blocks.
-    step = max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
+    # Slices of a sequence, so that threads stay small; at multiples of the tokens of any codec's
+    # blocks.
+    step = (
+        max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
+    )
     for start in range(0, row["n_tokens"], step):
         rows = reader.read_stored(i, spec.name, tokens=slice(start, start + step))
         for array in codec.arrays:
@@ -378,7 +425,8 @@ class StoreSummary:
     lengths: tuple[list[int], list[int]]  # see :func:`length_histogram`
     has_target: bool
     missing: str  # what of the plan is still to be written, in words; empty for a complete store
-    unfinished: Mapping[str, int]  # fields that an addition has written to some parts only -> how many parts
+    # fields that an addition has written to some parts only -> how many parts
+    unfinished: Mapping[str, int]
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
@@ -434,5 +482,7 @@ def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[
     for commit in commits:
         arrays = {array for array in map(array_of, commit.files) if array is not None}
         steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
-        found.update(sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}))
+        found.update(
+            sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps})
+        )
     return found

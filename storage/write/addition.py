@@ -30,7 +30,9 @@ from .store import StoreWriter
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
     """Return the fields, of those given, that a committed part lacks."""
     # A field's arrays have its name, or lie in a folder of that name.
-    return tuple(name for name in fields if not any(file.startswith(f"{name}/") for file in commit.files))
+    return tuple(
+        name for name in fields if not any(file.startswith(f"{name}/") for file in commit.files)
+    )
 
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
@@ -62,13 +64,16 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
         path = commit_path(writer.path, part)
         commit = read_part_commit(path)
         if unfinished_fields([commit], writer.codec):
-            files = {name: record for name, record in commit.files.items() if array_of(name) in arrays}
+            files = {
+                name: record for name, record in commit.files.items() if array_of(name) in arrays
+            }
             if not replace_file(path, commit.to_json(), replace(commit, files=files).to_json()):
                 raise changed_meanwhile(path)
     writer.remove_uncommitted()
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
     if isinstance(path, Path):
-        # The lock of the folder keeps other additions out: what is there was left by one that ended.
+        # The lock of the folder keeps other additions out: what is there was left by one that
+        # ended.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(
@@ -89,7 +94,9 @@ class StoreAddition:
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
         self.manifest = manifest
         self.codec = codec
-        self.fields = tuple(spec.name for spec in manifest.fields if spec not in writer.manifest.fields)
+        self.fields = tuple(
+            spec.name for spec in manifest.fields if spec not in writer.manifest.fields
+        )
         self._writer = writer
         self._lacking = {
             part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
@@ -105,13 +112,18 @@ class StoreAddition:
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
         """Open a part to write the new fields that it lacks (those of its ``codec``); see :class:`PartWriter`."""
         if not self._lacking.get(part):
-            raise StoreError(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
-        if not self._is_laid_out:  # not before: until the first part is written the store is as it was
+            raise StoreError(
+                f"Part {part} lacks no field; write only the parts that pending_parts() returns."
+            )
+        # not before: until the first part is written the store is as it was
+        if not self._is_laid_out:
             self._writer.lay_out(self.codec)
             self._is_laid_out = True
         existing = read_part_commit(commit_path(self._writer.path, part)).files
         codec = self.codec.only(self._lacking[part])
-        return self._writer.open_part(part, codec, existing, lambda done: self._lacking.update({done: ()}), pool)
+        return self._writer.open_part(
+            part, codec, existing, lambda done: self._lacking.update({done: ()}), pool
+        )
 
     def finish(self) -> None:
         """Make the new fields exist for readers."""

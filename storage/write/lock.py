@@ -20,7 +20,8 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, no_locks, open_lock, read_only
 from ..schema import LOCK_NAME, PUBLISH_NAME
 
-# Bytes of publish.lock: documents that several processes may want to write, then parts, then claims of parts.
+# Bytes of publish.lock: documents that several processes may want to write, then parts, then claims
+# of parts.
 TEXTS_BYTE = 0
 CARD_BYTE = 1
 BUNDLE_BYTE = 2
@@ -85,7 +86,8 @@ class StoreLock:
     def share(self) -> None:
         """Let others write beside this process; nothing changes where the system has no locks for that."""
         if self.is_alone and CAN_SHARE:
-            # The kernel frees a lock before it takes the other kind, and another process may take it in between.
+            # The kernel frees a lock before it takes the other kind, and another process may take
+            # it in between.
             self._wait_for(lambda: lock(self._fd, self._path, shared=True))
             self.is_alone = False
 

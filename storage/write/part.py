@@ -56,7 +56,11 @@ class ShardWriter:
     """
 
     def __init__(
-        self, path: Path, grid: ArrayGrid, pool: EncodePool, make_durable: Callable[[int, Path], None]
+        self,
+        path: Path,
+        grid: ArrayGrid,
+        pool: EncodePool,
+        make_durable: Callable[[int, Path], None],
     ) -> None:
         self._path = path
         self._grid = grid
@@ -70,7 +74,8 @@ class ShardWriter:
         self._crc = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_guard(path):
-            # O_EXCL: no two writers have a partial name in common, and a link in its place is not followed.
+            # O_EXCL: no two writers have a partial name in common, and a link in its place is not
+            # followed.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     @property
@@ -82,7 +87,10 @@ class ShardWriter:
         """Encode the next row of inner chunks, which must not change until :meth:`settle`, and write what is ready."""
         step = self._grid.chunk_layers
         columns = range(self._grid.chunks_per_row)
-        chunks = [values[:, column * step : (column + 1) * step] if values.ndim > 1 else values for column in columns]
+        chunks = [
+            values[:, column * step : (column + 1) * step] if values.ndim > 1 else values
+            for column in columns
+        ]
         n_per_task = max(1, TASK_BYTES // chunks[0].nbytes)
         for first in range(0, len(chunks), n_per_task):
             self._encoding.append(self._pool.encode(chunks[first : first + n_per_task]))
@@ -100,7 +108,8 @@ class ShardWriter:
         while self._encoding:
             self._write_oldest()
         index = self._index.tobytes()
-        # At the end, as its entries are known only then; so a shard is written front to back, and synced once.
+        # At the end, as its entries are known only then; so a shard is written front to back, and
+        # synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
         return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
 
@@ -118,7 +127,10 @@ class ShardWriter:
 
     def _write_oldest(self) -> None:
         for data in self._encoding[0].result():
-            self._index[divmod(self._n_chunks, self._grid.chunks_per_row)] = self._n_bytes, len(data)
+            self._index[divmod(self._n_chunks, self._grid.chunks_per_row)] = (
+                self._n_bytes,
+                len(data),
+            )
             self._n_chunks += 1
             self._write(data)
         self._encoding.popleft()
@@ -139,7 +151,12 @@ class ArrayWriter:
     """
 
     def __init__(
-        self, array: StoredArray, counts: Mapping[str, int], grid: ArrayGrid, pool: EncodePool, files: PartFiles
+        self,
+        array: StoredArray,
+        counts: Mapping[str, int],
+        grid: ArrayGrid,
+        pool: EncodePool,
+        files: PartFiles,
     ) -> None:
         self.array = array
         self.records: dict[str, FileRecord] = {}  # of the shards that are finished
@@ -182,7 +199,11 @@ class ArrayWriter:
         array = self.array
         unit = self.array.axes[0]
         end = first_row + len(values)
-        if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
+        if (
+            values.dtype != array.storage_dtype
+            or values.shape[1:] != array.row_shape
+            or values.ndim < 1
+        ):
             raise StoreError(
                 f"{array.name!r} takes {array.storage_dtype.name} arrays of shape "
                 f"[n, {', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got {values.dtype} "
@@ -194,14 +215,17 @@ class ArrayWriter:
                 "Write in increasing order."
             )
         if end > self._n_rows:
-            raise StoreError(f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}.")
+            raise StoreError(
+                f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}."
+            )
 
     def _flush_rows(self, row: int) -> None:
         """Write out the buffered row and rows of zeros until ``row`` is the next one."""
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
-                self._row = np.zeros_like(self._row)  # a new one: an encoder may still read the other
+                # a new one: an encoder may still read the other
+                self._row = np.zeros_like(self._row)
                 self._row_is_clean = True
 
     def _append(self, values: np.ndarray) -> None:
@@ -275,7 +299,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
         self.is_open = True  # neither committed nor discarded yet
-        self.was_first = True  # the committed part is this one; no longer once commit() found another writer's
+        # the committed part is this one; no longer once commit() found another writer's
+        self.was_first = True
         self.codec = codec  # of the fields to write
         self._counts = counts
         self._files = files
@@ -284,10 +309,13 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         pool = pool or EncodePool()
         self._arrays = {
-            array.name: ArrayWriter(array, counts, grids[array.name], pool, files) for array in codec.arrays
+            array.name: ArrayWriter(array, counts, grids[array.name], pool, files)
+            for array in codec.arrays
         }
 
-    def write(self, field: str, first_token: int, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
+    def write(
+        self, field: str, first_token: int, values: np.ndarray | Mapping[str, np.ndarray]
+    ) -> None:
         """Write consecutive tokens of a field; with a lossy codec exactly one sequence, encoded.
 
         Args:
@@ -302,7 +330,9 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         """
         self._check_open()
         if (codec := self.codec.fields.get(field)) is None:
-            raise StoreError(f"{field!r} is not a field of this store, which has {', '.join(self.codec.fields)}.")
+            raise StoreError(
+                f"{field!r} is not a field of this store, which has {', '.join(self.codec.fields)}."
+            )
         if codec.is_identity and isinstance(values, np.ndarray):
             self._arrays[codec.arrays[0].name].write(first_token, values)
             return
@@ -343,8 +373,14 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 array.finish()
             for array in self._arrays.values():
                 array.wait_synced()
-            records = {name: record for array in self._arrays.values() for name, record in array.records.items()}
-            commit = PartCommit(**self._counts, files=dict(sorted({**self._files.existing, **records}.items())))
+            records = {
+                name: record
+                for array in self._arrays.values()
+                for name, record in array.records.items()
+            }
+            commit = PartCommit(
+                **self._counts, files=dict(sorted({**self._files.existing, **records}.items()))
+            )
             commit, self.was_first = self._files.publish(commit, records)
         self.is_open = False
         self._on_close(True)

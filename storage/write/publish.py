@@ -35,9 +35,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
-from ...files import PARTIAL_SUFFIX, disk_full_guard, mapping, parse_object, relative_name, walk, whole_number
+from ...files import (
+    PARTIAL_SUFFIX,
+    disk_full_guard,
+    mapping,
+    parse_object,
+    relative_name,
+    walk,
+    whole_number,
+)
 from .. import backend
-from ..commit import FileRecord, PartCommit, content_of, files_json, read_file_records, read_part_commit
+from ..commit import (
+    FileRecord,
+    PartCommit,
+    content_of,
+    files_json,
+    read_file_records,
+    read_part_commit,
+)
 from ..paths import RemotePath, StorePath, requests
 from ..schema import (
     CODEC_NAME,
@@ -78,7 +93,8 @@ class Publication:
         try:
             content = parse_object(backend.read_file(publication_path(commit)))
             files = {
-                relative_name(name): whole_number(n, "bytes") for name, n in mapping(content["files"], "files").items()
+                relative_name(name): whole_number(n, "bytes")
+                for name, n in mapping(content["files"], "files").items()
             }
             old = None if content["old"] is None else str(content["old"]).encode()
             return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
@@ -90,7 +106,11 @@ class Publication:
 
     def to_json(self) -> bytes:
         """Return the record's content."""
-        texts = {"commit": self.commit.name, "old": self.old and self.old.decode(), "new": self.new.decode()}
+        texts = {
+            "commit": self.commit.name,
+            "old": self.old and self.old.decode(),
+            "new": self.new.decode(),
+        }
         return (json.dumps(vars(self) | texts, indent=1, sort_keys=True) + "\n").encode()
 
     def publish(self) -> bool:
@@ -114,7 +134,8 @@ class Publication:
                     else backend.replace_file(self.commit, self.old, self.new)
                 )
             except FileNotFoundError:
-                # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
+                # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an
+                # upload, was deleted.
                 has_won = content_of(self.commit) == self.new
         leftovers = (store / partial_name(name, self.attempt) for name in self.files)
         backend.remove_files(*leftovers, publication_path(self.commit))
@@ -149,7 +170,8 @@ class PartFiles:
         self.existing = existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME
-        # The uploads of a part that was given up may still be published, so that a second try needs other names.
+        # The uploads of a part that was given up may still be published, so that a second try needs
+        # other names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
         self._uploads: list[StorePath] = []
@@ -165,7 +187,8 @@ class PartFiles:
             with disk_full_guard(path):
                 os.fsync(fd)
             return
-        self._first_upload_s = self._first_upload_s or time.time()  # the wall clock: it runs while a machine sleeps
+        # the wall clock: it runs while a machine sleeps
+        self._first_upload_s = self._first_upload_s or time.time()
         target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
         self._uploads.append(target)
         _store(path, target)
@@ -187,7 +210,8 @@ class PartFiles:
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(FIRST_PART_BYTE + self._part):
-            # In a folder the byte is held from the look at the commit to the last rename, so that no part is mixed.
+            # In a folder the byte is held from the look at the commit to the last rename, so that
+            # no part is mixed.
             if Publication(path, self.attempt, files, old, commit.to_json()).publish():
                 return commit, True
         try:
@@ -203,7 +227,8 @@ class PartFiles:
         if self._asked_for is None:
             backend.remove_files(*self._uploads)
             return False
-        # A record may be there even if no answer came, and then others need the uploads. Else a later run deletes them.
+        # A record may be there even if no answer came, and then others need the uploads. Else a
+        # later run deletes them.
         with suppress(OSError, StoreDamaged):
             return read_part_commit(self.commit_path) == self._asked_for
         return False
@@ -223,7 +248,8 @@ class StoreFiles:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
         if self._lock is None:
-            self._remove_unfinished()  # before anything is compared with commits that are about to be made
+            # before anything is compared with commits that are about to be made
+            self._remove_unfinished()
 
     @property
     def is_shared(self) -> bool:
@@ -266,7 +292,9 @@ class StoreFiles:
         files = dict[str, FileRecord]()
         with (
             disk_full_guard(self.path / TARGET_NAME),
-            tempfile.TemporaryDirectory(PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path) as name,
+            tempfile.TemporaryDirectory(
+                PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path
+            ) as name,
         ):
             folder = Path(name)
             yield folder
@@ -275,7 +303,8 @@ class StoreFiles:
                     below = local.relative_to(folder).as_posix()
                     files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
-            # While files are replaced they do not fit their commit; without one a bundle is incomplete, not damaged.
+            # While files are replaced they do not fit their commit; without one a bundle is
+            # incomplete, not damaged.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
@@ -286,7 +315,11 @@ class StoreFiles:
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
         """Delete the files of a folder but those to keep and those that somebody is writing."""
-        found = (name for name in backend.names_below(self.path / folder) if not name.endswith(PARTIAL_SUFFIX))
+        found = (
+            name
+            for name in backend.names_below(self.path / folder)
+            if not name.endswith(PARTIAL_SUFFIX)
+        )
         backend.remove_files(*(self.path / folder / name for name in found if name not in kept))
 
     def _retract(self, *commits: StorePath) -> None:
@@ -297,7 +330,10 @@ class StoreFiles:
     def _remove_unfinished(self) -> None:
         """Delete documents that a kill left unfinished; in a bucket finish what others were publishing."""
         if isinstance(self.path, Path):
-            for folder in (self.path, *(self.path / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME))):
+            for folder in (
+                self.path,
+                *(self.path / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME)),
+            ):
                 for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
                     if leftover.is_dir() and not leftover.is_symlink():
                         shutil.rmtree(leftover)
@@ -322,7 +358,9 @@ class StoreFiles:
         # Nothing below its final name: another process may be publishing it at this moment.
         bucket = self.path.backend
         now = datetime.now(UTC)
-        found = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files((self.path / TARGET_NAME).key)
+        found = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
+            (self.path / TARGET_NAME).key
+        )
         bucket.delete(
             key
             for key, entry in found.items()
@@ -353,14 +391,18 @@ def _store(path: Path, target: StorePath) -> None:
     expected = path.stat().st_size
     got = target.stat().st_size
     if got != expected:
-        raise StorageUnavailable(f"{target} has {got} bytes after an upload of {expected}. Run the same command again.")
+        raise StorageUnavailable(
+            f"{target} has {got} bytes after an upload of {expected}. Run the same command again."
+        )
 
 
 def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
     """Delete everything below a folder but these files, given by their relative paths."""
     for root, folders, names in walk(parts):
         below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
-        for name in [name for name in folders if not any(file.startswith(f"{below}{name}/") for file in kept)]:
+        for name in [
+            name for name in folders if not any(file.startswith(f"{below}{name}/") for file in kept)
+        ]:
             shutil.rmtree(root / name)
             folders.remove(name)
         for name in names:

@@ -13,7 +13,9 @@ from ..schema import PLAN_NAME, manifest_commit_path
 from .store import StoreWriter
 
 
-def drop_damage(path: str | os.PathLike[str] | StorePath, progress: Progress | None = None) -> tuple[Finding, ...]:
+def drop_damage(
+    path: str | os.PathLike[str] | StorePath, progress: Progress | None = None
+) -> tuple[Finding, ...]:
     """Check every byte of a store and delete the commits of what is damaged; returns the damage.
 
     Raises:
@@ -23,9 +25,12 @@ def drop_damage(path: str | os.PathLike[str] | StorePath, progress: Progress | N
     store = open_path(path)
     with check_guard(store):
         for file, error in find_manifest_damage(store, metadata=False):
-            if file != manifest_commit_path(store):  # a damaged record is written again from whole files
+            # a damaged record is written again from whole files
+            if file != manifest_commit_path(store):
                 raise error
         manifest = read_manifest(store)
         plan = read_plan(store / PLAN_NAME)
-    with StoreWriter.create_or_resume(store, manifest, plan, depth="values", progress=progress) as writer:
+    with StoreWriter.create_or_resume(
+        store, manifest, plan, depth="values", progress=progress
+    ) as writer:
         return writer.damages

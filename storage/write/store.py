@@ -37,7 +37,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreError, StoreLocked, StoreMismatch
+from ...errors import (
+    OutputOccupied,
+    SchemaVersionError,
+    StoreDamaged,
+    StoreError,
+    StoreLocked,
+    StoreMismatch,
+)
 from ...files import disk_full_guard, kind_of
 from ...text import Progress
 from .. import backend
@@ -98,9 +105,12 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         super().__init__(path, shares)
         self.manifest = manifest
         self.plan = plan  # all sequences (see ``plan.PLAN_SCHEMA``)
-        self.joined = self._lock is not None and not self._lock.is_alone  # others wrote to it when this one came
-        self.damages: tuple[Finding, ...] = ()  # what was damaged when the store was opened; it is missing now
-        self.has_begun_anew = False  # whether it took the place of a store of other inputs, which had no part
+        # others wrote to it when this one came
+        self.joined = self._lock is not None and not self._lock.is_alone
+        # what was damaged when the store was opened; it is missing now
+        self.damages: tuple[Finding, ...] = ()
+        # whether it took the place of a store of other inputs, which had no part
+        self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
         self.n_parts = len(self._counts)  # planned parts
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
@@ -141,7 +151,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         check_plan(plan, manifest.alignment_tokens)
         for key, value in plan_counts(plan).items():
             if getattr(manifest, key) != value:
-                raise StoreDamaged(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
+                raise StoreDamaged(
+                    f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}."
+                )
         with backend.check_guard(store), disk_full_guard(store):
             _check_unoccupied(store)
             backend.make_folder(store)
@@ -185,7 +197,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
         """Begin a store, or put one in order that nobody else writes to, or that lies in a bucket."""
         refuse_links(self.path)
-        has_begun = backend.exists(manifest_commit_path(self.path)) or backend.exists(self.path / MANIFEST_NAME)
+        has_begun = backend.exists(manifest_commit_path(self.path)) or backend.exists(
+            self.path / MANIFEST_NAME
+        )
         if has_begun and not self._is_of_these_inputs(begins_anew):
             self._delete_all()
             self.has_begun_anew = True
@@ -228,13 +242,17 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     def _restore(self) -> None:
         """Write damaged or lost store.json and plan.parquet again if these inputs are the store's."""
-        documents = {MANIFEST_NAME: self.manifest.to_json().encode(), PLAN_NAME: plan_bytes(self.plan)}
+        documents = {
+            MANIFEST_NAME: self.manifest.to_json().encode(),
+            PLAN_NAME: plan_bytes(self.plan),
+        }
         try:
             restore_files(self.path, documents)
         except StoreDamaged:
             if not backend.exists(self.path / MANIFEST_NAME):
                 raise
-            # Either their commit is damaged, or the inputs are others: the comparison that follows says which.
+            # Either their commit is damaged, or the inputs are others: the comparison that follows
+            # says which.
 
     @property
     def has_target(self) -> bool:
@@ -259,7 +277,11 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     def is_pending(self, part: int) -> bool:
         """Whether a part has no commit yet."""
-        return not (backend.exists(commit_path(self.path, part)) if self.is_shared else part in self._committed)
+        return not (
+            backend.exists(commit_path(self.path, part))
+            if self.is_shared
+            else part in self._committed
+        )
 
     def is_claimed(self, part: int) -> bool:
         """Whether a process, which may be this one, writes a part at this moment; only a hint."""
@@ -274,7 +296,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._committed:
-            raise StoreError(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
+            raise StoreError(
+                f"Part {part} is committed already; write only the parts that pending_parts() returns."
+            )
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
 
     def open_part(
@@ -299,16 +323,21 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 os.close(claim)
 
         files = PartFiles(self, part, existing)
-        return PartWriter(self.part_sequences(part), self._counts[part], codec, self._grids, files, close, pool)
+        return PartWriter(
+            self.part_sequences(part), self._counts[part], codec, self._grids, files, close, pool
+        )
 
     def lay_out(self, codec: StoreCodec) -> None:
         """Write the metadata of a codec's arrays where it is missing."""
         with backend.check_guard(self.path), disk_full_guard(self.path):
-            self._grids |= _write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
+            self._grids |= _write_array_metadata(
+                self.path, codec.arrays, self.n_parts, self._longest_part
+            )
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Replace store.json by one whose files all exist; readers find the old or the new one at every moment."""
-        # The old one's commit is deleted first and the new one's written last: a store without it is read unchecked. On
+        # The old one's commit is deleted first and the new one's written last: a store without it
+        # is read unchecked. On
         # a full disk it stays so until the store is opened again.
         if manifest == self.manifest:
             return
@@ -316,8 +345,11 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if isinstance(self.path, RemotePath) and read_manifest(self.path) != self.manifest:
             raise changed_meanwhile(path)
         self._retract(manifest_commit_path(self.path))
-        if not backend.replace_file(path, self.manifest.to_json().encode(), manifest.to_json().encode()):
-            raise changed_meanwhile(path)  # the process that changed it, or the next one, writes its commit
+        if not backend.replace_file(
+            path, self.manifest.to_json().encode(), manifest.to_json().encode()
+        ):
+            # the process that changed it, or the next one, writes its commit
+            raise changed_meanwhile(path)
         self.manifest = manifest
         self._open_codec()
         self._record_manifest()
@@ -328,7 +360,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         folder = self.path / RUNS_NAME
         backend.make_folder(folder)
         content = (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
-        while not backend.put_if_absent(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
+        while not backend.put_if_absent(
+            path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content
+        ):
             pass  # another machine's run ended in the same microsecond
         return path
 
@@ -383,12 +417,18 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     def remove_uncommitted(self) -> None:
         """Delete files of parts that no commit lists; call it while no part is being written."""
-        self._keep_listed(read_part_commit(commit_path(self.path, part)) for part in self._committed)
+        self._keep_listed(
+            read_part_commit(commit_path(self.path, part)) for part in self._committed
+        )
 
     def _keep_listed(self, commits: Iterable[PartCommit]) -> None:
         kept = {name for commit in commits for name in commit.files}
-        arrays = {name.rpartition("/")[0] for name in kept} | {array.name for array in self.codec.arrays}
-        self._remove_unlisted(kept | {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)})
+        arrays = {name.rpartition("/")[0] for name in kept} | {
+            array.name for array in self.codec.arrays
+        }
+        self._remove_unlisted(
+            kept | {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
+        )
 
 
 def _check_unoccupied(store: StorePath) -> None:
@@ -397,7 +437,9 @@ def _check_unoccupied(store: StorePath) -> None:
     if isinstance(store, Path):
         there = next(path for path in (store, *store.absolute().parents) if path.exists())
         if not there.is_dir():
-            raise OutputOccupied(f"{store}: {there} is {kind_of(there)}, not a folder. Choose another output folder.")
+            raise OutputOccupied(
+                f"{store}: {there} is {kind_of(there)}, not a folder. Choose another output folder."
+            )
         if there is not store:
             return
     manifest = store / MANIFEST_NAME
@@ -410,7 +452,9 @@ def _check_unoccupied(store: StorePath) -> None:
                 raise  # else the version is a damaged byte
         except StoreDamaged as error:
             if not has_commit:  # else `restore` repairs it, or names the damage
-                raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
+                raise OutputOccupied(
+                    f"{store} holds something else: {error} Choose another output folder."
+                ) from error
         return
     if has_parts(store) and not has_commit:
         raise OutputOccupied(
@@ -419,7 +463,8 @@ def _check_unoccupied(store: StorePath) -> None:
         )
     names = backend.names_in(store)
     foreign = sorted(name for name in names if not is_known(name))
-    if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):  # a bucket's start leaves no lock
+    # a bucket's start leaves no lock
+    if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
             f"{store} is not empty and not an activation store (it holds {shown}). "
@@ -431,8 +476,13 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
     """Compare everything that shapes the data, or the plan alone; raises StoreMismatch with every key that differs."""
     changes: dict[str, tuple[Any, Any]] = {}
     if manifest is not None:
-        old, new = (flatten(json.loads(each.to_json())) for each in (read_manifest(store), manifest))
-        pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in sorted(old.keys() | new.keys())}
+        old, new = (
+            flatten(json.loads(each.to_json())) for each in (read_manifest(store), manifest)
+        )
+        pairs = {
+            key: (old.get(key, "(absent)"), new.get(key, "(absent)"))
+            for key in sorted(old.keys() | new.keys())
+        }
         changes = {key: (was, now) for key, (was, now) in pairs.items() if was != now}
     old_plan = read_plan(store / PLAN_NAME)
     if not old_plan.equals(plan.replace_schema_metadata(None)):
@@ -447,7 +497,9 @@ def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
         b = new.slice(row, 1).to_pylist()[0]
         if a != b:
             keys = [key for key in a if a[key] != b[key]]
-            was, now = (f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))
+            was, now = (
+                f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b)
+            )
             return was, now
     return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
 
@@ -460,19 +512,27 @@ def _write_array_metadata(
     Existing metadata stays, also where another release chose another grid: later parts follow it.
     """
     wanted = {array.name: array for array in arrays}
-    documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in wanted.values())
+    documents = zarr_metadata(
+        (array, array_grid(array, n_parts, longest_part)) for array in wanted.values()
+    )
     contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
     restore_files(store, contents)
-    for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):  # groups before their members
+    # groups before their members
+    for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
         path = store / name
         if not backend.exists(path):
             backend.make_folder(path.parent)
             backend.put_if_absent(path, content)
             backend.sync_names(path.parent.parent)
-    return {name: read_grid(store / PARTS_NAME, array, n_parts, longest_part) for name, array in wanted.items()}
+    return {
+        name: read_grid(store / PARTS_NAME, array, n_parts, longest_part)
+        for name, array in wanted.items()
+    }
 
 
-def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]) -> None:
+def _begin(
+    store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]
+) -> None:
     """Write what makes a folder or prefix a store, the manifest last.
 
     In a bucket others may begin at the same moment, and what is there stays: it is compared before the next document is
@@ -484,7 +544,9 @@ def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_file
     for name, content in codec_files.items():
         backend.make_folder(store / CODEC_NAME)
         if not backend.put_if_absent(store / CODEC_NAME / name, content):
-            raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
+            raise StoreMismatch(
+                str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")}
+            )
     if not backend.put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
         _check_same(store, None, plan)
     if not backend.put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):

@@ -13,8 +13,12 @@ ROOT = Path(__file__).parents[2]
 N_WEIGHTS = 1_890_000
 
 
-def test_every_file_can_be_imported_and_says_what_it_measures(benchmark: Callable[[str], ModuleType]) -> None:
-    names = sorted(f"{path.parent.name}.{path.stem}" for path in (ROOT / "benchmarks").glob("*/*.py"))
+def test_every_file_can_be_imported_and_says_what_it_measures(
+    benchmark: Callable[[str], ModuleType],
+) -> None:
+    names = sorted(
+        f"{path.parent.name}.{path.stem}" for path in (ROOT / "benchmarks").glob("*/*.py")
+    )
     assert len(names) > 20
     assert all(benchmark(name).__doc__ for name in names)
 

@@ -25,11 +25,19 @@ def test_rounds_are_those_of_transformers_and_a_refusal_is_quoted(
 ) -> None:
     folder, file = write_target(tmp_path / "target", num_hidden_layers=3), tmp_path / "engines.json"
     prompts = write_jsonl(tmp_path / "prompts.jsonl", random_chats(2))
-    save_drafter(kit.build("dflash", Target.load(str(folder)).model, block_layers=1, block_size=6), tmp_path / "dflash")
-    (refusing := tmp_path / "python").write_text("#!/bin/sh\necho 'ValueError: no such method' >&2; exit 1\n")
+    save_drafter(
+        kit.build("dflash", Target.load(str(folder)).model, block_layers=1, block_size=6),
+        tmp_path / "dflash",
+    )
+    (refusing := tmp_path / "python").write_text(
+        "#!/bin/sh\necho 'ValueError: no such method' >&2; exit 1\n"
+    )
     refusing.chmod(0o755)
     options = f"--vllm {refusing} --n-prompts 2 --max-new-tokens 12 --table {file} --out {tmp_path}"
-    monkeypatch.setattr("sys.argv", ["engines", str(folder), str(prompts), str(tmp_path / "dflash"), *options.split()])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["engines", str(folder), str(prompts), str(tmp_path / "dflash"), *options.split()],
+    )
     engines.main()
     table = json.loads(file.read_text())
     (row,) = table["rows"]

@@ -18,7 +18,10 @@ from moa_data.moa.drafters.registry import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu.sh"
-DECODE, TRAIN = ["decode", "graphs", "tests", "sampling"], ["train", "extract", "train-tests", "codecs", "transform"]
+DECODE, TRAIN = (
+    ["decode", "graphs", "tests", "sampling"],
+    ["train", "extract", "train-tests", "codecs", "transform"],
+)
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -43,20 +46,37 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + logs
     records: dict[str, list[Any]] = {}
     for file in sorted(out.glob("*.json")):
-        records.setdefault(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), []).append(json.loads(file.read_text()))
+        records.setdefault(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), []).append(
+            json.loads(file.read_text())
+        )
     assert {name: len(found) for name, found in records.items()} == {
         "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1, "decode-graphs": 1,
     }  # fmt: skip
     for name in ("tests", "train-tests"):
         assert "<testsuite " in (out / f"{name}.xml").read_text()
-    seconds = ("forwards_and_gathering_s", "encoders_cpu_s", "writer_thread_cpu_s", "extract_s", "forward_s")
-    positive(records["extract"][0]["figures"], *seconds, "flops", "forward_mfu", "extract_mfu", "extract_tokens_per_s")
+    seconds = (
+        "forwards_and_gathering_s",
+        "encoders_cpu_s",
+        "writer_thread_cpu_s",
+        "extract_s",
+        "forward_s",
+    )
+    positive(
+        records["extract"][0]["figures"],
+        *seconds,
+        "flops",
+        "forward_mfu",
+        "extract_mfu",
+        "extract_tokens_per_s",
+    )
     assert records["extract"][0]["figures"]["copies_s"] == [0.0], "nothing is copied on a CPU"
     steps = records["train-step"][0]["steps"]
     assert list(steps) == list(DRAFTERS)
     for kind, found in steps.items():
         positive(found, "mfu", "flops", "step_s", "forward_s", "peak_bytes", "micro_batch", "loss")
-        assert bool(found["attention_kernels"]) == (kind != "medusa"), "Medusa's heads do not attend"
+        assert bool(found["attention_kernels"]) == (kind != "medusa"), (
+            "Medusa's heads do not attend"
+        )
     rows = [row for record in records["codec-shape"] for row in record["codecs"]]
     assert [row["codec"] for row in rows] == ["lossless", "int8", "transform:1"]
     for row in rows:
@@ -70,7 +90,14 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
         for one in rounds.values():
             positive(one, "tokens_per_s", "round_ms")
         assert list(rounds)[-1] == "transformers"
-    for line in ("MFU", "short products", "transform:1 on cpu", "4x4x16", "verify tree_of_60", "pytest -m gpu"):
+    for line in (
+        "MFU",
+        "short products",
+        "transform:1 on cpu",
+        "4x4x16",
+        "verify tree_of_60",
+        "pytest -m gpu",
+    ):
         assert line in done.stdout
 
 
@@ -93,10 +120,14 @@ def test_wrong_words_are_refused_in_one_line_and_the_usage_names_every_option() 
 
 def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; *gpu_report) echo table;; esac\n')
+    python.write_text(
+        '#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; *gpu_report) echo table;; esac\n'
+    )
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--tiny"]
-    done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
+    )
     assert done.returncode == 1
     names = re.findall(r"^([\w-]+): (?:\d+ s|FAILED \(3\))", done.stdout, re.MULTILINE)
     assert names == [*DECODE, *TRAIN]
@@ -108,10 +139,14 @@ def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Pa
 @pytest.mark.parametrize("part", ["decode", "train"])
 def test_what_a_part_lacks_is_said_before_its_first_step(tmp_path: Path, part: str) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; *) echo ran;; esac\n')
+    python.write_text(
+        '#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; *) echo ran;; esac\n'
+    )
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--part", part]
-    done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (2, f"{part} lacks zarr\n")
     assert done.stdout == "ran\n", "whether the package is there"
 
@@ -128,16 +163,24 @@ def test_the_preflight_names_what_is_missing_and_what_does_not_run(
     assert preflight.problem("decode").startswith("lacks its-wheel; ")
 
 
-def test_wheels_hold_what_is_required_beside_torch_and_transformers(benchmark: Callable[[str], ModuleType]) -> None:
+def test_wheels_hold_what_is_required_beside_torch_and_transformers(
+    benchmark: Callable[[str], ModuleType],
+) -> None:
     preflight = benchmark("gpu.preflight")
-    decode, both = ({line.split("==")[0] for line in preflight.wheels(parts)} for parts in (["decode"], ["train"]))
+    decode, both = (
+        {line.split("==")[0] for line in preflight.wheels(parts)}
+        for parts in (["decode"], ["train"])
+    )
     assert {"pydantic", "pydantic-core", "pytest"} <= decode < both
     assert {"zarr", "donfig", "numcodecs", "lightning"} <= both - decode
     assert not both & {"torch", "transformers", "numpy", "safetensors"}
 
 
 def test_a_step_writes_a_record_that_the_table_reads(
-    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    benchmark: Callable[[str], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     sampling, report = benchmark("decoding.sampling"), benchmark("gpu.gpu_report")
     words = ["sampling.py", "--vocabulary", "100", "--repeats", "2", "--out", str(tmp_path)]
@@ -170,5 +213,7 @@ def test_decoding_needs_no_more_than_its_wheels(benchmark: Callable[[str], Modul
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # zarr has a plugin
     for words in (["--collect-only", "tests/gpu/test_decoding.py"], ["tests/moa/nn/test_masks.py"]):
         command = [sys.executable, "-c", code, *words]
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=200
+        )
         assert done.returncode == 0, done.stdout[-3000:]

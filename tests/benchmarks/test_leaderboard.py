@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def leaderboard(benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def leaderboard(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> ModuleType:
     module = benchmark("training.leaderboard")
     table = tmp_path / "leaderboard.json"
     shutil.copy(ROOT / "benchmarks" / "results" / "leaderboard.json", table)
@@ -33,11 +35,17 @@ def arguments(tmp_path: Path) -> list[str]:
     """The command line of a random drafter of blocks of three for a random target."""
     tokenizer, model, drafter = build_byte_tokenizer(), tmp_path / "model", tmp_path / "drafter"
     special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    build_text_model(vocab_size=len(tokenizer), initializer_range=0.3, **special).save_pretrained(model)
+    build_text_model(vocab_size=len(tokenizer), initializer_range=0.3, **special).save_pretrained(
+        model
+    )
     tokenizer.save_pretrained(model)
     target = Target.load(str(model), torch.float32, "cpu")
-    save_drafter(build("dspark", target.model, block_layers=1, block_size=10, markov_rank=4), drafter)
-    prompts = write_jsonl(tmp_path / "chats.jsonl", [chat("hello", "an answer"), chat("why", "an answer")])
+    save_drafter(
+        build("dspark", target.model, block_layers=1, block_size=10, markov_rank=4), drafter
+    )
+    prompts = write_jsonl(
+        tmp_path / "chats.jsonl", [chat("hello", "an answer"), chat("why", "an answer")]
+    )
     return [
         "leaderboard.py", str(model), str(prompts), str(drafter), "--name", "Random", "--target", "tiny",
         "--held-out", str(prompts), "--tokens", "7", "--seconds", "8", "--out", str(tmp_path / "out"),
@@ -45,7 +53,9 @@ def arguments(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_drafter_enters(leaderboard: ModuleType, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_enters(
+    leaderboard: ModuleType, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", arguments)
     before = json.loads(leaderboard.TABLE.read_text())
     leaderboard.main()
@@ -70,6 +80,8 @@ def test_other_answers_are_refused(
     monkeypatch.setattr(leaderboard, "kept", lambda config, measure: report)
     monkeypatch.setattr("sys.argv", arguments)
     before = leaderboard.TABLE.read_text()
-    with pytest.raises(SystemExit, match="answers of chain differ from plain decoding's; nothing is entered"):
+    with pytest.raises(
+        SystemExit, match="answers of chain differ from plain decoding's; nothing is entered"
+    ):
         leaderboard.main()
     assert leaderboard.TABLE.read_text() == before

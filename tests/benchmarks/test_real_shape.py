@@ -19,9 +19,17 @@ def test_two_layers_at_the_real_widths(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = tmp_path.glob("real-shape-*.json")
     stages = {stage["name"]: stage for stage in json.loads(record.read_text())["stages"]}
-    assert {"plan", "extract", "verify", "audit", *(f"train {kind}" for kind in DRAFTERS)} < set(stages)
+    assert {"plan", "extract", "verify", "audit", *(f"train {kind}" for kind in DRAFTERS)} < set(
+        stages
+    )
     assert all(0 < stage["peak_gb"] < 24 for stage in stages.values())
-    answers = [line.partition(" in ")[0] for line in (tmp_path / "generate-with-each.log").read_text().splitlines()]
-    tokens = {kind: answer for kind, _, answer in (line.partition(": ") for line in answers if line)}
+    answers = [
+        line.partition(" in ")[0]
+        for line in (tmp_path / "generate-with-each.log").read_text().splitlines()
+    ]
+    tokens = {
+        kind: answer for kind, _, answer in (line.partition(": ") for line in answers if line)
+    }
     assert set(DRAFTERS) <= set(tokens)
-    assert len({tokens[kind] for kind in DRAFTERS}) == 1  # a drafter changes speed, never the answer
+    # a drafter changes speed, never the answer
+    assert len({tokens[kind] for kind in DRAFTERS}) == 1

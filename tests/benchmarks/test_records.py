@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 
-def record(records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any) -> Path:
+def record(
+    records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any
+) -> Path:
     """Write a record, of a commit and a clean checkout unless said otherwise."""
-    known = records.collect_provenance() | {"git_sha": "0123456789abcdef", "git_dirty": False} | found
+    known = (
+        records.collect_provenance() | {"git_sha": "0123456789abcdef", "git_dirty": False} | found
+    )
     monkeypatch.setattr(records, "collect_provenance", lambda: known)
     path: Path = records.write_record(folder, "speed", {"figures": {"mb_per_s": 1.0}})
     return path
@@ -45,7 +49,10 @@ def test_a_file_of_results_names_each_commit_and_machine_once(
 
 @pytest.mark.parametrize("found", [{"git_dirty": True}, {"git_sha": None, "git_dirty": None}])
 def test_code_that_no_commit_holds_is_no_source(
-    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
+    benchmark: Callable[[str], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, Any],
 ) -> None:
     records = benchmark("kit.records")
     path = record(records, tmp_path, monkeypatch, **found)
@@ -63,8 +70,16 @@ def test_options_have_the_types_of_their_defaults(
     harness = benchmark("kit.harness")
     words = ["STORE", "a", "b", "--n-prompts", "3", "--rates", "1", "2", "--folder", "x", "--fast"]
     monkeypatch.setattr(sys, "argv", ["measure.py", *words, "--out", str(tmp_path)])
-    options = {"n_prompts": 8, "rates": [0.5], "folder": Path, "fast": False, "kind": {"choices": ["eagle"]}}
-    seen = harness.run(lambda given: f"kind-{given.n_prompts}", measure, "store", "runs+", **options)["figures"]["seen"]
+    options = {
+        "n_prompts": 8,
+        "rates": [0.5],
+        "folder": Path,
+        "fast": False,
+        "kind": {"choices": ["eagle"]},
+    }
+    seen = harness.run(
+        lambda given: f"kind-{given.n_prompts}", measure, "store", "runs+", **options
+    )["figures"]["seen"]
     assert seen == {
         "store": "STORE", "runs": ["a", "b"], "n_prompts": 3, "rates": [1.0, 2.0], "folder": Path("x"), "fast": True,
         "kind": None, "out": tmp_path,

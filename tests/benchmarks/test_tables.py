@@ -44,27 +44,45 @@ def test_every_row_has_a_command_that_exists(path: Path) -> None:
 def test_the_readme_quotes_the_figures() -> None:
     """Its table, cell by cell: means over seeds of chains of 7, a star where there is one seed, and tokens/s."""
     results = ROOT / "benchmarks" / "results"
-    rows = json.loads((results / "drafters-code-and-math-2.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((results / "drafters-code-and-math-2.json").read_text(encoding="utf-8"))[
+        "rows"
+    ]
     speeds = json.loads((results / "rounds.json").read_text(encoding="utf-8"))["rows"]
     light = "the same of every second layer, one pass"
 
     def cell(names: set[str], tokens: str) -> str:
-        found = [row["chain7"][0] for row in rows if row["drafter"] in names and row["tokens"] == tokens]
+        found = [
+            row["chain7"][0] for row in rows if row["drafter"] in names and row["tokens"] == tokens
+        ]
         is_later = not any(row["drafter"] == name for row in rows if row["tokens"] == tokens)
         return f"{fmean(found):.2f}{'' if len(found) > 1 else '*'}{'†' if is_later else ''}"
 
-    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| drafter |")[1].split("\n\n")[0]
+    table = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("| drafter |")[1].split("\n\n")[0]
+    )
     for line in table.splitlines()[2:]:
         title, *cells = [part.strip() for part in line.split("|")[1:-1]]
-        name = title.replace(light, "Mixture of Attentions of every second layer, one pass").split(", [")[0]
-        names = {name, "DSpark on keys and values of later layers" if name == "DSpark on keys and values" else name}
+        name = title.replace(light, "Mixture of Attentions of every second layer, one pass").split(
+            ", ["
+        )[0]
+        names = {
+            name,
+            "DSpark on keys and values of later layers"
+            if name == "DSpark on keys and values"
+            else name,
+        }
         speed = next(row["speed"] for row in speeds if row["drafter"] == name)
-        assert cells == [*(cell(names, tokens) for tokens in ("0.57 M", "2.0 M", "8.0 M")), f"{speed:.2f}"]
+        assert cells == [
+            *(cell(names, tokens) for tokens in ("0.57 M", "2.0 M", "8.0 M")),
+            f"{speed:.2f}",
+        ]
 
 
 def test_speeds_that_were_measured_again_stand_on_one_page() -> None:
     """Acceptance does not age, but tokens/s of older code would contradict those of today's."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "leaderboard.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(
+        (ROOT / "benchmarks" / "results" / "leaderboard.json").read_text(encoding="utf-8")
+    )["rows"]
     entered = [row for row in rows if row["target"] == "code-and-math-2"]
     assert entered
     assert not any("speed" in row for row in entered)

@@ -24,7 +24,15 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import SavedAnswer
-from moa_data.serving.client.session import Event, LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
+from moa_data.serving.client.session import (
+    Event,
+    LinkChanged,
+    ModeChanged,
+    RolledBack,
+    Stats,
+    Tokens,
+    Verified,
+)
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build
@@ -64,17 +72,29 @@ def server(live: Target) -> Iterator[Server]:
 def answer(live: Target, *turns: str) -> str:
     """What the target says to the last of some turns."""
     messages = chat(*turns)["messages"]
-    tokens = plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=N_NEW).tokens
+    tokens = plain_generate(
+        live, prompt_tokens(live.template, messages), max_new_tokens=N_NEW
+    ).tokens
     return str(live.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def shown(text: str) -> str:
     """How a text of the target comes out of a pipe, apart from a last character that is not complete."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text).rstrip("\ufffd")
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text
+    ).rstrip("\ufffd")
 
 
 def options(server: str, folder: Path, *more: str) -> list[str]:
-    return ["--server", server, "--drafter", str(folder / "run"), "--max-new-tokens", str(N_NEW), *more]
+    return [
+        "--server",
+        server,
+        "--drafter",
+        str(folder / "run"),
+        "--max-new-tokens",
+        str(N_NEW),
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("mode", ["server", "client"])
@@ -89,7 +109,11 @@ def test_a_conversation_is_read_line_by_line(
     first = answer(live, QUESTION)
     second = answer(live, QUESTION, first, "a mat")
     assert shown(second) in done.stdout
-    assert [message["content"] for message in SavedAnswer.load(file).messages] == [QUESTION, first, "a mat"]
+    assert [message["content"] for message in SavedAnswer.load(file).messages] == [
+        QUESTION,
+        first,
+        "a mat",
+    ]
     again = run("chat", *arguments[:-2], "--resume", str(file), input="and a dog\n")
     assert again.exit_code == 0, again.output
     third = answer(live, QUESTION, first, "a mat", second, "and a dog")
@@ -123,7 +147,12 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
 def terminal(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Run the command on a terminal; yields the process and the terminal's other end."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "TERM": "xterm",
+        "COLUMNS": "80",
+        "LINES": "40",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "moa_data", "chat", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
         env=environment, start_new_session=True,
@@ -153,11 +182,20 @@ def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.usefixtures("heeded_signals")
-def test_another_process_goes_on(number: signal.Signals, live: Target, folder: Path, tmp_path: Path) -> None:
+def test_another_process_goes_on(
+    number: signal.Signals, live: Target, folder: Path, tmp_path: Path
+) -> None:
     """After kill -9 in the middle of an answer, and after Ctrl-C, which says how."""
     file, n_new = tmp_path / "chat.json", 80
     with Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow:
-        arguments = ["--server", slow.grpc_address, "--drafter", str(folder / "run"), "--max-new-tokens", str(n_new)]
+        arguments = [
+            "--server",
+            slow.grpc_address,
+            "--drafter",
+            str(folder / "run"),
+            "--max-new-tokens",
+            str(n_new),
+        ]
         process = subprocess.Popen(
             [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -171,7 +209,9 @@ def test_another_process_goes_on(number: signal.Signals, live: Target, folder: P
         assert not SavedAnswer.load(file).finish
         done = run("chat", *arguments, "--resume", str(file), input="")
     tokens = plain_generate(
-        live, prompt_tokens(live.template, [{"role": "user", "content": QUESTION}]), max_new_tokens=n_new
+        live,
+        prompt_tokens(live.template, [{"role": "user", "content": QUESTION}]),
+        max_new_tokens=n_new,
     ).tokens
     whole = shown(str(live.tokenizer.decode(tokens, skip_special_tokens=True)))
     assert done.exit_code == 0, done.output
@@ -187,7 +227,9 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
         Proxy(slow.port) as proxy,
     ):
         arguments = ["--max-new-tokens", "80", "--set", "offline_below=0", "--max-offline", "6"]
-        with terminal(["--server", proxy.address, "--drafter", str(folder / "run"), *arguments]) as (process, end):
+        with terminal(
+            ["--server", proxy.address, "--drafter", str(folder / "run"), *arguments]
+        ) as (process, end):
             read_until(end, "> $")
             os.write(end, QUESTION.encode() + b"\n")
             read_until(end, r"[1-9][\d.]* tokens/s")
@@ -331,7 +373,11 @@ def test_the_screen_shows_the_answer(seed: int) -> None:
             event = RolledBack(n_verified)
         view.note(event)
         step = screen.width - 1
-        lines = [line[at : at + step] for line in "".join(shown).split("\n") for at in range(0, len(line) or 1, step)]
+        lines = [
+            line[at : at + step]
+            for line in "".join(shown).split("\n")
+            for at in range(0, len(line) or 1, step)
+        ]
         assert body(screen) == "\n".join(lines)
         if len(screen.rows) > 20:
             break

@@ -15,7 +15,9 @@ from moa_data.commands.console import FAULT, UNUSABLE, ProgressLine, collect_pro
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_log_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The first and the last state of each phase, and every ten seconds one between."""
     monkeypatch.setattr(console, "LOG_LINE_EVERY_S", 1e9)
     with ProgressLine("step") as progress:
@@ -56,7 +58,8 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     with ProgressLine("step") as progress:
         progress(3, 3, "target")
         progress(1, 9, "train")
-        assert terminal.getvalue().count("\n") == 1  # the first bar has got its last state, and its line has ended
+        # the first bar has got its last state, and its line has ended
+        assert terminal.getvalue().count("\n") == 1
     assert terminal.getvalue().splitlines()[-1].rpartition("\r")[2].startswith("train:  11%")
 
 
@@ -77,16 +80,29 @@ def caused_by(cause: BaseException) -> Exception:
         (OSError(errno.ENOSPC, "x", "/out/file"), errno.ENOSPC),
         (OSError(errno.EIO, "x"), errno.EIO),
         (OSError(errno.EPERM, "x", "/out/file"), errno.EPERM),
-        (RustError("Error while serializing: I/O error: No space left on device (os error 28)"), errno.ENOSPC),
+        (
+            RustError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            errno.ENOSPC,
+        ),
         (RustError("Permission denied (os error 13)"), errno.EACCES),
         (RustError("Generic LocalFileSystem error: disk quota exceeded"), errno.EDQUOT),
-        (OSError("[Errno 27] Error writing bytes to file. Detail: [errno 27] File too large"), errno.EFBIG),
-        (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), errno.EIO),
+        (
+            OSError("[Errno 27] Error writing bytes to file. Detail: [errno 27] File too large"),
+            errno.EFBIG,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"
+            ),
+            errno.EIO,
+        ),
         (RustError("database or disk is full"), errno.ENOSPC),
         (caused_by(caused_by(OSError(errno.EROFS, "x", "/out/file"))), errno.EROFS),
     ],
 )
-def test_what_the_machine_refuses_is_one_line_whoever_says_it(error: Exception, reason: int) -> None:
+def test_what_the_machine_refuses_is_one_line_whoever_says_it(
+    error: Exception, reason: int
+) -> None:
     failure = failure_of(error, "extract")
     assert failure.exit_code == UNUSABLE
     assert os.strerror(reason) in failure.message
@@ -94,11 +110,15 @@ def test_what_the_machine_refuses_is_one_line_whoever_says_it(error: Exception, 
     assert "\n" not in failure.message
 
 
-@pytest.mark.parametrize("error", [RustError("28 tokens"), KeyError("x"), caused_by(OSError(errno.ENOENT, "x", "y"))])
+@pytest.mark.parametrize(
+    "error", [RustError("28 tokens"), KeyError("x"), caused_by(OSError(errno.ENOENT, "x", "y"))]
+)
 def test_any_other_error_is_a_fault(error: Exception) -> None:
     assert failure_of(error, "extract").exit_code == FAULT
 
 
 def test_provenance_names_the_commit_of_the_checkout() -> None:
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    head = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    )
     assert collect_provenance()["git_sha"] == head.stdout.strip()

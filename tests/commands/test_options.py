@@ -29,11 +29,28 @@ def command(config: Stage, dry_run: bool) -> None:
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: {n_steps: 1, kind: long}\nnames: b\n")
-    arguments = ["s", "--dry-run", "--config", str(path), "--n-steps", "2", "--resume", "--set", "steps.size=4"]
+    arguments = [
+        "s",
+        "--dry-run",
+        "--config",
+        str(path),
+        "--n-steps",
+        "2",
+        "--resume",
+        "--set",
+        "steps.size=4",
+    ]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
-    assert SEEN.pop() == Stage.of(store="s", names=("b",), resume=True, steps="long", n_steps=2, size=4)
-    assert CliRunner().invoke(command, ["s", "--dry-run", "--preset", "small", "--steps", "long"]).exit_code == 0
+    assert SEEN.pop() == Stage.of(
+        store="s", names=("b",), resume=True, steps="long", n_steps=2, size=4
+    )
+    assert (
+        CliRunner()
+        .invoke(command, ["s", "--dry-run", "--preset", "small", "--steps", "long"])
+        .exit_code
+        == 0
+    )
     assert SEEN.pop() == Stage.of(store="s", names=("a",), steps="long")
     wrong = CliRunner().invoke(command, ["s", "--dry-run", "--n-steps", "x"])
     assert wrong.exit_code == 2
@@ -44,11 +61,22 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 def test_help_shows_what_is_common_and_help_all_everything() -> None:
     short = CliRunner().invoke(command, ["--help"], terminal_width=200).output
-    for text in ("[OPTIONS] STORE", "--names LIST ", "[default: kv,hidden:last]", "--n-steps N", "all 11 settings"):
+    for text in (
+        "[OPTIONS] STORE",
+        "--names LIST ",
+        "[default: kv,hidden:last]",
+        "--n-steps N",
+        "all 11 settings",
+    ):
         assert text in short
     assert "--steps" not in short
     page = CliRunner().invoke(command, ["--help-all"], terminal_width=200).output
-    for text in ("Settings:\n  STORE", "--resume/--no-resume", "Steps:\n  --steps short|long", "--dry-run"):
+    for text in (
+        "Settings:\n  STORE",
+        "--resume/--no-resume",
+        "Steps:\n  --steps short|long",
+        "--dry-run",
+    ):
         assert text in page
 
 

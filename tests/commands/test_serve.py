@@ -44,7 +44,9 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
     words = f"-m moa_data serve --model {model} --port 0 --grpc-port 0".split()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, *words, *options], stdout=pipe, stderr=pipe, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, *words, *options], stdout=pipe, stderr=pipe, text=True, env=environment
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -68,16 +70,26 @@ def check_draining(address: str) -> None:
     assert int(answer.headers["retry-after"]) > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("heeded_signals")
 def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
     run_folder = model.parent / "run"
-    with serving(model, "--drafter", str(run_folder), "--target-ms", "100", "--tree", "3") as (process, line, address):
+    with serving(model, "--drafter", str(run_folder), "--target-ms", "100", "--tree", "3") as (
+        process,
+        line,
+        address,
+    ):
         assert line.startswith("serving tiny on http://127.0.0.1:")
         assert re.search(r" and gRPC 127\.0\.0\.1:\d+ \(drafters: run\)\n", line)
         with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
             stream = client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=80, temperature=0, stream=True
+                model="tiny",
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=80,
+                temperature=0,
+                stream=True,
             )
             next(stream)
             process.send_signal(number)
@@ -101,7 +113,9 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
         serving(model, "--target-ms", "500") as (process, _, address),
         OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,
     ):
-        stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=200, stream=True)
+        stream = client.completions.create(
+            model="tiny", prompt="Hello", max_tokens=200, stream=True
+        )
         next(stream)
         process.send_signal(signal.SIGTERM)
         next(stream)
@@ -126,10 +140,15 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> 
         ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", line)]
         assert len(ports) == 2
         assert process.stderr is not None
-        first = json.loads(process.stderr.readline())  # A thread writes it, at any time after the start.
+        # A thread writes it, at any time after the start.
+        first = json.loads(process.stderr.readline())
         assert first["message"].startswith("memory: ")
         for port in ports:
-            for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x28", bytes(1000)) * 2:
+            for said in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"\x15\x03\x01\x00\x02\x02\x28",
+                bytes(1000),
+            ) * 2:
                 with connect(("127.0.0.1", port)) as connection:
                     connection.sendall(said)
                     wait_for_end(connection)
@@ -141,7 +160,8 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> 
         tls.set_alpn_protocols(["h2"])
         with connect(("127.0.0.1", ports[1]), tls) as connection:
             connection.sendall(HTTP2_PREFACE + GOAWAY)
-            assert connection.recv(1)  # it answers, and would close the connection after most of a minute
+            # it answers, and would close the connection after most of a minute
+            assert connection.recv(1)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     *lines, last = stderr.splitlines()

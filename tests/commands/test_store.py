@@ -16,7 +16,9 @@ def store(tmp_path: Path) -> Path:
     return recipe.with_manifest(identities=identities).write(tmp_path / "store")
 
 
-def test_ids_are_whole_and_tables_fit_eighty_columns(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_whole_and_tables_fit_eighty_columns(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # narrower than any line
     lines = run("inspect", store).stdout.splitlines()
     assert f"target.weights_sha256  {'ab' * 32}" in lines
@@ -29,6 +31,9 @@ def test_ids_are_whole_and_tables_fit_eighty_columns(store: Path, monkeypatch: p
 
 def test_a_store_is_inspected_where_it_is(store: Path, s3: str) -> None:
     url = str(copy_up(store, f"{s3}/store"))
-    shown = [run("inspect", where).stdout.splitlines()[1:] for where in (str(store), f"file://{store}", url)]
+    shown = [
+        run("inspect", where).stdout.splitlines()[1:]
+        for where in (str(store), f"file://{store}", url)
+    ]
     assert shown[0] == shown[1] == shown[2]
     assert any("committed" in line for line in shown[0])

@@ -21,7 +21,9 @@ def test_equal_seeds_give_equal_rows_and_others_do_not(rows: Any) -> None:
 
 
 def test_text_is_neither_constant_nor_noise_and_held_out_prompts_are_new(rows: Any) -> None:
-    text = "\n".join(message["content"] for row in rows.train for message in row["messages"]).encode()
+    text = "\n".join(
+        message["content"] for row in rows.train for message in row["messages"]
+    ).encode()
     assert 3.0 < len(text) / len(zlib.compress(text)) < 12.0
     openings = [opening(row["messages"]) for row in (*rows.train, *rows.held_out)]
     assert len(set(openings)) == len(openings)
@@ -32,7 +34,9 @@ def test_text_is_neither_constant_nor_noise_and_held_out_prompts_are_new(rows: A
 def test_every_chat_alternates_and_ends_with_an_answer(rows: Any) -> None:
     for row in rows.train:
         messages = [message for message in row["messages"] if message["role"] != "system"]
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (
+            len(messages) // 2
+        )
         assert all(message["content"] == message["content"].strip() != "" for message in messages)
 
 
@@ -42,12 +46,18 @@ def test_answers_follow_from_their_prompts() -> None:
         for line in FAMILIES["arithmetic"](rng)[-1]["content"].splitlines()[1:-1]:
             left, right = line.split(": ")[1].rstrip(".").split(" = ")
             first, sign, second = left.split()
-            assert int(right) == (int(first) + int(second) if sign == "+" else int(first) - int(second)) >= 0
+            assert (
+                int(right)
+                == (int(first) + int(second) if sign == "+" else int(first) - int(second))
+                >= 0
+            )
 
 
 def test_a_family_without_new_prompts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        FAMILIES, "story", lambda rng: [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        FAMILIES,
+        "story",
+        lambda rng: [{"role": role, "content": "x"} for role in ("user", "assistant")],
     )
     with pytest.raises(OptionInvalid):
         generate_corpus(12, 1, seed=0)

@@ -34,7 +34,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("package")
-def test_the_whole_job_on_the_model_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_job_on_the_model_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = DemoConfig.of(out=str(tmp_path / "out"), **TINY)
     messages: list[str] = []
 
@@ -60,8 +62,15 @@ def test_the_whole_job_on_the_model_of_a_package(tmp_path: Path, monkeypatch: py
     assert (len(held_out), len(trained)) == (2, 10)
     assert not held_out & trained
 
-    notes = {re.findall(r" \[phase (\d) of 5(, then about .* more)?\]$", message)[0] for message in messages}
-    assert {(phase, bool(rest)) for phase, rest in notes} == {("3", True), ("4", True), ("5", False)}
+    notes = {
+        re.findall(r" \[phase (\d) of 5(, then about .* more)?\]$", message)[0]
+        for message in messages
+    }
+    assert {(phase, bool(rest)) for phase, rest in notes} == {
+        ("3", True),
+        ("4", True),
+        ("5", False),
+    }
     shown = report.describe()
     pictures = shown.split("pictures     ")[1].split(", ")
     assert len(pictures) >= 3

@@ -16,7 +16,9 @@ TINY = DemoConfig.of(**DEMO)
 
 
 @pytest.mark.draws
-def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_phases_then_reuse_then_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TINY.replaced(out=str(tmp_path / "demo"))
 
     def interrupted(*args: Any) -> None:
@@ -24,7 +26,9 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "_evaluate", interrupted)
-        with pytest.raises(Interrupted, match=r"in the eval phase; .*\(corpus, target, extract, train\)$"):
+        with pytest.raises(
+            Interrupted, match=r"in the eval phase; .*\(corpus, target, extract, train\)$"
+        ):
             run_demo(config)
     first = run_demo(config, provenance={"argv": ["demo"]})
     assert first.reused == PHASES[:4]
@@ -47,7 +51,9 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
         run_demo(config)
 
 
-def test_a_start_that_was_killed_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_was_killed_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "demo.json.partial").write_text("{")
     monkeypatch.setattr(run, "_corpus", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -58,5 +64,7 @@ def test_a_start_that_was_killed_begins_again(tmp_path: Path, monkeypatch: pytes
 def test_all_unusable_settings_are_named_together() -> None:
     with pytest.raises(OptionInvalid, match=r"seed is -1.*target_steps is 0"):
         TINY.replaced(target_steps=0, seed=-1)
-    with pytest.raises(OptionInvalid, match=r"n_store_chats is 100.*do not fit.*n_eval_prompts is 9"):
+    with pytest.raises(
+        OptionInvalid, match=r"n_store_chats is 100.*do not fit.*n_eval_prompts is 9"
+    ):
         TINY.replaced(n_store_chats=100, n_heads=3, n_eval_prompts=9)

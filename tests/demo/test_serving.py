@@ -26,7 +26,14 @@ def test_what_is_shown_and_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.005)
     for event in (Verified(3), RolledBack(3), tokens(3, "bonus", 1)):
         timeline.note(event)
-    assert [point[1:] for point in timeline.points] == [(0, 0), (2, 2), (5, 2), (5, 3), (3, 3), (4, 4)]
+    assert [point[1:] for point in timeline.points] == [
+        (0, 0),
+        (2, 2),
+        (5, 2),
+        (5, 3),
+        (3, 3),
+        (4, 4),
+    ]
     assert timeline.n_rolled_back == 2
     assert proxy.method_calls == [call.cut(), call.restore()]
     assert 0 < timeline.cut[0] <= timeline.cut[1]
@@ -35,9 +42,15 @@ def test_what_is_shown_and_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_passes_while_the_network_is_cut() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, CutProxy(server.getsockname()[1], 0.01) as proxy:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        CutProxy(server.getsockname()[1], 0.01) as proxy,
+    ):
         host, port = proxy.address.split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as near, server.accept()[0] as far:
+        with (
+            socket.create_connection((host, int(port)), timeout=60) as near,
+            server.accept()[0] as far,
+        ):
             near.sendall(b"one")
             assert far.recv(8) == b"one"
             proxy.cut()

@@ -12,7 +12,13 @@ from moa_data.demo.corpus import generate_corpus
 from moa_data.demo.target import BOS, EOT, train_target
 
 SMALL = DemoConfig.of(
-    hidden_size=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=400, target_steps=20, target_batch_tokens=512
+    hidden_size=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    vocab_size=400,
+    target_steps=20,
+    target_batch_tokens=512,
 )
 
 
@@ -34,12 +40,21 @@ def test_loads_as_a_hugging_face_folder(trained: tuple[Path, list[str]]) -> None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.num_key_value_heads == 2
     assert not model.config.tie_word_embeddings
-    assert model.get_output_embeddings().weight.data_ptr() != model.get_input_embeddings().weight.data_ptr()
+    assert (
+        model.get_output_embeddings().weight.data_ptr()
+        != model.get_input_embeddings().weight.data_ptr()
+    )
     assert len(tokenizer) == model.config.vocab_size <= 400
-    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(EOT) == tokenizer.eos_token_id
+    assert (
+        model.generation_config.eos_token_id
+        == tokenizer.convert_tokens_to_ids(EOT)
+        == tokenizer.eos_token_id
+    )
 
 
-def test_template_marks_the_answers_and_has_one_bos(trained: tuple[Path, list[str]], rows: Any) -> None:
+def test_template_marks_the_answers_and_has_one_bos(
+    trained: tuple[Path, list[str]], rows: Any
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained[0])
     row = next(row for row in rows if row["category"] == "shopping")
     encoded: Any = tokenizer.apply_chat_template(
@@ -49,11 +64,17 @@ def test_template_marks_the_answers_and_has_one_bos(trained: tuple[Path, list[st
     assert ids.count(tokenizer.convert_tokens_to_ids(BOS)) == 1
     assert mask[0] == 0
     assert mask[-1] == 1
-    marked = tokenizer.decode([token for token, is_answer in zip(ids, mask, strict=True) if is_answer])
-    assert marked == EOT.join([m["content"] for m in row["messages"] if m["role"] == "assistant"] + [""])
+    marked = tokenizer.decode(
+        [token for token, is_answer in zip(ids, mask, strict=True) if is_answer]
+    )
+    assert marked == EOT.join(
+        [m["content"] for m in row["messages"] if m["role"] == "assistant"] + [""]
+    )
 
 
-def test_loss_falls_and_a_finished_folder_is_reused(trained: tuple[Path, list[str]], rows: Any) -> None:
+def test_loss_falls_and_a_finished_folder_is_reused(
+    trained: tuple[Path, list[str]], rows: Any
+) -> None:
     folder, told = trained
     first, last = (float(text.split("loss ")[1].split(",")[0]) for text in (told[0], told[-1]))
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -67,5 +88,7 @@ def test_an_unfinished_folder_is_made_again_with_equal_weights(
 ) -> None:
     (tmp_path / "model.safetensors").write_text("of a run that was killed")
     train_target(rows, SMALL.replaced(out="x"), tmp_path)
-    one, two = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (trained[0], tmp_path))
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (trained[0], tmp_path)
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)

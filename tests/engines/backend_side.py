@@ -38,7 +38,9 @@ for theirs, own in (sides[::2], sides[1::2]):
             if "hidden" not in name or float(most) == 0:
                 assert torch.equal(value, two[name]), name
             else:
-                error = max(error, float((value.float() - two[name].float()).norm() / value.float().norm()))
+                error = max(
+                    error, float((value.float() - two[name].float()).norm() / value.float().norm())
+                )
         n += len(picked)
 assert error <= float(most), error
 sys.stdout.write(f"{n}\n")

@@ -31,7 +31,13 @@ SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "vocab_size": 40, "max_position_embeddings": 96, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-SCALED = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 SCALED["original_max_position_embeddings"] = 32
 CORES = {"eagle3": eagle3, "dflash": dflash, "dspark": dspark}
 CLASSES = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
@@ -67,7 +73,10 @@ def eager(config: Any) -> Any:
 
 
 def build(kind: str, is_qwen3: bool, own: dict[str, Any], verifier: Path) -> Any:
-    layers = {"num_hidden_layers": 1 if kind == "eagle3" else 2, "rope_parameters": SCALED if is_qwen3 else None}
+    layers = {
+        "num_hidden_layers": 1 if kind == "eagle3" else 2,
+        "rope_parameters": SCALED if is_qwen3 else None,
+    }
     given = {name: value for name, value in (SIZES | layers).items() if value is not None}
     ids = "eagle_aux_hidden_state_layer_ids" if kind == "eagle3" else "aux_hidden_state_layer_ids"
     more = {} if kind == "eagle3" else {"block_size": 4, "mask_token_id": 39}
@@ -107,7 +116,10 @@ def logits_of(model: Any, vectors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
     core.compute_metrics = note
     ids, hidden = vectors["input_ids"][None], vectors["hidden_states"][None]
-    shared = {"document_ids": torch.zeros_like(ids), "verifier_last_hidden_states": hidden[..., : model.hidden_size]}
+    shared = {
+        "document_ids": torch.zeros_like(ids),
+        "verifier_last_hidden_states": hidden[..., : model.hidden_size],
+    }
     if kind == "eagle3":
         model(hidden, ids, ttt_steps=3, **shared)
         return {"logits": torch.cat([given[0] for given in seen])}
@@ -135,7 +147,8 @@ def make(out: Path) -> None:
         }  # fmt: skip
         if kind != "eagle3":
             vectors["anchors"] = torch.isin(torch.arange(n_tokens), torch.tensor([1, 4, 7]))
-            vectors["hidden_states"][:, :16] = target.model.embed_tokens(vectors["input_ids"])  # layer id 0
+            # layer id 0
+            vectors["hidden_states"][:, :16] = target.model.embed_tokens(vectors["input_ids"])
         vectors = {key: value.detach().clone() for key, value in vectors.items()}
         save_file(vectors | logits_of(model, vectors), out / name / "vectors.safetensors")
 
@@ -144,7 +157,9 @@ def make_fp8(folder: Path, read: Path) -> None:
     found = {}
     for index, path in enumerate(sorted(folder.glob("hs_*.safetensors"))):
         tensors = load_file(path)
-        tensors["hidden_states"], tensors[SCALES_KEY] = quantize_tensor_to_fp8(tensors["hidden_states"])
+        tensors["hidden_states"], tensors[SCALES_KEY] = quantize_tensor_to_fp8(
+            tensors["hidden_states"]
+        )
         save_file(tensors, path)
         found[path.stem] = FP8Transfer(folder).get_cached(index)["hidden_states"]
     save_file(found, read)
@@ -159,4 +174,7 @@ if __name__ == "__main__":
         found = load_file(sys.argv[3])
         config = eager(SpeculatorModelConfig.from_pretrained(sys.argv[2]))
         loaded = SpeculatorModel.from_pretrained(sys.argv[2], config=config).eval()
-        save_file(found | {key: value.contiguous() for key, value in logits_of(loaded, found).items()}, sys.argv[3])
+        save_file(
+            found | {key: value.contiguous() for key, value in logits_of(loaded, found).items()},
+            sys.argv[3],
+        )

@@ -41,11 +41,15 @@ def theirs(model: Path) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    options = f"--model {model} --served-model-name {MODEL} --port {port} --dtype float32 --enforce-eager"
+    options = (
+        f"--model {model} --served-model-name {MODEL} --port {port} --dtype float32 --enforce-eager"
+    )
     guided = ["--structured-outputs-config", '{"backend": "guidance"}']
     words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *options.split(), *guided]
     with (model / "log").open("w") as log:
-        server = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            words, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
 
     def is_up() -> bool:
         assert server.poll() is None, (model / "log").read_text()
@@ -69,16 +73,27 @@ def ours(model: Path) -> Iterator[str]:
         yield server.address
 
 
-def chat(said: str = "Hello there", role: str = "user", **settings: Any) -> tuple[str, dict[str, Any]]:
+def chat(
+    said: str = "Hello there", role: str = "user", **settings: Any
+) -> tuple[str, dict[str, Any]]:
     messages = [{"role": role, "content": said}]
-    return "/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0} | settings
+    return "/v1/chat/completions", {
+        "messages": messages,
+        "max_tokens": 12,
+        "temperature": 0,
+    } | settings
 
 
 def completion(prompt: Any = "the cat sat", **settings: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", {"prompt": prompt, "max_tokens": 12, "temperature": 0} | settings
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 ENDS = {"1": 100}  # its end of sequence
 GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several greedy answers
 SCHEMA = {
@@ -105,8 +120,12 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "top_k of all": chat(top_k=-1),
     "min_tokens": chat(min_tokens=20, max_tokens=40),
     "min_tokens and a likely end": chat(min_tokens=9, max_tokens=40, logit_bias=ENDS),
-    "min_tokens and ignore_eos": chat(min_tokens=9, max_tokens=20, ignore_eos=True, logit_bias=ENDS),
-    "min_tokens and logprobs": chat(min_tokens=4, max_tokens=20, logprobs=True, top_logprobs=3, logit_bias=ENDS),
+    "min_tokens and ignore_eos": chat(
+        min_tokens=9, max_tokens=20, ignore_eos=True, logit_bias=ENDS
+    ),
+    "min_tokens and logprobs": chat(
+        min_tokens=4, max_tokens=20, logprobs=True, top_logprobs=3, logit_bias=ENDS
+    ),
     "min_tokens and a stop": chat(min_tokens=12, max_tokens=40, stop=["a", " t"]),
     "min_tokens and a choice": chat(min_tokens=9, structured_outputs={"choice": ["yes", "no"]}),
     "min_p": chat(temperature=1.0, min_p=1.0),
@@ -114,9 +133,13 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "presence_penalty": chat(presence_penalty=1.9, max_tokens=30),
     "frequency_penalty": chat(frequency_penalty=1.1, max_tokens=30),
     "frequency_penalty below 0": chat(frequency_penalty=-0.7, max_tokens=30),
-    "all penalties": chat(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3, max_tokens=30),
+    "all penalties": chat(
+        repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3, max_tokens=30
+    ),
     "logit_bias": chat(logit_bias={"40": 100}),
-    "logit_bias and penalties": chat(logit_bias={"40": 2.5, "300": -50}, repetition_penalty=1.4, max_tokens=30),
+    "logit_bias and penalties": chat(
+        logit_bias={"40": 2.5, "300": -50}, repetition_penalty=1.4, max_tokens=30
+    ),
     "stop": chat(stop=["a"], max_tokens=40),
     "completion": completion(),
     "token ids": completion([11, 40, 300]),
@@ -129,11 +152,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "json_schema": chat(response_format=JSON_SCHEMA, max_tokens=60),
     "json_schema, sampled": chat(response_format=JSON_SCHEMA, max_tokens=60, **GREEDY),
     "json_schema of a completion": completion(response_format=JSON_SCHEMA, max_tokens=60),
-    "json_schema and logprobs": chat(response_format=JSON_SCHEMA, logprobs=True, top_logprobs=1, max_tokens=20),
+    "json_schema and logprobs": chat(
+        response_format=JSON_SCHEMA, logprobs=True, top_logprobs=1, max_tokens=20
+    ),
     "regex": chat(structured_outputs={"regex": "(the|a) [a-z]{3,12}( and [a-z]+)?"}, max_tokens=40),
     "choice": chat(structured_outputs={"choice": ["yes", "no", 'perhaps "so"']}),
     "tokenize": ("/tokenize", {"prompt": "the cat sat", "return_token_strs": True}),
-    "tokenize without special tokens": ("/tokenize", {"prompt": "the cat", "add_special_tokens": False}),
+    "tokenize without special tokens": (
+        "/tokenize",
+        {"prompt": "the cat", "add_special_tokens": False},
+    ),
     "tokenize a chat": ("/tokenize", {"messages": [{"role": "user", "content": "Hello there"}]}),
     "tokenize a closed chat": (
         "/tokenize",
@@ -171,9 +199,19 @@ def scored(choice: Any) -> list[tuple[str, float, dict[str, float]]]:
     if logprobs is None:
         return []
     if "content" not in logprobs:
-        return list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
+        return list(
+            zip(
+                logprobs["tokens"],
+                logprobs["token_logprobs"],
+                logprobs["top_logprobs"],
+                strict=True,
+            )
+        )
     entries = logprobs["content"]
-    return [(e["token"], e["logprob"], {t["token"]: t["logprob"] for t in e["top_logprobs"]}) for e in entries]
+    return [
+        (e["token"], e["logprob"], {t["token"]: t["logprob"] for t in e["top_logprobs"]})
+        for e in entries
+    ]
 
 
 def is_whole(token: str) -> bool:
@@ -188,7 +226,8 @@ def check_logprobs(found: Any, expected: Any) -> None:
         assert value == pytest.approx(their_value, abs=CLOSE)
         assert token == their_token or not is_whole(token)
         common = {token for token in top.keys() & their_top if is_whole(token)}
-        # vLLM lists the chosen token first, and drops the last of the likeliest where it is none of them.
+        # vLLM lists the chosen token first, and drops the last of the likeliest where it is none of
+        # them.
         assert len(common) >= sum(map(is_whole, top)) - 1
         for token in common:
             assert top[token] == pytest.approx(their_top[token], abs=CLOSE)
@@ -199,7 +238,9 @@ def test_json_follows_the_schema(model: Path, theirs: str, ours: str) -> None:
     tokenizer = Target.load(str(model), device="cpu").tokenizer
     spaces = {str(token): -100 for token in range(400) if tokenizer.decode([token]).isspace()}
     request = chat(response_format=JSON_SCHEMA, logit_bias=spaces, max_tokens=100)
-    texts = [post(address, request)["choices"][0]["message"]["content"] for address in (ours, theirs)]
+    texts = [
+        post(address, request)["choices"][0]["message"]["content"] for address in (ours, theirs)
+    ]
     assert texts[0] == texts[1]
     value = json.loads(texts[0])
     assert value.keys() == {"name", "sings", "word"}
@@ -219,7 +260,9 @@ def test_the_answer_is_vllm_s(theirs: str, ours: str, name: str) -> None:
 def check_answer(theirs: str, ours: str, request: tuple[str, dict[str, Any]]) -> None:
     found, expected = post(ours, request), post(theirs, request)
     if "choices" not in expected:
-        assert found == expected | ({"max_model_len": found["max_model_len"]} if "count" in found else {})
+        assert found == expected | (
+            {"max_model_len": found["max_model_len"]} if "count" in found else {}
+        )
         return
     assert choices_of(found) == choices_of(expected), request
     for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
@@ -232,7 +275,9 @@ def random_request(seed: int) -> tuple[str, dict[str, Any]]:
     """Several settings at once."""
     draw = random.Random(seed)
     most = draw.choice([1, 2, 8, 20, 40])
-    settings: dict[str, Any] = {"max_tokens": most} | draw.choice([{}, GREEDY, GREEDY | {"n": 2, "min_p": 0.5}])
+    settings: dict[str, Any] = {"max_tokens": most} | draw.choice(
+        [{}, GREEDY, GREEDY | {"n": 2, "min_p": 0.5}]
+    )
     choices: dict[str, list[Any]] = {
         "repetition_penalty": [0.7, 1.2, 1.8], "presence_penalty": [-1.5, 0.8, 2], "frequency_penalty": [-1.5, 0.8, 2],
         "logit_bias": [{"1": 6}, {"40": 2.5, "300": -100}], "min_tokens": [most // 2, most], "top_p": [0.3],
@@ -247,7 +292,9 @@ def random_request(seed: int) -> tuple[str, dict[str, Any]]:
         settings["structured_outputs"] = draw.choice(
             [{"regex": "(the|a) [a-z]{3,12}"}, {"choice": ["yes", "maybe so"]}]
         )
-    said = draw.choice(["Hello there", "the cat sat", "a", "two small birds sing in some tall green trees"])
+    said = draw.choice(
+        ["Hello there", "the cat sat", "a", "two small birds sing in some tall green trees"]
+    )
     if draw.random() < 0.5:
         return chat(said, **settings, logprobs=draw.random() < 0.3)
     return completion(said, **settings)

@@ -18,13 +18,17 @@ from moa_data.tests.kit.models import write_target
 PYTHON = Path(os.environ.get("MOA_DATA_SPECULATORS", "none"))
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.skipif(not PYTHON.is_file(), reason="MOA_DATA_SPECULATORS names no Python with speculators"),
+    pytest.mark.skipif(
+        not PYTHON.is_file(), reason="MOA_DATA_SPECULATORS names no Python with speculators"
+    ),
 ]
 LAYERS = (1, 3, 4, 7)
 
 
 def run(*words: object) -> str:
-    done = subprocess.run([str(word) for word in (PYTHON, *words)], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [str(word) for word in (PYTHON, *words)], capture_output=True, text=True, env=os.environ
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

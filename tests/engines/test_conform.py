@@ -28,30 +28,52 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     *(("vllm", kind, {}, "") for kind in ("eagle", "eagle3", "dflash", "independent")),
     ("vllm", "eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "counted one too low"),
     ("vllm", "eagle3", {"norm_before_residual": True}, "norm_before_residual"),
-    ("vllm", "dflash", {"dflash_config": {"mask_token_id": 34, "target_layer_ids": [1, 3]}}, "token is one too high"),
-    ("vllm", "independent", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "base 10,000"),
+    (
+        "vllm",
+        "dflash",
+        {"dflash_config": {"mask_token_id": 34, "target_layer_ids": [1, 3]}},
+        "token is one too high",
+    ),
+    (
+        "vllm",
+        "independent",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "base 10,000",
+    ),
     *(("speculators", kind, {}, "") for kind in ("eagle3", "dflash", "dspark")),
     ("speculators", "dspark", {"aux_hidden_state_layer_ids": [3, 5]}, "counted one too high"),
     ("speculators", "dspark", {"sample_from_anchor": False}, "sample_from_anchor"),
 ]
 
 
-@pytest.mark.parametrize(("engine", "kind", "config", "cause"), CASES, ids=["-".join(map(str, one)) for one in CASES])
+@pytest.mark.parametrize(
+    ("engine", "kind", "config", "cause"), CASES, ids=["-".join(map(str, one)) for one in CASES]
+)
 def test_engine(tmp_path: Path, engine: str, kind: str, config: dict[str, Any], cause: str) -> None:
     if not Path(PYTHONS[engine]).is_file():
         pytest.skip(f"MOA_DATA_{engine.upper()} names no Python with it")
     rope = {"rope_type": "default", "rope_theta": 5e5}
-    sizes = {"head_dim": 32, "num_hidden_layers": 6, "rope_parameters": rope}  # it has kernels for few widths of heads
+    # it has kernels for few widths of heads
+    sizes = {"head_dim": 32, "num_hidden_layers": 6, "rope_parameters": rope}
     model = write_target(tmp_path / "model", **sizes)
     target = Target.load(str(model), torch.float32, "cpu")
     own: dict[str, dict[str, Any]] = {
         "eagle": {"eagle_input_norm": False},
         "eagle3": {"fused_layers": (1, 3, 4), "draft_vocabulary": 40},
         "dflash": {"fused_layers": (1, 3), "block_layers": 2, "block_size": 5, "mask_token": 33},
-        "dspark": {"fused_layers": (1, 3), "block_layers": 2, "block_size": 5, "mask_token": 33, "markov_rank": 8},
+        "dspark": {
+            "fused_layers": (1, 3),
+            "block_layers": 2,
+            "block_size": 5,
+            "mask_token": 33,
+            "markov_rank": 8,
+        },
         "independent": {"independent_width": 128},
     }
-    drafter, (layout, method) = kit.build(kind, target.model, std=0.3, **own[kind]), FORMATS[engine][kind]
+    drafter, (layout, method) = (
+        kit.build(kind, target.model, std=0.3, **own[kind]),
+        FORMATS[engine][kind],
+    )
     write_layout(drafter, LAYOUTS[layout], tmp_path / "drafter", target=pieces_of(target))
     file = tmp_path / "drafter" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))

@@ -31,14 +31,21 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounds_and_answers_are_those_of_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_and_answers_are_those_of_vllm(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But for DSpark, which vLLM's runner for CPUs refuses."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     engines = importlib.import_module("benchmarks.decoding.engines")
     folder = write_target(tmp_path / "target", num_hidden_layers=3, head_dim=32)
-    target, prompts = Target.load(str(folder)), write_jsonl(tmp_path / "prompts.jsonl", random_chats(4))
+    target, prompts = (
+        Target.load(str(folder)),
+        write_jsonl(tmp_path / "prompts.jsonl", random_chats(4)),
+    )
     texts = opening_tokens(target, load_prompts(prompts).prompts)
-    save_drafter(kit.teach(kit.build(kind, target.model, **KINDS[kind]), target, texts, 60), tmp_path / kind)
+    save_drafter(
+        kit.teach(kit.build(kind, target.model, **KINDS[kind]), target, texts, 60), tmp_path / kind
+    )
     found = engines.measure(
         argparse.Namespace(
             model=str(folder), prompts=str(prompts), drafters=[str(tmp_path / kind)], vllm=str(PYTHON),

@@ -40,14 +40,23 @@ def begun(words: list[str], folder: Path) -> subprocess.Popen[str]:
     }  # fmt: skip
     with (folder / "log").open("w") as log:
         return subprocess.Popen(
-            words, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            words,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
 
 def engines(run: subprocess.Popen[str]) -> list[str]:
     """VLLM's processes of a run."""
-    listed = subprocess.run(["ps", "-eo", "pid,sess,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if "VLLM::" in line and line.split()[1] == str(run.pid)]
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,sess,args"], capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        line for line in listed.splitlines() if "VLLM::" in line and line.split()[1] == str(run.pid)
+    ]
 
 
 def wait_for(is_so: Callable[[], bool], within_s: float) -> None:
@@ -62,11 +71,15 @@ def wait_for_its_end(run: subprocess.Popen[str]) -> None:
 
 
 def wait_for_parts(store: Path, n_parts: int, run: subprocess.Popen[str]) -> None:
-    wait_for(lambda: len(list(store.glob("commits/part-*"))) >= n_parts or run.poll() is not None, 300)
+    wait_for(
+        lambda: len(list(store.glob("commits/part-*"))) >= n_parts or run.poll() is not None, 300
+    )
 
 
 @pytest.mark.usefixtures("heeded_signals")
-def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(words: list[str], tmp_path: Path) -> None:
+def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(
+    words: list[str], tmp_path: Path
+) -> None:
     """Its processes end with ours, and the same command goes on to a whole store."""
     store = tmp_path / "store"
     for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
@@ -77,7 +90,9 @@ def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(words: li
         assert run.wait(30) == code, (tmp_path / "log").read_text()
         wait_for_its_end(run)
     if number == signal.SIGINT:
-        lines = [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")]
+        lines = [
+            line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")
+        ]
         assert any(line.startswith("Error: Interrupted") for line in lines)
     before = read_tree(store)
     run = begun(words, tmp_path)
@@ -100,6 +115,8 @@ def test_a_process_of_its_own_that_stops_ends_in_a_line(words: list[str], tmp_pa
         if "EngineCore" in line:
             os.kill(int(line.split()[0]), signal.SIGSTOP)
     code = run.wait(60)
-    said = "\n".join(line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("("))
+    said = "\n".join(
+        line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")
+    )
     assert "nothing for 10 s" in error_line(code, said.partition("/resource_tracker.py")[0], 2)
     wait_for_its_end(run)

@@ -41,12 +41,20 @@ def drafter_folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def chats_file(tmp_path: Path) -> Path:
-    texts = ("hello", "what is two and two?", "tell me more", "why", "a much longer question about the weather")
+    texts = (
+        "hello",
+        "what is two and two?",
+        "tell me more",
+        "why",
+        "a much longer question about the weather",
+    )
     return write_jsonl(tmp_path / "chats.jsonl", [chat(text, "an answer") for text in texts])
 
 
 @pytest.fixture
-def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
+def config(
+    target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path
+) -> EvalConfig:
     return EvalConfig.of(
         model=str(target_folder), drafter=(str(drafter_folder),), method=("plain", "chain"), prompts=str(chats_file),
         out=str(tmp_path / "out" / "report.json"), max_new_tokens=8, draft_length=3, device="cpu", warmup=0,
@@ -56,7 +64,11 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
 @pytest.fixture
 def questions_file(tmp_path: Path) -> Path:
     rows = [
-        {"question_id": number, "category": category, "turns": ["first?", "second?"][: 1 + number % 2]}
+        {
+            "question_id": number,
+            "category": category,
+            "turns": ["first?", "second?"][: 1 + number % 2],
+        }
         for number, category in enumerate(["math", "math", "math", "writing", "writing", "qa"])
     ]
     return write_jsonl(tmp_path / "questions.jsonl", rows)

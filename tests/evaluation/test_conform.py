@@ -39,7 +39,9 @@ KINDS = ("eagle", "eagle3", "dflash", "dspark", "independent")
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    model: Any = build_model(num_hidden_layers=N_LAYERS, rope_parameters=ROPE, eos_token_id=7, pad_token_id=5)
+    model: Any = build_model(
+        num_hidden_layers=N_LAYERS, rope_parameters=ROPE, eos_token_id=7, pad_token_id=5
+    )
     model.generation_config.eos_token_id = None
     made = Target(model)
     made.eos_token_ids = frozenset()
@@ -52,7 +54,13 @@ def build(kind: str, target: Target, **sizes: Any) -> Any:
         "eagle": {"eagle_input_norm": False},
         "eagle3": {"fused_layers": (1, 3, 5), "draft_vocabulary": 40},
         "dflash": {"fused_layers": (1, 3), "block_layers": 2, "block_size": 5, "mask_token": 33},
-        "dspark": {"fused_layers": (1, 3), "block_layers": 2, "block_size": 4, "mask_token": 33, "markov_rank": 8},
+        "dspark": {
+            "fused_layers": (1, 3),
+            "block_layers": 2,
+            "block_size": 4,
+            "mask_token": 33,
+            "markov_rank": 8,
+        },
         "independent": {},
     }
     drafter = kit.build(kind, target.model, std=0.3, **(own[kind] | sizes))
@@ -65,7 +73,9 @@ def build(kind: str, target: Target, **sizes: Any) -> Any:
     return drafter
 
 
-def answers_of(drafter: Any, target: Target, prompts: list[list[int]], n_drafts: int = 3) -> list[dict[str, Any]]:
+def answers_of(
+    drafter: Any, target: Target, prompts: list[list[int]], n_drafts: int = 3
+) -> list[dict[str, Any]]:
     """What another engine would say: our own loop, with a drafter that may be wrong."""
     answers = []
     for prompt in prompts:
@@ -77,7 +87,12 @@ def answers_of(drafter: Any, target: Target, prompts: list[list[int]], n_drafts:
         depth = min(n_drafts, drafter.config.max_depth or n_drafts)
         proposer = DrafterProposer(kit.frozen_for(drafter, target.model), drafter)
         (answer,) = generate_batch(
-            target, [prompt], max_new_tokens=N_NEW, proposer=proposer, tree=TreeShape(depth), on_round=on_round
+            target,
+            [prompt],
+            max_new_tokens=N_NEW,
+            proposer=proposer,
+            tree=TreeShape(depth),
+            on_round=on_round,
         )
         ends = accumulate((n for _, n in said), initial=len(prompt) + 1)
         rounds = [(n, drafts) for n, (drafts, _) in zip(ends, said, strict=False) if drafts]
@@ -94,7 +109,8 @@ def test_a_drafter_conforms_with_itself(target: Target, kind: str) -> None:
     assert found.n_rounds > 15
 
 
-# Wrong choices, put in elsewhere than where `CHOICES` has them: in sizes, weights, and the classes' own methods.
+# Wrong choices, put in elsewhere than where `CHOICES` has them: in sizes, weights, and the classes'
+# own methods.
 Wrong = Callable[[pytest.MonkeyPatch, Any, Target], Any]
 
 
@@ -102,7 +118,10 @@ def resized(**changes: Any) -> Wrong:
     """Build the drafter of the same weights with other sizes."""
 
     def change(patch: pytest.MonkeyPatch, drafter: Any, target: Target) -> Any:
-        given = {name: value(drafter.config) if callable(value) else value for name, value in changes.items()}
+        given = {
+            name: value(drafter.config) if callable(value) else value
+            for name, value in changes.items()
+        }
         made = type(drafter)(replace(drafter.config, **given))
         made.load_state_dict(drafter.state_dict(), strict=False)
         return made.eval()
@@ -115,7 +134,11 @@ def patched(owner: Any, name: str, method: Callable[..., Any]) -> Wrong:
 
     def change(patch: pytest.MonkeyPatch, drafter: Any, target: Target) -> Any:
         plain = getattr(owner, name)
-        made = property(method) if isinstance(plain, property) else lambda *given: method(plain, *given)
+        made = (
+            property(method)
+            if isinstance(plain, property)
+            else lambda *given: method(plain, *given)
+        )
         patch.setattr(owner, name, made)
         return drafter
 
@@ -145,7 +168,9 @@ def reverse_fused(weights: dict[str, Tensor]) -> None:
 
 def last_layer_normed(patch: pytest.MonkeyPatch, drafter: Any, target: Target) -> Any:
     plain, norm = TargetCache.keep_layer_outputs, target.body.norm
-    patch.setattr(TargetCache, "keep_layer_outputs", lambda s, out: plain(s, [*out[:-1], norm(out[-1])]))
+    patch.setattr(
+        TargetCache, "keep_layer_outputs", lambda s, out: plain(s, [*out[:-1], norm(out[-1])])
+    )
     return drafter
 
 
@@ -173,7 +198,9 @@ def context_of(by: int = 0, normed: bool = False) -> Wrong:
 def heads(normed: str = "qk", rotated: bool = True) -> Wrong:
     """Project the context's keys without norm, or without rotation."""
 
-    def keys_values(plain: Any, self: Any, x: Tensor, rotation: Any, scale: Any = None) -> tuple[Tensor, Tensor]:
+    def keys_values(
+        plain: Any, self: Any, x: Tensor, rotation: Any, scale: Any = None
+    ) -> tuple[Tensor, Tensor]:
         keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         keys = (self.k_norm(keys) if "k" in normed else keys).transpose(1, 2)
         values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -213,7 +240,11 @@ def normed_by(embedding: bool, hidden: bool) -> Wrong:
     def normed(plain: Any, self: Any, x: Tensor) -> Tensor:
         one, two = x.chunk(2, dim=-1)
         return torch.cat(
-            (self.input_layernorm(one) if embedding else one, self.hidden_norm(two) if hidden else two), dim=-1
+            (
+                self.input_layernorm(one) if embedding else one,
+                self.hidden_norm(two) if hidden else two,
+            ),
+            dim=-1,
         )
 
     return patched(eagle3.Eagle3Block, "normed", normed)
@@ -221,7 +252,9 @@ def normed_by(embedding: bool, hidden: bool) -> Wrong:
 
 def code_after(plain: Any, self: Any, memory: Tensor, hidden: Tensor) -> Any:
     embedded = memory[..., : self.rank]
-    new = RecurrentMarkovHead.follow(self, memory, hidden, torch.zeros(memory.shape[:-1], dtype=torch.int64))
+    new = RecurrentMarkovHead.follow(
+        self, memory, hidden, torch.zeros(memory.shape[:-1], dtype=torch.int64)
+    )
     return plain(self, torch.cat((embedded, new[..., self.rank :]), dim=-1), hidden)
 
 
@@ -316,18 +349,26 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
 ]  # fmt: skip
 
 
-SEEN = {one[0]: number for number, one in reversed([*enumerate(WRONG)])}  # others of a cause are slow
+# others of a cause are slow
+SEEN = {one[0]: number for number, one in reversed([*enumerate(WRONG)])}
 
 
 @pytest.mark.parametrize(
     ("cause", "kind", "sizes", "wrong"),
     [
-        pytest.param(*one, id=f"{one[1]}-{one[0]}", marks=[pytest.mark.slow] * (SEEN[one[0]] != number))
+        pytest.param(
+            *one, id=f"{one[1]}-{one[0]}", marks=[pytest.mark.slow] * (SEEN[one[0]] != number)
+        )
         for number, one in enumerate(WRONG)
     ],
 )
 def test_a_wrong_choice_is_named(
-    target: Target, monkeypatch: pytest.MonkeyPatch, cause: str, kind: str, sizes: dict[str, Any], wrong: Wrong
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: str,
+    kind: str,
+    sizes: dict[str, Any],
+    wrong: Wrong,
 ) -> None:
     drafter, prompts = build(kind, target, **sizes), random_prompts(2, 9)
     with monkeypatch.context() as patch:
@@ -347,9 +388,15 @@ def test_every_choice_is_put_in_somewhere() -> None:
     assert tested | elsewhere == set(CHOICES)
 
 
-def test_a_block_that_sees_its_anchors_state_is_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_sees_its_anchors_state_is_named(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As training's mask lets it, where ``<`` has become ``<=``: decoding can not, which has no such state yet."""
-    drafter, prompts, answers = build("dspark", target, markov_head="none"), random_prompts(6, 3), []
+    drafter, prompts, answers = (
+        build("dspark", target, markov_head="none"),
+        random_prompts(6, 3),
+        [],
+    )
     plain = training.block_mask
     monkeypatch.setattr(training, "block_mask", lambda at, *rest: plain(at + 1, *rest))
     frozen = kit.frozen_for(drafter, target.model)
@@ -359,7 +406,9 @@ def test_a_block_that_sees_its_anchors_state_is_named(target: Target, monkeypatc
         anchors = torch.arange(len(prompt), text.shape[1] - 1)[None]
         inputs = kit.stored(drafter, target.model, text, torch.ones_like(text, dtype=torch.bool))
         with torch.no_grad():
-            hidden = drafter.text_hidden(frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool))
+            hidden = drafter.text_hidden(
+                frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool)
+            )
             drafts = frozen.logits(hidden)[0].argmax(dim=-1).tolist()
         rounds = [(int(at) + 1, row) for at, row in zip(anchors[0], drafts, strict=True)]
         answers.append({"tokens": tokens, "rounds": rounds})
@@ -410,14 +459,18 @@ def ask(drafter: Any, target: Target, folder: Path, place: Path, **config: Any) 
     return compare(drafter, target, prompts, ask_engine(job, sys.executable, place.parent), N_NEW)
 
 
-def test_wrong_layers_of_transformers_itself_are_named(target: Target, folder: Path, tmp_path: Path) -> None:
+def test_wrong_layers_of_transformers_itself_are_named(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
     found = ask(build("dflash", target), target, folder, tmp_path / "own", target_layer_ids=[2, 4])
     assert found.causes == [next(name for name in CHOICES if HIGH in name)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash", "independent"])
-def test_transformers_itself_conforms(target: Target, folder: Path, tmp_path: Path, kind: str) -> None:
+def test_transformers_itself_conforms(
+    target: Target, folder: Path, tmp_path: Path, kind: str
+) -> None:
     assert not ask(build(kind, target), target, folder, tmp_path / "own").partings
 
 
@@ -425,8 +478,15 @@ def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
     failing = tmp_path / "failing"
     failing.write_text("#!/bin/sh\necho Traceback >&2\necho ValueError: no model >&2\nexit 1\n")
     failing.chmod(0o755)
-    job = {"engine": "transformers", "method": "dflash", "dtype": "float32", "model": str(tmp_path / "nothing")}
-    with pytest.raises(OptionInvalid, match=r"transformers failed .* ValueError: no model$") as error:
+    job = {
+        "engine": "transformers",
+        "method": "dflash",
+        "dtype": "float32",
+        "model": str(tmp_path / "nothing"),
+    }
+    with pytest.raises(
+        OptionInvalid, match=r"transformers failed .* ValueError: no model$"
+    ) as error:
         ask_engine(job, str(failing), tmp_path)
     assert "\n" not in str(error.value)
     with pytest.raises(OptionInvalid, match="did not run"):
@@ -444,12 +504,25 @@ def test_the_command(
 
     def engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
         assert load_drafter(job["drafter"]).config == drafter.config
-        wrong = drafter if kind == "dflash" else resized(eagle_input_norm=False)(monkeypatch, drafter, target)
+        wrong = (
+            drafter
+            if kind == "dflash"
+            else resized(eagle_input_norm=False)(monkeypatch, drafter, target)
+        )
         return answers_of(wrong, target, job["prompts"], job["n_drafts"])
 
     monkeypatch.setattr("moa_data.evaluation.conform.ask_engine", engine)
-    words = ["conform", str(tmp_path / "drafter"), "--model", str(target_folder), "--max-new-tokens", str(N_NEW)]
-    result = run(*words, "--with", "vllm", "--n-prompts", "2", "--out", str(tmp_path / "found.json"))
+    words = [
+        "conform",
+        str(tmp_path / "drafter"),
+        "--model",
+        str(target_folder),
+        "--max-new-tokens",
+        str(N_NEW),
+    ]
+    result = run(
+        *words, "--with", "vllm", "--n-prompts", "2", "--out", str(tmp_path / "found.json")
+    )
     assert result.exit_code == code, result.output
     assert ("cause        the first layer's input norm" in result.stdout) == (kind == "eagle")
     found = json.loads((tmp_path / "found.json").read_text())
@@ -457,5 +530,7 @@ def test_the_command(
     if kind == "eagle":
         refused(run(*words, "--with", "transformers"), "kind eagle")
     nothing = {"tokens": [1], "rounds": []}
-    monkeypatch.setattr("moa_data.evaluation.conform.ask_engine", lambda job, *_: [nothing] * len(job["prompts"]))
+    monkeypatch.setattr(
+        "moa_data.evaluation.conform.ask_engine", lambda job, *_: [nothing] * len(job["prompts"])
+    )
     refused(run(*words, "--with", "vllm"), "drafted nothing")

@@ -9,7 +9,13 @@ import torch
 
 from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.measure import TARGET, CutRow, cut_points, load_scorer, measure_disconnections
+from moa_data.evaluation.measure import (
+    TARGET,
+    CutRow,
+    cut_points,
+    load_scorer,
+    measure_disconnections,
+)
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.drafters.training import Draws, Rounds
@@ -55,10 +61,17 @@ def test_cuts_are_spread_over_the_answer() -> None:
      ("dspark", {}), ("glide", {}), ("medusa", {}), ("independent", {})],
     ids=str,
 )  # fmt: skip
-def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str, sizes: dict[str, Any]) -> None:
-    drafters = {"a": random_drafter(endless, kind, **sizes), "b": random_drafter(endless, "eagle", 1)}
+def test_batches_give_what_each_cut_gives_alone(
+    endless: Target, kind: str, sizes: dict[str, Any]
+) -> None:
+    drafters = {
+        "a": random_drafter(endless, kind, **sizes),
+        "b": random_drafter(endless, "eagle", 1),
+    }
     together, alone = measured(endless, drafters, 7), measured(endless, drafters, 1)
-    assert len(together) == len(alone) == 2 * 4, "the last prompt leaves no position to generate into"
+    assert len(together) == len(alone) == 2 * 4, (
+        "the last prompt leaves no position to generate into"
+    )
     for row, own in zip(together, alone, strict=True):
         assert (row.prompt_id, row.cut, row.n_written) == (own.prompt_id, own.cut, own.n_written)
         for name, continuation in row.by_writer.items():
@@ -80,8 +93,12 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
     tokenizer = endless.tokenizer
     for row in rows:
         prompt = next(prompt for prompt in PROMPTS if prompt.prompt_id == row.prompt_id)
-        before = tokenizer.apply_chat_template(list(prompt.turns[0]), add_generation_prompt=True)["input_ids"]
-        answer = before + written_by_transformers(endless.model, before, max_new_tokens=row.n_written, eos_token_id=-1)
+        before = tokenizer.apply_chat_template(list(prompt.turns[0]), add_generation_prompt=True)[
+            "input_ids"
+        ]
+        answer = before + written_by_transformers(
+            endless.model, before, max_new_tokens=row.n_written, eos_token_id=-1
+        )
         written = list(row.by_writer["moa"].tokens)
         tokens = torch.tensor([answer + written])
         root = len(answer) - 1
@@ -96,7 +113,9 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
         assert row.by_writer["moa"].log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_writing_stops_at_the_end_of_sequence(endless: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_stops_at_the_end_of_sequence(
+    endless: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = measured(endless, {"d": random_drafter(endless, "glide")}, 4)
     token = free[0].by_writer["d"].tokens[2]
     monkeypatch.setattr(endless, "eos_token_ids", frozenset({token}))
@@ -117,18 +136,30 @@ def cutting(config: EvalConfig) -> EvalConfig:
 @pytest.mark.draws
 def test_a_report_has_a_section_with_scores(cutting: EvalConfig, tmp_path: Path) -> None:
     scorer = tmp_path / "scores.py"
-    scorer.write_text("def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n")
-    prompts = write_jsonl(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
-    found = evaluate(cutting.replaced(scorer=f"{scorer}:length", prompts=str(prompts))).disconnection
+    scorer.write_text(
+        "def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n"
+    )
+    prompts = write_jsonl(
+        tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")]
+    )
+    found = evaluate(
+        cutting.replaced(scorer=f"{scorer}:length", prompts=str(prompts))
+    ).disconnection
     out, name = Path(cutting.out), Path(cutting.drafter[0]).name
     assert found is not None
     assert (found.n_cuts, found.n_cut_prompts, found.n_skipped) == (len(found.rows), 2, 1)
-    assert [summary["writer"] for summary in json.loads(out.read_text())["disconnection"]["writers"]] == [TARGET, name]
+    assert [
+        summary["writer"] for summary in json.loads(out.read_text())["disconnection"]["writers"]
+    ] == [TARGET, name]
     ours, theirs = found.writers
     assert ours.agreement.mean == 1.0
     assert (theirs.score.mean or 0) > 1
     text = out.with_suffix(".md").read_text()
-    for line in (f"| {name} |", f"{found.n_cuts} cuts of greedy answers to 2 prompts", "1 prompts were skipped"):
+    for line in (
+        f"| {name} |",
+        f"{found.n_cuts} cuts of greedy answers to 2 prompts",
+        "1 prompts were skipped",
+    ):
         assert line in text
     assert out.with_name("report_disconnection.png").read_bytes().startswith(b"\x89PNG")
 
@@ -155,6 +186,8 @@ def test_a_scorer_that_is_not_there_is_refused(tmp_path: Path, name: str) -> Non
 
 
 def test_a_scorer_of_a_module_keeps_its_globals(tmp_path: Path) -> None:
-    (tmp_path / "scores.py").write_text("import math\n\ndef root(prompt, answer):\n    return math.sqrt(len(answer))\n")
+    (tmp_path / "scores.py").write_text(
+        "import math\n\ndef root(prompt, answer):\n    return math.sqrt(len(answer))\n"
+    )
     assert load_scorer(f"{tmp_path}/scores.py:root")("", "abcd") == 2.0
     assert load_scorer("operator:ne")("a", "b") == 1.0

@@ -32,9 +32,16 @@ def as_run(drafter: Path, folder: Path) -> Path:
 def test_a_report_sets_the_cost_of_training_beside_speed(
     config: EvalConfig, drafter_folder: Path, tmp_path: Path
 ) -> None:
-    runs, out = [as_run(drafter_folder, tmp_path / name) for name in ("one", "other")], Path(config.out)
+    runs, out = (
+        [as_run(drafter_folder, tmp_path / name) for name in ("one", "other")],
+        Path(config.out),
+    )
     config = config.replaced(
-        drafter=tuple(map(str, runs)), n_prompts=2, method=("plain", "chain", "tree"), draft_length=2, tree="2x2x3"
+        drafter=tuple(map(str, runs)),
+        n_prompts=2,
+        method=("plain", "chain", "tree"),
+        draft_length=2,
+        tree="2x2x3",
     )
     assert evaluate(config).warnings == []
     written = json.loads(out.read_text())
@@ -59,10 +66,20 @@ def facts(**changed: Any) -> dict[str, Any]:
 
 
 def test_differences_are_named() -> None:
-    assert training_differences({"a": facts(), "b": facts()}) == training_differences({"a": facts()}) == []
+    assert (
+        training_differences({"a": facts(), "b": facts()})
+        == training_differences({"a": facts()})
+        == []
+    )
     older = {name: value for name, value in STORE.items() if name != "codec"}
-    assert training_differences({"a": facts(), "b": facts(store=older)}) == [], "an older run did not record the codec"
-    other = facts(n_tokens=7, store=STORE | {"codec": "int8"}, settings=SETTINGS | {"batch_size": 4, "store": "x"})
+    assert training_differences({"a": facts(), "b": facts(store=older)}) == [], (
+        "an older run did not record the codec"
+    )
+    other = facts(
+        n_tokens=7,
+        store=STORE | {"codec": "int8"},
+        settings=SETTINGS | {"batch_size": 4, "store": "x"},
+    )
     unknown = facts(settings={}, store={}, n_steps=None)
     assert training_differences({"a": facts(), "b": other, "c": unknown}) == [
         "c: its folder holds no training run, so nothing says how it was trained",
@@ -94,7 +111,9 @@ def test_differences_are_named() -> None:
 def test_every_setting_that_changes_a_result_is_compared(
     one: dict[str, Any], other: dict[str, Any], line: str | None
 ) -> None:
-    found = training_differences({"a": facts(settings=SETTINGS | one), "b": facts(settings=SETTINGS | other)})
+    found = training_differences(
+        {"a": facts(settings=SETTINGS | one), "b": facts(settings=SETTINGS | other)}
+    )
     assert found == ([f"settings differ in {line}"] if line else [])
 
 
@@ -109,7 +128,12 @@ def test_every_setting_that_changes_no_result_is_one_of_a_run_and_is_not_compare
 def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     drafter = load_drafter(drafter_folder)
     bare = drafter_facts(drafter_folder, drafter)
-    assert [bare[name] for name in ("n_steps", "n_tokens", "settings", "store")] == [None, None, {}, {}]
+    assert [bare[name] for name in ("n_steps", "n_tokens", "settings", "store")] == [
+        None,
+        None,
+        {},
+        {},
+    ]
     run = as_run(drafter_folder, tmp_path / "run")
     assert drafter_facts(run / "drafter", drafter)["n_steps"] == 340
     (run / "report.json").write_text(json.dumps({"n_steps": 3, "n_tokens": 100}))

@@ -22,12 +22,17 @@ def load(folder: Path, rows: list[Any], n_prompts: int | None = None) -> PromptF
         (chat("q1", "a1", "q2", "a2"), ["q1", "a1", "q2"]),
         (chat("q1"), ["q1"]),
         (chat("q1", "a1", "q2"), ["q1", "a1", "q2"]),
-        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, ["hi"]),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+            ["hi"],
+        ),
         (chat("one\u2028two\u0085three", "a"), ["one\u2028two\u0085three"]),
         (chat("q", "a", tools=TOOLS, system="Be brief."), ["Be brief.", "q"]),
     ],
 )
-def test_a_chat_is_cut_before_its_last_answer(tmp_path: Path, row: dict[str, Any], texts: list[str]) -> None:
+def test_a_chat_is_cut_before_its_last_answer(
+    tmp_path: Path, row: dict[str, Any], texts: list[str]
+) -> None:
     loaded = load(tmp_path, [row | {"prompt_id": "x", "category": "math"}])
     (prompt,) = loaded.prompts
     assert (loaded.kind, prompt.prompt_id, prompt.category) == (CHATS, "x", "math")
@@ -48,7 +53,10 @@ def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
     def ids(rows: list[Any], n_prompts: int | None = None) -> list[str]:
         return [prompt.prompt_id for prompt in load(tmp_path, rows, n_prompts).prompts]
 
-    chats = [chat("q", "a", **given) for given in ({"prompt_id": None, "id": "x"}, {"id": None}, {"prompt_id": 0}, {})]
+    chats = [
+        chat("q", "a", **given)
+        for given in ({"prompt_id": None, "id": "x"}, {"id": None}, {"prompt_id": 0}, {})
+    ]
     assert ids(chats) == ["x", "2", "0", "4"]
     questions = [{"question_id": given, "turns": ["q"]} for given in (None, 7, None)]
     assert ids(questions) == ["1", "7", "3"]

@@ -35,10 +35,14 @@ def test_report_files(config: EvalConfig) -> None:
     assert chain["n_exact"] == chain["n_answers"] == plain["n_answers"] == len(written["rows"]) == 5
     assert chain["n_tokens"] == plain["n_tokens"]
     assert sum(chain["accepted_drafts"]) == chain["n_target_calls"]
-    assert chain["acceptance_length"] * chain["n_target_calls"] == pytest.approx(chain["n_tokens"] - 5)
+    assert chain["acceptance_length"] * chain["n_target_calls"] == pytest.approx(
+        chain["n_tokens"] - 5
+    )
     for row in written["rows"]:
         assert row["runs"]["chain"]["exact_match"]
-        assert sum(row["runs"]["chain"]["committed_per_call"]) == row["runs"]["chain"]["n_tokens"] - 1
+        assert (
+            sum(row["runs"]["chain"]["committed_per_call"]) == row["runs"]["chain"]["n_tokens"] - 1
+        )
     assert "| chain |" in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     evaluate(config.replaced(n_prompts=1))  # an earlier report may be replaced
@@ -53,7 +57,9 @@ def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file
 
 
 def test_plain_alone_needs_no_drafter_and_equals_itself(config: EvalConfig) -> None:
-    first, second = evaluate(config.replaced(method=("plain", "plain"), drafter=(), n_prompts=2)).methods
+    first, second = evaluate(
+        config.replaced(method=("plain", "plain"), drafter=(), n_prompts=2)
+    ).methods
     assert [first.method, second.method] == ["plain", "plain#2"]
     assert (first.n_tokens, first.n_target_calls) == (second.n_tokens, second.n_target_calls)
     assert (first.acceptance_length, second.calls_saved, second.n_exact) == (1.0, 0.0, 2)
@@ -66,17 +72,27 @@ def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig) -> No
     for summary in report.methods:
         assert summary.n_exact == summary.n_answers == 3, summary.method
         assert sum(summary.accepted_drafts) == summary.n_target_calls
-    # Calls of the warm-up and of the drafts that the answer's end left no room for are not counted as drafted.
+    # Calls of the warm-up and of the drafts that the answer's end left no room for are not counted
+    # as drafted.
     n_drafted = sum(row.runs["auto"].n_drafted_calls for row in report.measurement.rows)
     assert set(report.auto) == {"auto"}
-    assert f"in {n_drafted} of {report.method('auto').n_target_calls} target calls" in report.auto["auto"]
+    assert (
+        f"in {n_drafted} of {report.method('auto').n_target_calls} target calls"
+        in report.auto["auto"]
+    )
 
 
-def test_several_drafters_and_batches(config: EvalConfig, drafter_folder: Path, tmp_path: Path) -> None:
+def test_several_drafters_and_batches(
+    config: EvalConfig, drafter_folder: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(drafter_folder, other)
     together = evaluate(config.replaced(drafter=(str(drafter_folder), str(other)), batch_size=2))
-    assert [summary.method for summary in together.methods] == ["plain", f"chain {drafter_folder.name}", "chain other"]
+    assert [summary.method for summary in together.methods] == [
+        "plain",
+        f"chain {drafter_folder.name}",
+        "chain other",
+    ]
     weights = sum(weight.numel() for weight in load_drafter(drafter_folder).parameters())
     text = Path(config.out).with_suffix(".md").read_text()
     assert f"| other | moa | {weights:,} | - | - | - | " in text
@@ -91,7 +107,10 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
     sampled = config.replaced(temperature=0.9, top_k=20, seed=7)
     reports = [evaluate(sampled.replaced(batch_size=size)) for size in (1, 3)]
     for name in ("plain", "chain"):
-        one, other = ([row.runs[name].committed_per_call for row in report.measurement.rows] for report in reports)
+        one, other = (
+            [row.runs[name].committed_per_call for row in report.measurement.rows]
+            for report in reports
+        )
         assert one == other
     assert "temperature 0.9" in Path(config.out).with_suffix(".md").read_text()
 
@@ -111,7 +130,9 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
         ({"seed": 99999999999999999999}, "seed"),
     ],
 )
-def test_bad_settings_are_refused_together(config: EvalConfig, values: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused_together(
+    config: EvalConfig, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(OptionInvalid, match=message):
         config.replaced(**values)
 
@@ -153,7 +174,8 @@ def test_texts_chats_and_tokens_give_one_answer(room: Path) -> None:
     chat = [{"role": "user", "content": "What is 1 plus 1?"}]
     tokens = prompt_tokens(target.template, chat)
     by_text, by_chat, by_tokens = (
-        generate(target, drafter, prompt, max_new_tokens=7) for prompt in (str(chat[0]["content"]), chat, tokens)
+        generate(target, drafter, prompt, max_new_tokens=7)
+        for prompt in (str(chat[0]["content"]), chat, tokens)
     )
     plain = plain_generate(target, tokens, max_new_tokens=7)
     assert generate(target, drafter, tokens, max_new_tokens=7, tree="2x2x3").tokens == plain.tokens

@@ -26,13 +26,19 @@ from moa_data.evaluation.views import break_even_lines, markdown_report
 @pytest.mark.parametrize(
     ("prompts", "values", "expected"),
     [
-        # Rows of a prompt stay together, and one whose denominator is 0 takes nothing from the others.
+        # Rows of a prompt stay together, and one whose denominator is 0 takes nothing from the
+        # others.
         ("babc", [(1.0, 2.0), (2.0, 4.0), (3.0, 2.0), (0.0, 0.0)], (6 / 8, (0.5, 1.0))),
         ("aa", [(1.0, 2.0), (1.0, 2.0)], (0.5, None)),
         ("a", [(0.0, 0.0)], (None, None)),
         ("", [], (None, None)),
-        # Over a baseline: prompts of very different length do not widen the interval when both methods feel them alike.
-        ("abc", [(10, seconds / 2, 10, seconds) for seconds in (1.0, 10.0, 100.0)], (2.0, (2.0, 2.0))),
+        # Over a baseline: prompts of very different length do not widen the interval when both
+        # methods feel them alike.
+        (
+            "abc",
+            [(10, seconds / 2, 10, seconds) for seconds in (1.0, 10.0, 100.0)],
+            (2.0, (2.0, 2.0)),
+        ),
         ("ab", [(4.0, 2.0, 1.0, 1.0), (1.0, 1.0, 0.0, 0.0)], (2.0, None)),
     ],
 )
@@ -75,7 +81,9 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
         provenance={}, prompts={"file": "p.jsonl", "kind": "spec-bench", "n_answers": 3},
     )  # fmt: skip
     plain, chain = report.methods
-    assert [plain.tokens_per_s, chain.tokens_per_s, chain.ratio] == pytest.approx([4.0, 12 / 5.5, 3 / 5.5])
+    assert [plain.tokens_per_s, chain.tokens_per_s, chain.ratio] == pytest.approx(
+        [4.0, 12 / 5.5, 3 / 5.5]
+    )
     assert chain.accepted_drafts == (3, 3)
     text = markdown_report(report)
     for line in (
@@ -88,11 +96,18 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
 
 
 @pytest.mark.parametrize("drafts_all", [True, False])
-def test_a_smaller_vocabulary_is_said_to_help_drafters_that_draft_all_tokens(drafts_all: bool) -> None:
+def test_a_smaller_vocabulary_is_said_to_help_drafters_that_draft_all_tokens(
+    drafts_all: bool,
+) -> None:
     slow = replace(run(3.0, 1, 1, 1), draft_s=2.0, verify_s=1.0)
     runs: dict[str, Any] = {"plain": run(1.0, 1, 1, 1), "chain": slow, "prompt-lookup": slow}
     report = EvaluationReport(
-        Measurement([row("a", **runs)]), {}, {}, {}, {}, drafters={"one": {"drafts_all_tokens": drafts_all}}
+        Measurement([row("a", **runs)]),
+        {},
+        {},
+        {},
+        {},
+        drafters={"one": {"drafts_all_tokens": drafts_all}},
     )
     chain, advice, lookup = break_even_lines(report)
     assert chain.startswith("- chain: ")
@@ -102,14 +117,22 @@ def test_a_smaller_vocabulary_is_said_to_help_drafters_that_draft_all_tokens(dra
 
 def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
     rows = [
-        row("a", plain=run(9.0, 1, 1, 1, 1, 1, 1), chain_one=run(4.0, 2, 2, 2), chain_two=run(2.0, 3, 3)),
+        row(
+            "a",
+            plain=run(9.0, 1, 1, 1, 1, 1, 1),
+            chain_one=run(4.0, 2, 2, 2),
+            chain_two=run(2.0, 3, 3),
+        ),
         row("b", plain=run(5.0, 1, 1, 1), chain_one=run(2.0, 2, 1), chain_two=run(1.0, 3)),
     ]
     # An answer of one token has no target call, and takes no acceptance length from the others.
     for given in (rows, [*rows, row("c", plain=run(1.0), chain_one=run(1.0), chain_two=run(0.5))]):
         (pair,) = drafter_pairs(given, ["one", "two"])
         assert (pair["method"], pair["drafter"], pair["over"]) == ("chain", "two", "one")
-        assert (pair["acceptance_length"], pair["speed"]) == (pytest.approx((9 / 3) / (9 / 5)), pytest.approx(2.0))
+        assert (pair["acceptance_length"], pair["speed"]) == (
+            pytest.approx((9 / 3) / (9 / 5)),
+            pytest.approx(2.0),
+        )
         assert pair["acceptance_length_interval"] == pytest.approx((1.5, 2.0))
     (pair,) = drafter_pairs([row("a", chain_one=run(1.0), chain_two=run(0.5))], ["one", "two"])
     assert (pair["acceptance_length"], pair["speed"], pair["speed_interval"]) == (None, 2.0, None)
@@ -119,13 +142,24 @@ def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
 def test_writers_after_cuts() -> None:
     def cut(prompt: str, agrees: list[bool], log_probs: list[float]) -> CutRow:
         tokens = tuple(range(len(log_probs)))
-        return CutRow(prompt, "c", 0, 5, 3, {"d": Continuation(tokens, tuple(log_probs), tuple(agrees))})
+        return CutRow(
+            prompt, "c", 0, 5, 3, {"d": Continuation(tokens, tuple(log_probs), tuple(agrees))}
+        )
 
-    rows = [cut("a", [True, False, True], [-1.0, -2.0, -3.0, -4.0]), cut("a", [True], [-1.0]), cut("b", [False], [])]
+    rows = [
+        cut("a", [True, False, True], [-1.0, -2.0, -3.0, -4.0]),
+        cut("a", [True], [-1.0]),
+        cut("b", [False], []),
+    ]
     summary = summarize_writer("d", rows)
     assert summary.common_prefix.mean == pytest.approx(2 / 3)
     assert summary.agreement.mean == pytest.approx(3 / 5)
-    assert [figure.mean for figure in summary.agreement_by_offset] == [pytest.approx(2 / 3), 0.0, 1.0, None]
+    assert [figure.mean for figure in summary.agreement_by_offset] == [
+        pytest.approx(2 / 3),
+        0.0,
+        1.0,
+        None,
+    ]
     assert [figure.n for figure in summary.log_prob_by_offset] == [2, 1, 1, 1]
     assert summary.log_prob.mean == pytest.approx(-11 / 5)
     assert summary.log_prob.interval is None, "one prompt alone has no interval"
@@ -136,7 +170,9 @@ def test_writers_after_cuts() -> None:
 
 def test_a_report_that_cannot_be_json_replaces_nothing(tmp_path: Path) -> None:
     def report(value: float) -> EvaluationReport:
-        return EvaluationReport(Measurement([row("a", plain=run(1.0, 1))]), {"value": value}, {}, {}, {})
+        return EvaluationReport(
+            Measurement([row("a", plain=run(1.0, 1))]), {"value": value}, {}, {}, {}
+        )
 
     write_report(report(1.0), "first", tmp_path / "report.json")
     with pytest.raises(ValueError, match="JSON"):

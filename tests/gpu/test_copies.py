@@ -23,14 +23,22 @@ pytestmark = pytest.mark.gpu
 def test_captured_activations_are_those_of_the_cpu() -> None:
     """With more batches in flight than there is host memory for, each is read when its copies are done."""
     spec, random = ActivationSpec(kv=True, last=True, layers=(0,)), np.random.default_rng(0)
-    batches = [[random.integers(4, 300, n).astype(np.int32) for n in (90, 40, 200)] for _ in range(6)]
+    batches = [
+        [random.integers(4, 300, n).astype(np.int32) for n in (90, 40, 200)] for _ in range(6)
+    ]
     slots, found = HostSlots(torch.device("cuda"), 2), list[list[Any]]()
     for kind in ("cpu", "cuda"):
         model, rows = build_text_model().to(kind), list[Any]()
         for sequences in batches:
-            host = capture(model, sequences, spec, torch.float32).to_host(slots if kind == "cuda" else None)
+            host = capture(model, sequences, spec, torch.float32).to_host(
+                slots if kind == "cuda" else None
+            )
             host.wait()
-            rows += [np.array(host.rows(name, index)) for name in host.fields for index in range(len(sequences))]
+            rows += [
+                np.array(host.rows(name, index))
+                for name in host.fields
+                for index in range(len(sequences))
+            ]
             host.release()
         found.append(rows)
     for own, expected in zip(*found, strict=True):
@@ -40,6 +48,12 @@ def test_captured_activations_are_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_the_cpu(tmp_path: Path, kind: str) -> None:
     """With batches read ahead, whose host memory is used again."""
-    path = build_store(tmp_path / "store", activations=("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1"))
-    steps = [list(Run(path, kind, one, prefetch_batches=4).steps(Counts(), 6)) for one in ("cuda", "cpu")]
-    assert [step.loss for step in steps[0]] == pytest.approx([step.loss for step in steps[1]], rel=1e-3)
+    path = build_store(
+        tmp_path / "store", activations=("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
+    )
+    steps = [
+        list(Run(path, kind, one, prefetch_batches=4).steps(Counts(), 6)) for one in ("cuda", "cpu")
+    ]
+    assert [step.loss for step in steps[0]] == pytest.approx(
+        [step.loss for step in steps[1]], rel=1e-3
+    )

@@ -55,7 +55,9 @@ def test_chains_and_trees_are_plain_decoding(gpu: str, kind: str) -> None:
     proposer, expected = DrafterProposer(target, drafter_on(gpu, kind)), plain(target)
     for shape in (TreeShape(3), TreeShape(2, 3, 6)):
         for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected)):
-            found = generate_batch(target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
+            found = generate_batch(
+                target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape
+            )
             assert [one.tokens for one in found] == wanted, shape
 
 
@@ -73,7 +75,11 @@ def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | Non
     target.use_static_calls(32)
     drafter: Any = build(name, build_model(num_hidden_layers=4), **settings).to(gpu)
     proposer = DrafterProposer(target, drafter) if shape else None
-    for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected), (PROMPTS[:1], expected[:1])):
+    for prompts, wanted in (
+        (PROMPTS[:1], expected[:1]),
+        (PROMPTS, expected),
+        (PROMPTS[:1], expected[:1]),
+    ):
         found = generate_batch(target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
         assert [one.tokens for one in found] == wanted
 
@@ -90,30 +96,44 @@ def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.Mon
         replay(graph)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
-    plain, graphs = (test_graphs.proposer_on("cuda", name, is_static) for is_static in (False, True))
+    plain, graphs = (
+        test_graphs.proposer_on("cuda", name, is_static) for is_static in (False, True)
+    )
     for prompts in (test_graphs.PROMPTS[:1], test_graphs.PROMPTS, test_graphs.PROMPTS[:1]):
         found = test_graphs.drafts_of(*graphs, prompts)
         assert found == test_graphs.drafts_of(*plain, prompts)
-    assert n_replays == 3 * (len(found) - 1) + 3 * len(found)  # of drafts, and of the target's calls
+    # of drafts, and of the target's calls
+    assert n_replays == 3 * (len(found) - 1) + 3 * len(found)
 
 
 @pytest.mark.parametrize("kind", [None, "moa", "eagle"])
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.9, top_k=20)], ids=str)
-def test_a_served_text_is_that_of_the_cpu(gpu: str, kind: str | None, sampling: SamplingConfig) -> None:
+def test_a_served_text_is_that_of_the_cpu(
+    gpu: str, kind: str | None, sampling: SamplingConfig
+) -> None:
     """Several texts at once, with drafts and without, greedy and sampled by their seed."""
     written = []
     for device in ("cpu", gpu):
         name = "it" if kind else None
         drafters = {"it": drafter_on(device, kind)} if kind else {}
-        engine, commits = Engine(target_on(device), drafters, EngineOptions(tree="3")), list[list[Commit]]()
+        engine, commits = (
+            Engine(target_on(device), drafters, EngineOptions(tree="3")),
+            list[list[Commit]](),
+        )
         for seed, prompt in enumerate(PROMPTS):
             heard = list[Commit]()
-            request = Request(tuple(prompt), len(prompt), N_NEW, sampling=sampling, seed=seed, drafter=name)
-            engine.set_work(engine.add(request, heard.append), Work.SPECULATE if kind else Work.PLAIN)
+            request = Request(
+                tuple(prompt), len(prompt), N_NEW, sampling=sampling, seed=seed, drafter=name
+            )
+            engine.set_work(
+                engine.add(request, heard.append), Work.SPECULATE if kind else Work.PLAIN
+            )
             commits.append(heard)
         while engine.step():
             pass
         assert not [commit.error for heard in commits for commit in heard if commit.error]
-        written.append([[token for commit in heard for token in commit.tokens] for heard in commits])
+        written.append(
+            [[token for commit in heard for token in commit.tokens] for heard in commits]
+        )
     assert written[0] == written[1]
     assert all(len(tokens) == N_NEW for tokens in written[0])

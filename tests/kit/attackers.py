@@ -24,7 +24,9 @@ def post(path: str, body: Any, *more: str) -> bytes:
     return head_of(path, len(content), *more) + content
 
 
-def connect(address: Address, tls: ssl.SSLContext | None = None, receive_buffer: int = 0) -> socket.socket:
+def connect(
+    address: Address, tls: ssl.SSLContext | None = None, receive_buffer: int = 0
+) -> socket.socket:
     """Open a connection, with a small window where a reader is to be slow."""
     connection = socket.socket()
     if receive_buffer:  # before the window is agreed on
@@ -34,7 +36,9 @@ def connect(address: Address, tls: ssl.SSLContext | None = None, receive_buffer:
     return tls.wrap_socket(connection, server_hostname=address[0]) if tls else connection
 
 
-def never_read(address: Address, request: bytes, tls: ssl.SSLContext | None = None) -> socket.socket:
+def never_read(
+    address: Address, request: bytes, tls: ssl.SSLContext | None = None
+) -> socket.socket:
     """Ask for a stream, and take nothing of it."""
     connection = connect(address, tls, receive_buffer=4096)
     connection.sendall(request)
@@ -49,7 +53,9 @@ def stay_silent(address: Address, n: int, said: bytes = b"") -> list[socket.sock
     return connections
 
 
-def leave_in_body(address: Address, path: str, resets: bool = False, tls: ssl.SSLContext | None = None) -> None:
+def leave_in_body(
+    address: Address, path: str, resets: bool = False, tls: ssl.SSLContext | None = None
+) -> None:
     """Go away in the middle of a request's body."""
     with connect(address, tls) as connection:
         connection.sendall(head_of(path, 1000) + b'{"model": "')
@@ -70,7 +76,9 @@ def wait_for_end(connection: socket.socket) -> bytes:
 
 def long_text(chance: random.Random, n_chars: int) -> str:
     """A text of many words, none of which a tokenizer has seen before."""
-    words = ("".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(n_chars // 8))
+    words = (
+        "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(n_chars // 8)
+    )
     return " ".join(words)
 
 

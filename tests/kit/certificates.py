@@ -22,17 +22,32 @@ class Authority:
     def server(self, name: str = "localhost") -> tuple[bytes, bytes]:
         """Key and certificate, both PEM, of a server on this machine."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         )
-        return private, self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, names)
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        return private, self._sign(
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, names
+        )
 
-    def _sign(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType) -> bytes:
+    def _sign(
+        self, name: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
+    ) -> bytes:
         now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-        builder = x509.CertificateBuilder().subject_name(name).issuer_name(self._name).public_key(key.public_key())
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+        )
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day)
-        builder = builder.not_valid_after(now + day).add_extension(extension, critical=name == self._name)
+        builder = builder.not_valid_after(now + day).add_extension(
+            extension, critical=name == self._name
+        )
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
@@ -42,4 +57,7 @@ def make_certificates(folder: Path) -> tuple[Path, dict[str, Any]]:
     key, chain = authority.server()
     for name, content in (("authority", authority.certificate), ("chain", chain), ("key", key)):
         (folder / f"{name}.pem").write_bytes(content)
-    return folder / "authority.pem", {"tls_cert": str(folder / "chain.pem"), "tls_key": str(folder / "key.pem")}
+    return folder / "authority.pem", {
+        "tls_cert": str(folder / "chain.pem"),
+        "tls_key": str(folder / "key.pem"),
+    }

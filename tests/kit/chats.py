@@ -18,7 +18,10 @@ WORDS = TEXT.split()
 def chat(*contents: str, **extra: Any) -> dict[str, Any]:
     """A chat of alternating user and assistant messages."""
     roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **extra}
+    return {
+        "messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)],
+        **extra,
+    }
 
 
 def rejected(found: object, reason: RejectReason, *details: str) -> None:
@@ -33,7 +36,9 @@ def marked_texts(tokenizer: Any, chat: object) -> list[str]:
     """The text of each run of marked tokens."""
     assert isinstance(chat, TokenizedChat), chat
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.response_mask, [0]])))
-    return [tokenizer.decode(chat.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        tokenizer.decode(chat.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def random_chats(n_chats: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -43,7 +48,9 @@ def random_chats(n_chats: int, seed: int = 0) -> list[dict[str, Any]]:
     for number in range(n_chats):
         messages = []
         for _ in range(draw.randint(1, 3)):
-            messages.append({"role": "user", "content": f"{number}: " + " ".join(draw.choices(WORDS, k=4))})
+            messages.append(
+                {"role": "user", "content": f"{number}: " + " ".join(draw.choices(WORDS, k=4))}
+            )
             answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
             messages.append({"role": "assistant", "content": answer})
         chats.append({"messages": messages})

@@ -22,12 +22,22 @@ DEMO: dict[str, Any] = {
 }  # fmt: skip
 """Settings of the smallest demo."""
 DEMO_OPTIONS = " ".join(f"--set {name}={value}" for name, value in DEMO.items())
-TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
+TRAIN = (
+    "--max-steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--accelerator",
+    "cpu",
+    "--validation-fraction",
+    "0",
+)
 
 
 def run(*arguments: str | Path, **options: Any) -> Any:
     """Run the command line in this process."""
-    options = {"input": "y\n" * 100} | options  # whoever asks gets a yes, so that nothing hides behind a question
+    # whoever asks gets a yes, so that nothing hides behind a question
+    options = {"input": "y\n" * 100} | options
     return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
 
 
@@ -52,14 +62,26 @@ def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
 def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
     """Fill a folder with model/, drafter/, chats.jsonl and store/ of several parts."""
     write_jsonl(folder / "chats.jsonl", chats)
-    config = DemoConfig.of(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
+    config = DemoConfig.of(
+        out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1
+    )
     texts = [message["content"] for chat in chats for message in chat["messages"]]
     tokenizer = train_tokenizer(texts, config.vocab_size)
     build_target(config, tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     target = Target.load(str(folder / "model"), device="cpu")
-    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity, **PAPER)), folder / "drafter")
-    arguments = ("--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store")
+    save_drafter(
+        MoADrafter(MoASizes.from_target(target.config, target.identity, **PAPER)),
+        folder / "drafter",
+    )
+    arguments = (
+        "--model",
+        folder / "model",
+        "--dataset",
+        folder / "chats.jsonl",
+        "--out",
+        folder / "store",
+    )
     done = run("extract", *arguments, "--part-tokens", "256", "--device", "cpu")
     assert done.exit_code == 0, done.output
     return folder

@@ -33,7 +33,10 @@ from torch.nn.attention import varlen
 from torch.utils._pytree import tree_iter
 
 try:
-    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+    from torch.utils.backend_registration import (
+        _DummyBackendModule,
+        _setup_privateuseone_for_python_backend,
+    )
 except ImportError:  # in other versions of torch, where nothing is registered
     _DummyBackendModule = object
 
@@ -89,7 +92,9 @@ class Counts:
         """List the lines that launched and waited most, for the message of a test that fails."""
         found = {"waits": self.wait_lines, "launches": self.launch_lines}
         return "\n".join(
-            f"{count:6} {kind} {line}" for kind, lines in found.items() for line, count in lines.most_common(n_lines)
+            f"{count:6} {kind} {line}"
+            for kind, lines in found.items()
+            for line, count in lines.most_common(n_lines)
         )
 
 
@@ -113,7 +118,8 @@ class CUDAGraph:
     """What was asked for while it was captured, to be done again."""
 
     def __init__(self, **_: Any) -> None:
-        self.work: list[tuple[Callable[[], Any], Any]] = []  # each operation with what it gave, None if done in place
+        # each operation with what it gave, None if done in place
+        self.work: list[tuple[Callable[[], Any], Any]] = []
         self.before: list[tuple[Tensor, Tensor]] = []  # what was written to, with its values
 
     def replay(self) -> None:
@@ -121,7 +127,9 @@ class CUDAGraph:
         with torch.inference_mode():
             for call, out in self.work:
                 new = call()
-                for old, one in zip(tree_iter(out), tree_iter(new), strict=True) if out is not None else ():
+                for old, one in (
+                    zip(tree_iter(out), tree_iter(new), strict=True) if out is not None else ()
+                ):
                     old.copy_(one)
 
     def forget(self) -> None:
@@ -180,7 +188,11 @@ class CudaTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "CudaTensor":
-        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        layout = {
+            "strides": inner.stride(),
+            "storage_offset": inner.storage_offset(),
+            "dtype": inner.dtype,
+        }
         own: Any = Tensor._make_wrapper_subclass(cls, inner.shape, device="nowhere:0", **layout)
         own.inner = inner
         made: CudaTensor = own
@@ -208,7 +220,11 @@ class CudaTensor(Tensor):
         copy = kwargs.pop("copy", False)
         device, dtype, late, _ = torch._C._nn._parse_to(*args, **kwargs)
         if device is None or device.type in _KINDS:
-            return self if dtype in (None, self.dtype) and not copy else aten._to_copy(self, dtype=dtype or self.dtype)
+            return (
+                self
+                if dtype in (None, self.dtype) and not copy
+                else aten._to_copy(self, dtype=dtype or self.dtype)
+            )
         return aten._to_copy(self, dtype=dtype or self.dtype, device=device, non_blocking=late)
 
     @classmethod
@@ -246,19 +262,29 @@ class _Facts(NamedTuple):
 
     is_composite: bool  # made of other operations
     is_free: bool  # launches no kernel
-    written: tuple[tuple[int, str], ...]  # position and name of what is given back after it is written to
+    # position and name of what is given back after it is written to
+    written: tuple[tuple[int, str], ...]
 
 
 @functools.cache
 def _facts(func: Any) -> _Facts:
     packet, arguments, returns = func.overloadpacket, func._schema.arguments, func._schema.returns
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
     is_written = returns and all(one.alias_info and one.alias_info.is_write for one in returns)
-    written = [(i, a.name) for i, a in enumerate(arguments) if is_written and a.alias_info and a.alias_info.is_write]
-    return _Facts(is_composite and packet is not aten.linear, func.is_view or packet in _FREE, tuple(written))
+    written = [
+        (i, a.name)
+        for i, a in enumerate(arguments)
+        if is_written and a.alias_info and a.alias_info.is_write
+    ]
+    return _Facts(
+        is_composite and packet is not aten.linear, func.is_view or packet in _FREE, tuple(written)
+    )
 
 
-# By hand, as operations take and give tensors and lists of them alone: torch's own walk through any nesting was half of
+# By hand, as operations take and give tensors and lists of them alone: torch's own walk through any
+# nesting was half of
 # the time of the tests on this device.
 def _inner(value: Any) -> Any:
     """Take the tensors of the host out of what an operation is called with."""
@@ -285,32 +311,46 @@ def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
             if not isinstance(tensor, Tensor):
                 continue
             is_foreign = not isinstance(tensor, CudaTensor)
-            if is_index and (tensor.dtype in (torch.bool, torch.uint8) or (is_foreign and tensor.dim())):
-                COUNTS.wait("a mask as index" if tensor.dtype == torch.bool else "an index from the host")
+            if is_index and (
+                tensor.dtype in (torch.bool, torch.uint8) or (is_foreign and tensor.dim())
+            ):
+                COUNTS.wait(
+                    "a mask as index" if tensor.dtype == torch.bool else "an index from the host"
+                )
             elif is_foreign and _graph() is not None:
                 _refuse_in_graph("a tensor of the host")
             elif is_foreign and not is_index and (tensor.dim() or packet in _STRICT):
-                raise RuntimeError(f"expected all tensors to be on cuda:0, but {func} got one on {tensor.device}")
+                raise RuntimeError(
+                    f"expected all tensors to be on cuda:0, but {func} got one on {tensor.device}"
+                )
 
 
 def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
     """Copy between host and device, late where CUDA may."""
-    if packet is aten._to_copy:  # the source is on the device: from the host it is `empty` and `copy_`
+    # the source is on the device: from the host it is `empty` and `copy_`
+    if packet is aten._to_copy:
         is_inside = torch.device(kwargs.get("device") or DEVICE).type in _KINDS
         COUNTS.launch("_to_copy" if is_inside else "copy to the host")
         if not is_inside:
             COUNTS.wait("copy to the host")
         copied = _done(lambda: args[0].inner.to(kwargs.get("dtype") or args[0].dtype, copy=True))
         return CudaTensor(copied) if is_inside else copied
-    into, source, late = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    into, source, late = (
+        args[0],
+        args[1],
+        args[2] if len(args) > 2 else kwargs.get("non_blocking", False),
+    )
     host = [side for side in (into, source) if not isinstance(side, CudaTensor)]
     if host:
         _refuse_in_graph("a copy between host and device")
     to, of = (side.inner if isinstance(side, CudaTensor) else side for side in (into, source))
-    COUNTS.launch("copy_" if not host else "copy to the host" if host[0] is into else "copy to the device")
+    COUNTS.launch(
+        "copy_" if not host else "copy to the host" if host[0] is into else "copy to the device"
+    )
     pinned = [(a, base) for a, b, base in _pinned if late and host and a <= host[0].data_ptr() < b]
     if pinned and current_stream() is not _default:
-        if host[0] is source:  # its bytes alone: whoever gives that memory away too early must not be saved by this
+        # its bytes alone: whoever gives that memory away too early must not be saved by this
+        if host[0] is source:
             start, base = of.data_ptr() - pinned[0][0], pinned[0][1]
             of = base.view(torch.uint8)[start : start + of.nbytes].view(of.dtype).view(of.shape)
         to.fill_(1)
@@ -403,14 +443,29 @@ class _Whole(torch.autograd.Function):
 
 def _whole(call: Any, *given: Any) -> Any:
     is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return _Whole.apply(call, *given) if is_trained else CudaTensor(_done(lambda: call(*(x.inner for x in given))))
+    return (
+        _Whole.apply(call, *given)
+        if is_trained
+        else CudaTensor(_done(lambda: call(*(x.inner for x in given))))
+    )
 
 
-_attend, _empty, _rms_norm, _Generator = F.scaled_dot_product_attention, torch.empty, F.rms_norm, torch.Generator
+_attend, _empty, _rms_norm, _Generator = (
+    F.scaled_dot_product_attention,
+    torch.empty,
+    F.rms_norm,
+    torch.Generator,
+)
 
 
 def attend(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
 ) -> Any:
     """Count PyTorch's choice of kernel on CUDA, and what it launches for a boolean mask."""
     if not isinstance(q, CudaTensor):
@@ -418,13 +473,17 @@ def attend(
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     if q.dtype != k.dtype or not (attn_mask is None or isinstance(attn_mask, CudaTensor)):
-        raise RuntimeError(f"attention got {q.dtype}, {k.dtype} and a mask {type(attn_mask).__name__}")
+        raise RuntimeError(
+            f"attention got {q.dtype}, {k.dtype} and a mask {type(attn_mask).__name__}"
+        )
     is_grouped = options.get("enable_gqa") and q.shape[1] != k.shape[1]
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_flash = attn_mask is None and is_half and q.shape[-1] <= 256
     kernel = "flash" if is_flash else "math" if is_grouped else "efficient"
     # A boolean mask becomes numbers; the last axis is padded to 8.
-    of_mask = 0 if attn_mask is None else 3 * (attn_mask.dtype == torch.bool) + 2 * (k.shape[2] % 8 != 0)
+    of_mask = (
+        0 if attn_mask is None else 3 * (attn_mask.dtype == torch.bool) + 2 * (k.shape[2] % 8 != 0)
+    )
     COUNTS.kernels[f"{kernel}{' with a mask' if of_mask else ''}"] += 1
     COUNTS.launch(f"attention ({kernel})", of_mask + (12 if kernel == "math" else 1))
     mask = None if attn_mask is None else attn_mask.inner
@@ -450,7 +509,11 @@ def attend_ragged(
         distance = torch.arange(n_seen - (stop - first), n_seen)[:, None] - torch.arange(n_seen)
         mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
         own = (q.inner[first:stop], k.inner[slot : slot + n_seen], v.inner[slot : slot + n_seen])
-        out.append(_attend(*(x.transpose(0, 1)[None] for x in own), mask, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        out.append(
+            _attend(*(x.transpose(0, 1)[None] for x in own), mask, enable_gqa=enable_gqa)[
+                0
+            ].transpose(0, 1)
+        )
     return CudaTensor(torch.cat(out))
 
 
@@ -459,7 +522,11 @@ def rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
     if not isinstance(x, CudaTensor):
         return _rms_norm(x, shape, weight, eps)
     COUNTS.launch("rms_norm")
-    given = [one.float() if torch.is_autocast_enabled("cuda") else one for one in (x, weight) if one is not None]
+    given = [
+        one.float() if torch.is_autocast_enabled("cuda") else one
+        for one in (x, weight)
+        if one is not None
+    ]
     return _whole(lambda inner, own=None: _rms_norm(inner, shape, own, eps), *given)
 
 
@@ -495,10 +562,18 @@ def _made_by(real: Any) -> Any:
 
 def _autocast(name: str) -> Any:
     def cast(*args: Any) -> Any:
-        dtype, call = torch.get_autocast_dtype("cuda"), F.linear if name == "linear" else getattr(torch, name)
+        dtype, call = (
+            torch.get_autocast_dtype("cuda"),
+            F.linear if name == "linear" else getattr(torch, name),
+        )
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
         with torch._C._ExcludeDispatchKeyGuard(key):
-            return call(*(x.to(dtype) if isinstance(x, CudaTensor) and x.dtype == torch.float32 else x for x in args))
+            return call(
+                *(
+                    x.to(dtype) if isinstance(x, CudaTensor) and x.dtype == torch.float32 else x
+                    for x in args
+                )
+            )
 
     return cast
 
@@ -515,7 +590,8 @@ def register() -> None:
     """Register the operations with torch, once in a process, and before its first backward."""
     if _libraries or not fits():
         return
-    # A build for CPUs has no guard of CUDA devices: that of the backend in Python takes its place in c10's table.
+    # A build for CPUs has no guard of CUDA devices: that of the backend in Python takes its place
+    # in c10's table.
     _setup_privateuseone_for_python_backend("nowhere", _Module())
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 21).in_dll(libc10, "_ZN3c104impl26device_guard_impl_registryE")
@@ -524,10 +600,17 @@ def register() -> None:
     strided = torch.empty_strided
     for key in ("CUDA", "PrivateUse1"):
         library.impl(
-            "empty.memory_format", lambda size, *_, dtype=None, **__: CudaTensor(_empty(size, dtype=dtype)), key
+            "empty.memory_format",
+            lambda size, *_, dtype=None, **__: CudaTensor(_empty(size, dtype=dtype)),
+            key,
         )
-        library.impl("empty_strided", lambda *args, dtype=None, **_: CudaTensor(strided(*args[:2], dtype=dtype)), key)
-        for name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):  # which torch resizes
+        library.impl(
+            "empty_strided",
+            lambda *args, dtype=None, **_: CudaTensor(strided(*args[:2], dtype=dtype)),
+            key,
+        )
+        # which torch resizes
+        for name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):
             library.impl(name, _made_by(getattr(torch, name.split(".")[0])), key)
     # torch.tensor(..., device="cuda") copies below Python's dispatch.
     library.impl("copy_", lambda *args: _copy(aten.copy_, args, {}), "PrivateUse1")
@@ -561,7 +644,9 @@ _CUDA: dict[str, Any] = {
 def simulated_device() -> Iterator[Counts]:
     """Put the device in place; skips the test where torch is another one than this was written for."""
     if not fits():
-        pytest.skip(f"the simulated device is written for torch {TORCH}x on CPUs, this is {torch.__version__}")
+        pytest.skip(
+            f"the simulated device is written for torch {TORCH}x on CPUs, this is {torch.__version__}"
+        )
     register()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _CUDA.items():
@@ -569,7 +654,11 @@ def simulated_device() -> Iterator[Counts]:
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             real = getattr(torch, name)
             patch.setattr(
-                torch, name, lambda *kind, real=real: real(*("nowhere" if one == "cuda" else one for one in kind))
+                torch,
+                name,
+                lambda *kind, real=real: real(
+                    *("nowhere" if one == "cuda" else one for one in kind)
+                ),
             )
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", _clear_workspaces, raising=False)
         patch.setattr(F, "scaled_dot_product_attention", attend)
@@ -580,7 +669,8 @@ def simulated_device() -> Iterator[Counts]:
         patch.setattr(torch, "Generator", _HostGenerator)
         patch.setattr(torch, "autocast", _Autocast)
         before = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_overwrite_module_params_on_conversion(True)  # else a parameter's values are exchanged
+        # else a parameter's values are exchanged
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
         COUNTS.reset()
         try:
             yield COUNTS

@@ -21,7 +21,11 @@ def tmpfs(path: Path, options: str) -> Iterator[Path]:
     """Mount a file system at a new folder; skips the test where that is not allowed."""
     path.mkdir()
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
+            capture_output=True,
+            check=True,
+        )
     except (FileNotFoundError, subprocess.CalledProcessError):
         pytest.skip("mounting a tmpfs needs root")
     try:

@@ -28,7 +28,9 @@ PAPER = {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": F
 
 def token_counts(seed: int = 0) -> Tensor:
     """Made-up frequencies of the tokens of ``build_model``."""
-    return torch.randint(0, 9, (SIZES["vocab_size"],), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 9, (SIZES["vocab_size"],), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any) -> Any:
@@ -47,13 +49,21 @@ def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any)
     return drafter.eval()
 
 
-build_eagle, build_eagle3, build_glide = partial(build, "eagle"), partial(build, "eagle3"), partial(build, "glide")
+build_eagle, build_eagle3, build_glide = (
+    partial(build, "eagle"),
+    partial(build, "eagle3"),
+    partial(build, "glide"),
+)
 build_medusa, build_independent = partial(build, "medusa"), partial(build, "independent")
 
 
-def build_drafter(model: Any, n_target_layers: int = 0, seed: int = 1, std: float = 0.15, **sizes: Any) -> MoADrafter:
+def build_drafter(
+    model: Any, n_target_layers: int = 0, seed: int = 1, std: float = 0.15, **sizes: Any
+) -> MoADrafter:
     """A MoA drafter of the paper's form for a model, with random weights."""
-    drafter: MoADrafter = build("moa", model, seed, std, target_layer_inference=n_target_layers, **PAPER | sizes)
+    drafter: MoADrafter = build(
+        "moa", model, seed, std, target_layer_inference=n_target_layers, **PAPER | sizes
+    )
     return drafter
 
 
@@ -86,9 +96,13 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
     reads, every = drafters.reads(n_layers, drafter.config), range(n_layers)
     cache = new_cache([shape is None for shape in kv_shapes(own)]) if reads.kv else None
     with layer_outputs(model, every) as outputs:
-        hidden = text_model(model)(tokens, past_key_values=cache, use_cache=reads.kv).last_hidden_state
+        hidden = text_model(model)(
+            tokens, past_key_values=cache, use_cache=reads.kv
+        ).last_hidden_state
     states = {f"hidden/layer_{layer}": outputs[layer] for layer in every} | {"hidden/last": hidden}
-    found: dict[str, Any] = {name: states[field] for name, field in reads.fields.items() if field != "kv"}
+    found: dict[str, Any] = {
+        name: states[field] for name, field in reads.fields.items() if field != "kv"
+    }
     if cache is not None:
         layers = sorted(layer for group in kv_groups(own) for layer in group.layers)
         made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, its width]
@@ -112,12 +126,16 @@ def batch_with(
     return stored(drafter, model, tokens, response)
 
 
-def assert_loss(drafter: Drafter, frozen: FrozenTarget, step: TrainingStep, expected: Tensor) -> LossTerms:
+def assert_loss(
+    drafter: Drafter, frozen: FrozenTarget, step: TrainingStep, expected: Tensor
+) -> LossTerms:
     """Compare a loss and its gradients with a plain reference; return its terms."""
     terms, weights = drafter.objective(frozen, step), dict(drafter.named_parameters())
     torch.testing.assert_close(terms.total, expected, rtol=1e-5, atol=1e-6)
     goals = torch.autograd.grad(expected, list(weights.values()), materialize_grads=True)
-    for name, got, goal in zip(weights, torch.autograd.grad(terms.total, list(weights.values())), goals, strict=True):
+    for name, got, goal in zip(
+        weights, torch.autograd.grad(terms.total, list(weights.values())), goals, strict=True
+    ):
         torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=f"{name}: {{}}".format)
     return terms
 
@@ -131,13 +149,17 @@ def contexts_of(drafter: Any, target: Target, text: list[int]) -> Tensor:
     if drafter.observed_layers:
         hidden = cache.take_layer_outputs()
     cache.commit([range(len(text))])
-    found: Tensor = drafter.encode_context(hidden[0], cache.packed([0], len(text))[0], torch.arange(len(text)))
+    found: Tensor = drafter.encode_context(
+        hidden[0], cache.packed([0], len(text))[0], torch.arange(len(text))
+    )
     return found
 
 
 def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tuple[Tensor, Tensor]:
     """Return the target's answers to some prompts: tokens [B, T], right padded, and which are not a row's first."""
-    rows = [prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts]
+    rows = [
+        prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts
+    ]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     response = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -153,7 +175,9 @@ def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) 
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
     for step in range(n_steps):
         optimizer.zero_grad()
-        draws = Draws(torch.full((rows,), 5), torch.zeros(rows, dtype=torch.bool), torch.full((rows,), step))
+        draws = Draws(
+            torch.full((rows,), 5), torch.zeros(rows, dtype=torch.bool), torch.full((rows,), step)
+        )
         drafter.objective(frozen, TrainingStep(inputs, draws)).total.backward()
         optimizer.step()
     return drafter.eval()

@@ -72,7 +72,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 """Model type -> what its config has besides :data:`SIZES`."""
-SOME_FAMILIES = quick(FEATURES, ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text", "deepseek_v3"))
+SOME_FAMILIES = quick(
+    FEATURES, ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text", "deepseek_v3")
+)
 """All of them: by default one of each kind."""
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -102,7 +104,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {}),
     "dspark": ("dspark", {"block_layers": 1}),
     "dflash": ("dflash", {"block_layers": 1}),
-    "block drafters of context `kv`": ("dspark", {"block_layers": 1, "context": "kv", "fused_layers": (1,)}),
+    "block drafters of context `kv`": (
+        "dspark",
+        {"block_layers": 1, "context": "kv", "fused_layers": (1,)},
+    ),
     "of context `memory`": ("dflash", {**_BLOCK, "context": "memory", "fused_layers": None}),
     "medusa": ("medusa", {}),
     "independent": ("independent", {}),
@@ -125,7 +130,8 @@ def works(family: str, drafter: str) -> str:
     letters = "C" if family in STATES else "CT" if family in LATENTS and reads_kv else "CTS"
     if "context" in sizes or kind in ("glide", "medusa") or (kind == "moa" and family in GROUPED):
         return letters  # no other program has these
-    if kind == "moa" and ("target_layer_inference" in sizes or family == "qwen2"):  # not moa-vllm, which has no biases
+    # not moa-vllm, which has no biases
+    if kind == "moa" and ("target_layer_inference" in sizes or family == "qwen2"):
         return letters + "e"
     if family in _SCALED:  # which a program would feed it without their scale
         return letters + ("e" if kind in ("eagle", "eagle3", "dspark", "independent") else "")
@@ -134,9 +140,13 @@ def works(family: str, drafter: str) -> str:
 
 def build_family(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM in float32; what starts as 0 or 1, such as norms, biases and sinks, is random too."""
-    config = AutoConfig.for_model(model_type, **(SIZES | {**FEATURES, **OTHERS}.get(model_type, {}) | changes))
+    config = AutoConfig.for_model(
+        model_type, **(SIZES | {**FEATURES, **OTHERS}.get(model_type, {}) | changes)
+    )
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=changes.get("attention"))
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=changes.get("attention")
+    )
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             weight.data.normal_(float(weight.data.mean()) if "norm" in name else 0.0, 0.1)
@@ -147,23 +157,40 @@ def varied(model_type: str, seed: int) -> dict[str, Any]:
     """Other sizes for a family, by a seed."""
     draw = random.Random(f"{model_type} {seed}")
     n_heads = draw.choice((2, 4, 8))
-    changes: dict[str, Any] = {"num_attention_heads": n_heads, "hidden_size": draw.choice((32, 48, 64))}
+    changes: dict[str, Any] = {
+        "num_attention_heads": n_heads,
+        "hidden_size": draw.choice((32, 48, 64)),
+    }
     own = FEATURES[model_type]
     if "kv_lora_rank" in own:
         changes |= {"num_key_value_heads": n_heads, "q_lora_rank": draw.choice((None, 16))}
     else:
-        changes |= {"num_key_value_heads": draw.choice([n for n in (1, 2, n_heads) if n_heads % n == 0])}
+        changes |= {
+            "num_key_value_heads": draw.choice([n for n in (1, 2, n_heads) if n_heads % n == 0])
+        }
     for name in ("sliding_window", "attention_chunk_size"):
         if name in own:
             changes[name] = draw.randint(2, 12)
-    if "layer_types" in own and "linear_num_key_heads" not in own and "num_kv_shared_layers" not in own:
-        changes["layer_types"] = [draw.choice(own["layer_types"][:2]) for _ in range(3)] + [own["layer_types"][1]]
+    if (
+        "layer_types" in own
+        and "linear_num_key_heads" not in own
+        and "num_kv_shared_layers" not in own
+    ):
+        changes["layer_types"] = [draw.choice(own["layer_types"][:2]) for _ in range(3)] + [
+            own["layer_types"][1]
+        ]
     return changes
 
 
 def write_family(folder: Path, model_type: str, **changes: Any) -> Path:
     """Write a target of a family with a Llama-3-like template."""
-    sizes = {"vocab_size": 400, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 9}
+    sizes = {
+        "vocab_size": 400,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 9,
+    }
     build_family(model_type, **(sizes | changes)).save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
     return folder

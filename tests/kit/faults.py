@@ -63,14 +63,20 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
             fault = faults.pick(self.command, is_conditional, is_list)
             if fault in _REFUSALS:
                 status, code = _REFUSALS[fault]
-                content = f"<Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+                content = (
+                    f"<Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+                )
                 self._answer(status, [("Content-Type", "application/xml")], content)
                 return
             if fault == "late":
                 time.sleep(_LATE_S)
             if fault != "reset before":
                 with closing(http.client.HTTPConnection(*upstream, timeout=60)) as connection:
-                    self._ask(connection, body[: len(body) // 2] if fault == "torn upload" else body, len(body))
+                    self._ask(
+                        connection,
+                        body[: len(body) // 2] if fault == "torn upload" else body,
+                        len(body),
+                    )
                     if fault != "torn upload":
                         answer = connection.getresponse()
                         status, headers, content = answer.status, answer.getheaders(), answer.read()
@@ -84,26 +90,34 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
             if fault == "reset after":
                 self._reset()
             else:
-                self._answer(status, headers, content, is_torn=fault == "torn answer" and len(content) > 1)
+                self._answer(
+                    status, headers, content, is_torn=fault == "torn answer" and len(content) > 1
+                )
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _relay
 
         def _ask(self, connection: http.client.HTTPConnection, body: bytes, announced: int) -> None:
-            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
             for name, value in self.headers.items():  # the host too, which the signature covers
                 if name.lower() not in _SKIPPED:
                     connection.putheader(name, value)
             connection.putheader("Content-Length", str(announced))
             connection.endheaders(body)
 
-        def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, is_torn: bool = False) -> None:
+        def _answer(
+            self, status: int, headers: list[tuple[str, str]], content: bytes, is_torn: bool = False
+        ) -> None:
             self.send_response(status)
             lengths = [value for name, value in headers if name.lower() == "content-length"]
             for name, value in headers:
                 if name.lower() not in _SKIPPED:
                     self.send_header(name, value)
             is_head = self.command == "HEAD"
-            self.send_header("Content-Length", lengths[0] if is_head and lengths else str(len(content)))
+            self.send_header(
+                "Content-Length", lengths[0] if is_head and lengths else str(len(content))
+            )
             self.end_headers()
             if not is_head:
                 self.wfile.write(content[: len(content) // 2] if is_torn else content)
@@ -147,7 +161,9 @@ def faulty(endpoint: str, faults: Faults) -> Iterator[str]:
     assert upstream.hostname
     assert upstream.port
     server = _Server(("127.0.0.1", 0), _handler((upstream.hostname, upstream.port), faults))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

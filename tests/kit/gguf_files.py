@@ -44,7 +44,9 @@ def write_gguf(
             continue
         in_file = _name_in_file(name)
         kind = types if isinstance(types, str) else types.get(in_file, "F32")
-        values[name] = _add(writer, in_file, weight.numpy(), "F32" if weight.ndim == 1 else kind, model.config)
+        values[name] = _add(
+            writer, in_file, weight.numpy(), "F32" if weight.ndim == 1 else kind, model.config
+        )
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -60,10 +62,15 @@ def _name_in_file(name: str) -> str:
     return name
 
 
-def _add(writer: GGUFWriter, name: str, weight: np.ndarray[Any, Any], kind: str, config: Any) -> Any:
+def _add(
+    writer: GGUFWriter, name: str, weight: np.ndarray[Any, Any], kind: str, config: Any
+) -> Any:
     """Add a tensor in a type of GGUF; returns the values that this leaves of it."""
-    n_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    # llama.cpp rotates neighbours in place of halves, so the rows of queries and keys have another order.
+    n_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
+    # llama.cpp rotates neighbours in place of halves, so the rows of queries and keys have another
+    # order.
     in_file = weight
     if n_heads is not None:
         halves = weight.reshape(n_heads, 2, -1, weight.shape[1])
@@ -97,7 +104,9 @@ def _add_tokenizer(writer: GGUFWriter, template: str | None, kind: str) -> None:
     writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens])
+    writer.add_token_types(
+        [TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens]
+    )
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)

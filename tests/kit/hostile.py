@@ -28,7 +28,9 @@ HEADROOM_BYTES = 3 << 29
 _UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 QUICK = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=_UNCHECKED)
 LONG = settings(max_examples=1000, deadline=None, suppress_health_check=_UNCHECKED)
-QUICK_AND_LONG = pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["", "many"])
+QUICK_AND_LONG = pytest.mark.parametrize(
+    "how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["", "many"]
+)
 """A test for a few examples, and a slow one for many; it gives its ``how`` to ``try_examples``."""
 HOSTILE = st.sampled_from(
     [None, True, -1, 0, 1, 2, 3, 7, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "load", "/etc",
@@ -76,7 +78,10 @@ def commit_target(store: Path) -> None:
     """Let commits/target.json agree with the files, as who can write to the folder does."""
     folder = store / "target"
     contents = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-    records = {path.relative_to(folder).as_posix(): FileRecord(len(c), zlib.crc32(c)) for path, c in contents.items()}
+    records = {
+        path.relative_to(folder).as_posix(): FileRecord(len(c), zlib.crc32(c))
+        for path, c in contents.items()
+    }
     target_commit_path(store).write_bytes(files_json(records))
 
 
@@ -116,7 +121,13 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
     """Yield the way to every value in a JSON document, but not to all of a vocabulary."""
     if path:
         yield path
-    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    items = list(
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items[:24]:
         yield from _places(item, (*path, key))
 
@@ -148,7 +159,9 @@ class _Change:
 
 _KINDS = st.sampled_from(["replace", "replace", "replace", "remove", "add"])
 _CHANGES = st.lists(
-    st.builds(_Change, st.integers(0, 2**16), _KINDS, st.text(max_size=3), HOSTILE), min_size=1, max_size=2
+    st.builds(_Change, st.integers(0, 2**16), _KINDS, st.text(max_size=3), HOSTILE),
+    min_size=1,
+    max_size=2,
 )
 
 

@@ -76,14 +76,21 @@ class Hub:
             return httpx.Response(200)
         if steps[:2] == ["api", "validate-yaml"]:
             return httpx.Response(200, json={"errors": [], "warnings": []})
-        if request.method == "POST" and (steps[1] == "repos" or steps[-1] == "batch" or steps[4] != "paths-info"):
+        if request.method == "POST" and (
+            steps[1] == "repos" or steps[-1] == "batch" or steps[4] != "paths-info"
+        ):
             if request.headers.get("authorization") != f"Bearer {self.token}":
                 return httpx.Response(401, json={"error": "Invalid username or password."})
             return self._take(steps, body)
         is_file = steps[0] != "api"
         if is_file:
             owner, kind = (steps[1:], "datasets") if steps[0] == "datasets" else (steps, "models")
-            repository, what, revision, rest = f"{kind}/{'/'.join(owner[:2])}", "", owner[3], owner[4:]
+            repository, what, revision, rest = (
+                f"{kind}/{'/'.join(owner[:2])}",
+                "",
+                owner[3],
+                owner[4:],
+            )
         else:
             repository, rest = "/".join(steps[1:4]), steps[6:]
             what, revision = (steps[4:6] + ["revision", "main"][len(steps[4:6]) :])[:2]
@@ -93,7 +100,9 @@ class Hub:
             return httpx.Response(404, headers={"X-Error-Code": "RepoNotFound"})
         if not is_file:
             is_recursive = "recursive=true" in str(request.url).lower()
-            return httpx.Response(200, json=self._document(repository, what, rest, sha, files, body, is_recursive))
+            return httpx.Response(
+                200, json=self._document(repository, what, rest, sha, files, body, is_recursive)
+            )
         name = "/".join(rest)
         sent = self.sends.get(name, files.get(name))
         if name not in files or sent is None:
@@ -106,8 +115,13 @@ class Hub:
         repository = "/".join(steps[1:4])
         if steps[1] == "repos":
             asked = json.loads(body)
-            name, kind = f"{asked.get('organization') or 'me'}/{asked['name']}", asked.get("type") or "model"
-            is_new = self.create(name, kind, asked.get("private") or asked.get("visibility") == "private")
+            name, kind = (
+                f"{asked.get('organization') or 'me'}/{asked['name']}",
+                asked.get("type") or "model",
+            )
+            is_new = self.create(
+                name, kind, asked.get("private") or asked.get("visibility") == "private"
+            )
             place = f"{self.url}/{'datasets/' if kind == 'dataset' else ''}{name}"
             return httpx.Response(200 if is_new else 409, json={"url": place})
         if steps[-1] == "batch":
@@ -118,7 +132,9 @@ class Hub:
             return httpx.Response(200, json={"objects": objects, "transfer": "basic"})
         if steps[4] == "preupload":
             names = [each["path"] for each in json.loads(body)["files"]]
-            modes = [{"path": name, "uploadMode": _mode(name), "shouldIgnore": False} for name in names]
+            modes = [
+                {"path": name, "uploadMode": _mode(name), "shouldIgnore": False} for name in names
+            ]
             return httpx.Response(200, json={"files": modes})
         files = dict(self.files[repository, self.branches[f"{repository}@main"]])
         for line in map(json.loads, body.splitlines()):
@@ -129,28 +145,55 @@ class Hub:
                 files[value["path"]] = self.large[value["oid"]]
         commit = self.commit(repository, files)
         url = f"{self.url}/{repository.removeprefix('models/')}/commit/{commit}"
-        return httpx.Response(200, json={"commitUrl": url, "commitOid": commit, "pullRequestUrl": ""})
+        return httpx.Response(
+            200, json={"commitUrl": url, "commitOid": commit, "pullRequestUrl": ""}
+        )
 
     def _document(
-        self, repository: str, what: str, folder: list[str], sha: str, files: Files, body: bytes, is_recursive: bool
+        self,
+        repository: str,
+        what: str,
+        folder: list[str],
+        sha: str,
+        files: Files,
+        body: bytes,
+        is_recursive: bool,
     ) -> Any:
         if what == "revision":
             siblings = [{"rfilename": name} for name in files]
-            facts = {"_id": "1", "id": repository.partition("/")[2], "sha": sha, "siblings": siblings, "tags": []}
+            facts = {
+                "_id": "1",
+                "id": repository.partition("/")[2],
+                "sha": sha,
+                "siblings": siblings,
+                "tags": [],
+            }
             return facts | {"private": self.private.get(repository, False)}
-        folders = sorted({"/".join(name.split("/")[:n]) for name in files for n in range(1, name.count("/") + 1)})
-        entries: list[dict[str, Any]] = [{"type": "directory", "path": name, "size": 0, "oid": sha} for name in folders]
+        folders = sorted(
+            {"/".join(name.split("/")[:n]) for name in files for n in range(1, name.count("/") + 1)}
+        )
+        entries: list[dict[str, Any]] = [
+            {"type": "directory", "path": name, "size": 0, "oid": sha} for name in folders
+        ]
         for name, content in files.items():
-            entries.append({"type": "file", "path": name, "size": len(content), "oid": _oid(content)})
+            entries.append(
+                {"type": "file", "path": name, "size": len(content), "oid": _oid(content)}
+            )
             if repository in self.private and _mode(name) == "lfs":
                 oid = hashlib.sha256(content).hexdigest()
                 entries[-1]["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
         if what == "paths-info":
-            wanted = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode()).get("paths", [])
+            wanted = (
+                json.loads(body)["paths"]
+                if body.startswith(b"{")
+                else parse_qs(body.decode()).get("paths", [])
+            )
             return [entry for entry in entries if entry["path"] in wanted]
         start = "".join(f"{step}/" for step in folder)
         below = [entry for entry in entries if entry["path"].startswith(start)]
-        return [entry for entry in below if is_recursive or "/" not in entry["path"].removeprefix(start)]
+        return [
+            entry for entry in below if is_recursive or "/" not in entry["path"].removeprefix(start)
+        ]
 
 
 @contextmanager
@@ -178,4 +221,6 @@ def _oid(content: bytes) -> str:
 
 def _mode(path: str) -> str:
     """How the Hub wants a file: small texts as they are, all else as large files."""
-    return "regular" if path.endswith((".json", ".md", ".jinja", ".txt", ".gitattributes")) else "lfs"
+    return (
+        "regular" if path.endswith((".json", ".md", ".jinja", ".txt", ".gitattributes")) else "lfs"
+    )

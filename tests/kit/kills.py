@@ -56,7 +56,9 @@ def killed_at(n: int, calls: Sequence[str] = CHANGING_CALLS, owner: Any = os) ->
         yield
 
 
-def killed_everywhere(make: Callable[[int], Path], act: Callable[[Path], object], every: int = 1) -> Iterator[Path]:
+def killed_everywhere(
+    make: Callable[[int], Path], act: Callable[[Path], object], every: int = 1
+) -> Iterator[Path]:
     """Make a store and act on it until that ends, killed at a later change each time; yield what each kill leaves."""
     is_over = False
     for n in range(1, 10_000, every):
@@ -85,7 +87,9 @@ def run_apart(function: Callable[..., object], *arguments: object) -> None:
         f"{function.__name__} as run; run(*sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -129,7 +133,9 @@ def kill_at_points(points: Mapping[str, tuple[Any, ...]], action: Callable[[str]
         assert os.WTERMSIG(status) == signal.SIGKILL, (name, status)
 
 
-def kill_at_every_change(action: Callable[[int, Callable[[], None]], object], every: int = 1) -> None:
+def kill_at_every_change(
+    action: Callable[[int, Callable[[], None]], object], every: int = 1
+) -> None:
     """Run an action until it ends, killed at a later change each time; it is given a call that arms the kill."""
     for n in range(1, 10_000, every):
         status = _status_of(partial(action, n, failing_at(n, die).__enter__))

@@ -85,7 +85,9 @@ def write_target(folder: Path, **changes: Any) -> Path:
 def written_by_transformers(model: Any, prompt: list[int], **options: Any) -> list[int]:
     """What ``generate`` of transformers writes after a prompt, greedily."""
     attention_mask = torch.ones(1, len(prompt))
-    tokens = model.generate(torch.tensor([prompt]), attention_mask=attention_mask, do_sample=False, **options)
+    tokens = model.generate(
+        torch.tensor([prompt]), attention_mask=attention_mask, do_sample=False, **options
+    )
     written: list[int] = tokens[0, len(prompt) :].tolist()
     return written
 
@@ -93,7 +95,10 @@ def written_by_transformers(model: Any, prompt: list[int], **options: Any) -> li
 def random_prompts(n: int, seed: int, longest: int = 20) -> list[list[int]]:
     """Token ids of prompts for ``build_model``, without its special tokens."""
     draw = random.Random(seed)
-    return [[draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(n)]
+    return [
+        [draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))]
+        for _ in range(n)
+    ]
 
 
 @cache
@@ -102,20 +107,31 @@ def _backend(bos: str | None) -> str:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=400,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    texts = [TEXT, "user assistant system", "def f(x):\n    return x\n\n", "Hello there, how are you?"]
+    texts = [
+        TEXT,
+        "user assistant system",
+        "def f(x):\n    return x\n\n",
+        "Hello there, how are you?",
+    ]
     backend.train_from_iterator(texts * 4, trainer)
     steps: list[Any] = [processors.ByteLevel(trim_offsets=True)]
     if bos is not None:
         steps.append(
-            processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+            processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+            )
         )
     backend.post_processor = processors.Sequence(steps)
     return str(backend.to_str())
 
 
-def build_tokenizer(template: str | None, bos: str | None = "<|begin_of_text|>", eos: str = "<|eot_id|>") -> Any:
+def build_tokenizer(
+    template: str | None, bos: str | None = "<|begin_of_text|>", eos: str = "<|eot_id|>"
+) -> Any:
     """A byte-level BPE tokenizer of 400 entries that also puts a BOS before plain text, as Llama-3's does."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend(bos)), bos_token=bos, eos_token=eos, pad_token="<pad>",
@@ -128,7 +144,9 @@ def build_tokenizer(template: str | None, bos: str | None = "<|begin_of_text|>",
 def build_byte_tokenizer() -> Any:
     """One token per byte, after the tokens <pad>, <bos>, <eot>, <user> and <assistant>."""
     special = ("<pad>", "<bos>", "<eot>", "<user>", "<assistant>")
-    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -69,7 +69,12 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.0
 def moto() -> Iterator[str]:
     """Run moto's server in a process of its own; yields its endpoint."""
     port = free_port()
-    command = [sys.executable, str(Path(__file__).with_name("moto_server.py")), "127.0.0.1", str(port)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("moto_server.py")),
+        "127.0.0.1",
+        str(port),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(f"http://127.0.0.1:{port}/moto-api/data.json", process)
@@ -129,7 +134,9 @@ def empty_place(endpoint: str) -> str:
         "s3", endpoint_url=endpoint, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
         region_name="us-east-1", config=Config(retries={"total_max_attempts": 20}),
     )  # fmt: skip
-    with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+    with contextlib.suppress(
+        client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists
+    ):
         client.create_bucket(Bucket="tests")
     client.close()
     return f"s3://tests/{uuid.uuid4().hex[:12]}"
@@ -137,7 +144,9 @@ def empty_place(endpoint: str) -> str:
 
 def read_remote_tree(store: RemotePath) -> dict[str, bytes]:
     """Return what ``stores.read_tree`` gives of the same store on a disk."""
-    return {name: (store / name).read_bytes() for name in store.names() if not name.startswith("runs/")}
+    return {
+        name: (store / name).read_bytes() for name in store.names() if not name.startswith("runs/")
+    }
 
 
 def copy_up(folder: Path, url: str) -> RemotePath:

@@ -20,7 +20,8 @@ class Proxy(CutProxy):
     def __init__(self, port: int, delay_s: float = 0.0) -> None:
         self.n_bytes: dict[Way, int] = {"up": 0, "down": 0}  # forwarded by all connections
         self.is_cut, self.n_connections, self._resets = threading.Event(), 0, False
-        self._cut_at: tuple[Way, int, bool] | None = None  # forwarded bytes one way at which it is cut; by a reset
+        # forwarded bytes one way at which it is cut; by a reset
+        self._cut_at: tuple[Way, int, bool] | None = None
         self._clients: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
         super().__init__(port, delay_s)
 
@@ -102,5 +103,7 @@ class Proxy(CutProxy):
 
 def _reset(end: asyncio.StreamWriter) -> None:
     """Close a connection with a TCP reset."""
-    end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )
     end.transport.abort()

@@ -13,7 +13,9 @@ from .object_stores import free_port
 _MAIN = "import pickle, sys; f, args = pickle.load(open(sys.argv[1], 'rb')); f(*args)"
 
 
-def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, n_nodes: int = 1) -> None:
+def run_ranks(
+    n_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, n_nodes: int = 1
+) -> None:
     """Call a function of a module in each process; its rank is in the environment.
 
     Args:
@@ -32,6 +34,8 @@ def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any, folder: Pa
         own = {"RANK": rank, "LOCAL_RANK": rank % per_node, "GROUP_RANK": rank // per_node}
         environment = os.environ | {name: str(value) for name, value in (shared | own).items()}
         command = [sys.executable, "-c", _MAIN, str(call)]
-        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        )
     ended = [process.communicate(timeout=1200)[1] for process in running]
     assert not any(process.returncode for process in running), "\n".join(ended)

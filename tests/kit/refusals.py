@@ -25,14 +25,20 @@ class Refusals:
 
     def meet(self, call: str, path: Any) -> None:
         """Count a call, and raise OSError where it is to be refused."""
-        name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.path.abspath(os.fspath(path))
+        name = (
+            os.readlink(f"/proc/self/fd/{path}")
+            if isinstance(path, int)
+            else os.path.abspath(os.fspath(path))
+        )
         if not str(name).startswith(self._folder):
             return
         self.n_calls += 1
         if self._first is not None and self.n_calls >= self._first:
             self.refused.append(f"{call} {name}")
             # A call that takes a descriptor does not know the name of the file.
-            raise OSError(self._code, os.strerror(self._code), *([] if isinstance(path, int) else [str(path)]))
+            raise OSError(
+                self._code, os.strerror(self._code), *([] if isinstance(path, int) else [str(path)])
+            )
 
 
 @contextmanager

@@ -40,7 +40,9 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def settings(store: Any, out: str | Path = "unused", **changes: Any) -> Any:
-    rounds = {"step_bound_min": 3, "step_bound_max": 6} if changes.get("drafter", "moa") == "moa" else {}
+    rounds = (
+        {"step_bound_min": 3, "step_bound_max": 6} if changes.get("drafter", "moa") == "moa" else {}
+    )
     return TrainConfig.of(store=str(store), out=str(out), **(BASE | rounds | changes))
 
 
@@ -54,7 +56,9 @@ def last_state(out: Any) -> Any:
 
 def assert_same_weights(one: Path, other: Path, rtol: float = 0, atol: float = 0) -> None:
     """Compare the last checkpoints of two runs, bit for bit unless there is a tolerance."""
-    torch.testing.assert_close(last_state(one)["state_dict"], last_state(other)["state_dict"], rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        last_state(one)["state_dict"], last_state(other)["state_dict"], rtol=rtol, atol=atol
+    )
 
 
 def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
@@ -62,7 +66,9 @@ def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}/{key}")]
     if isinstance(value, list | tuple):
-        return [leaf for index, item in enumerate(value) for leaf in leaves(item, f"{name}/{index}")]
+        return [
+            leaf for index, item in enumerate(value) for leaf in leaves(item, f"{name}/{index}")
+        ]
     return [(name, value)]
 
 

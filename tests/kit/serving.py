@@ -74,7 +74,10 @@ class LiveServer:
         config = ServeConfig.of(**{"model": MODEL, "port": 0, "grace_s": 10} | settings)
         self.engine, self._identities = Engine(target, drafters, config.engine), identities
         self.service = Service(self.engine, config, BearerTokens(tokens))
-        self._is_ready, self._thread = threading.Event(), threading.Thread(target=self._main, daemon=True)
+        self._is_ready, self._thread = (
+            threading.Event(),
+            threading.Thread(target=self._main, daemon=True),
+        )
         self._call: Callable[[Callable[[], None]], Any]
 
     def _main(self) -> None:

@@ -61,14 +61,19 @@ class Recipe:
     def fill(self, out: PartWriter, change: Change = _as_they_are) -> None:
         """Write the fields that a part takes, without a commit."""
         for row in out.sequences.to_pylist():
-            values = {spec.name: change(spec.name, row, self.values(spec, row)) for spec in self.manifest.fields}
+            values = {
+                spec.name: change(spec.name, row, self.values(spec, row))
+                for spec in self.manifest.fields
+            }
             for name, codec in out.codec.fields.items():
                 given = values[name]
                 if not codec.is_identity and isinstance(given, np.ndarray):
                     given = codec.encode(to_float32(given, codec.spec.dtype), values[TOKENS])
                 out.write(name, row["first_token"], given)
 
-    def write_part(self, writer: StoreWriter | StoreAddition, part: int, change: Change = _as_they_are) -> None:
+    def write_part(
+        self, writer: StoreWriter | StoreAddition, part: int, change: Change = _as_they_are
+    ) -> None:
         """Write and commit one part."""
         with writer.part(part) as out:
             self.fill(out, change)
@@ -88,9 +93,13 @@ class Recipe:
                     self.write_part(writer, part, change)
         return path
 
-    def open(self, path: str | StorePath, shares: bool = False, depth: Depth = "sizes") -> StoreWriter:
+    def open(
+        self, path: str | StorePath, shares: bool = False, depth: Depth = "sizes"
+    ) -> StoreWriter:
         """Open a store for writing."""
-        return StoreWriter.create_or_resume(path, self.manifest, self.plan, shares=shares, depth=depth)
+        return StoreWriter.create_or_resume(
+            path, self.manifest, self.plan, shares=shares, depth=depth
+        )
 
     def write_bundled(self, path: Path) -> Path:
         """Write whatever is missing, a target bundle of one file included."""
@@ -107,7 +116,9 @@ class Recipe:
 
 
 def make_recipe(
-    lengths: tuple[int, ...] = LENGTHS, fields: tuple[FieldSpec, ...] = FIELDS, part_tokens: int = 400
+    lengths: tuple[int, ...] = LENGTHS,
+    fields: tuple[FieldSpec, ...] = FIELDS,
+    part_tokens: int = 400,
 ) -> Recipe:
     """Return a recipe for sequences of these lengths."""
     n = len(lengths)
@@ -122,8 +133,18 @@ def make_recipe(
     plan = plan_parts(table, part_tokens, 64)
     manifest = StoreManifest(
         fields=fields,
-        target={"n_layers": 4, "n_kv_heads": 2, "head_dim": 8, "vocab_size": 100, "architecture": "Tiny"},
-        identities={"target.weights_sha256": "aa", "dataset.sha256": "bb", "tokenizer.sha256": "cc"},
+        target={
+            "n_layers": 4,
+            "n_kv_heads": 2,
+            "head_dim": 8,
+            "vocab_size": 100,
+            "architecture": "Tiny",
+        },
+        identities={
+            "target.weights_sha256": "aa",
+            "dataset.sha256": "bb",
+            "tokenizer.sha256": "cc",
+        },
         extraction={"max_length": 256, "dtype": "bfloat16"},
         n_sequences=n,
         n_parts=int(plan["part"].to_numpy().max()) + 1,
@@ -139,14 +160,18 @@ def read_tree(store: str | Path) -> dict[str, bytes]:
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
         for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name != "store.lock" and "runs" not in file.relative_to(path).parts
+        if file.is_file()
+        and file.name != "store.lock"
+        and "runs" not in file.relative_to(path).parts
     }
 
 
 def check_reads_equal(one: StorePath, other: StorePath) -> None:
     """Compare all that two whole stores hold, as it is read."""
     with ActivationStore(one, require_complete=True) as first, ActivationStore(other) as second:
-        found, expected = (reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (first, second))
+        found, expected = (
+            reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (first, second)
+        )
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values)

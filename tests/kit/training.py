@@ -46,19 +46,32 @@ def build_store(
     model, random = tiny_model(), np.random.default_rng(0)
     sequences: dict[str, Any] = {}
     for _ in range(n_sequences):
-        start, stride, length = random.integers(VOCABULARY), random.integers(1, 4), random.integers(12, 41)
+        start, stride, length = (
+            random.integers(VOCABULARY),
+            random.integers(1, 4),
+            random.integers(12, 41),
+        )
         tokens = ((start + stride * np.arange(length)) % VOCABULARY).astype(np.int32)
         response = (np.arange(length) >= random.integers(3, 6)).astype(np.uint8)
-        sequences[hashlib.sha256(tokens.tobytes() + response.tobytes()).hexdigest()] = (tokens, response)
+        sequences[hashlib.sha256(tokens.tobytes() + response.tobytes()).hexdigest()] = (
+            tokens,
+            response,
+        )
     table = pa.table(
         {
             "sequence_id": list(sequences),
             "source_row": pa.array(range(len(sequences)), pa.int64()),
             "n_tokens": pa.array([len(t) for t, _ in sequences.values()], pa.int32()),
-            "n_response_tokens": pa.array([int(m.sum()) for _, m in sequences.values()], pa.int32()),
+            "n_response_tokens": pa.array(
+                [int(m.sum()) for _, m in sequences.values()], pa.int32()
+            ),
         }
     )
-    plan, spec, sizes = plan_parts(table, 1024), parse_activations(activations, 1, N_LAYERS), target_sizes(model.config)
+    plan, spec, sizes = (
+        plan_parts(table, 1024),
+        parse_activations(activations, 1, N_LAYERS),
+        target_sizes(model.config),
+    )
     fields = field_specs(spec, sizes, dtype)
     manifest = StoreManifest(
         fields=fields, target=sizes, identities={"target.weights_sha256": "ab" * 32},

@@ -17,7 +17,9 @@ def quick(names: Iterable[Any], by_default: Iterable[Any]) -> list[Any]:
     names, chosen = list(names), list(by_default)
     if unknown := [name for name in chosen if name not in names]:
         raise ValueError(f"{unknown} are none of {names}")
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [
+        name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names
+    ]
 
 
 QUICK_FAMILIES = quick(FAMILIES, ("llama", "qwen3", "qwen2-mixed"))

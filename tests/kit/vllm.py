@@ -71,21 +71,31 @@ class KVConnectorBase_V1(ABC):
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None: ...
     @abstractmethod
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
     @abstractmethod
     def wait_for_save(self) -> None: ...
     @abstractmethod
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]: ...
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]: ...
     @abstractmethod
     def shutdown(self) -> None: ...
     @abstractmethod
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]: ...
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]: ...
     @abstractmethod
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata: ...
     @abstractmethod
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]: ...
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]: ...
     @classmethod
     @abstractmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None: ...
@@ -183,14 +193,19 @@ class LLM:
     made: ClassVar[list["LLM"]] = []
 
     def __init__(self, *, model: str, dtype: str, max_model_len: int, **options: Any) -> None:
-        states = options.pop("speculative_config", {}).get("draft_model_config", {}).get("hf_config", {})
+        states = (
+            options.pop("speculative_config", {}).get("draft_model_config", {}).get("hf_config", {})
+        )
         transfer = options.pop("kv_transfer_config")
         assert options == {
             "kv_cache_dtype": "auto", "enable_prefix_caching": False, "tensor_parallel_size": 1,
             "skip_tokenizer_init": True, "enforce_eager": True,
         }  # fmt: skip
         self.made.append(self)
-        self.target, self.max_model_len = Target.load(model, getattr(torch, dtype), "cpu"), max_model_len
+        self.target, self.max_model_len = (
+            Target.load(model, getattr(torch, dtype), "cpu"),
+            max_model_len,
+        )
         self.states: list[int] = states.get("eagle_aux_hidden_state_layer_ids", [])
         sizes = self.target.sizes
         self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(sizes["n_layers"])]
@@ -207,12 +222,16 @@ class LLM:
             else:
                 found.insert(1, (HiddenStateCacheSpec(), ["cache_only_layers.7"]))
         self.groups, config = groups(*found), settings(kv_transfer_config=transfer)
-        connector: Any = getattr(importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector)
+        connector: Any = getattr(
+            importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector
+        )
         layout = self.forced_layout or connector.get_required_kvcache_layout(config)
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, self.groups)
         self.worker = connector(config, KVConnectorRole.WORKER, self.groups)
         empty = partial(paged, layout=layout, dtype=self.target.model.dtype)
-        self.caches = {name: empty(sizes["n_kv_heads"], 2 * sizes["head_dim"]) for name in self.names}
+        self.caches = {
+            name: empty(sizes["n_kv_heads"], 2 * sizes["head_dim"]) for name in self.names
+        }
         if self.states:
             self.caches["cache_only_layers.7"] = empty(len(self.states), sizes["hidden_size"])
         self.worker.register_kv_caches(self.caches)
@@ -220,7 +239,9 @@ class LLM:
         self.held: dict[str, tuple[list[int], ...]] = {}
         self.n_requests = 0
 
-    def generate(self, prompts: list[Any], sampling_params: list[SamplingParams], use_tqdm: bool) -> None:
+    def generate(
+        self, prompts: list[Any], sampling_params: list[SamplingParams], use_tqdm: bool
+    ) -> None:
         """Answer prompts, a few of them at a time."""
         for prompt, parameters in zip(prompts, sampling_params, strict=True):
             tokens = prompt["prompt_token_ids"]
@@ -231,7 +252,8 @@ class LLM:
                 kv_transfer_params=parameters.extra_args["kv_transfer_params"],
             )  # fmt: skip
             blocks = tuple(
-                [self.pool.pop() for _ in range(len(tokens) // BLOCK_TOKENS + 1)] for _ in self.groups.kv_cache_groups
+                [self.pool.pop() for _ in range(len(tokens) // BLOCK_TOKENS + 1)]
+                for _ in self.groups.kv_cache_groups
             )
             self._forward(np.array(tokens, np.int32), blocks)
             kept, _ = self.scheduler.request_finished_all_groups(request, blocks)
@@ -260,7 +282,11 @@ class LLM:
         for group, own in zip(self.groups.kv_cache_groups, blocks, strict=True):
             for name in group.layer_names:
                 if name.startswith("model."):
-                    fill_kv(self.caches[name], own, *found["kv"][0, :, int(name.split(".")[2])].unbind(2))
+                    fill_kv(
+                        self.caches[name],
+                        own,
+                        *found["kv"][0, :, int(name.split(".")[2])].unbind(2),
+                    )
                 else:
                     states = [found[f"hidden/layer_{state - 1}"][0] for state in self.states]
                     fill(self.caches[name], own, torch.stack(states, dim=1))
@@ -268,7 +294,11 @@ class LLM:
 
 def install(patch: pytest.MonkeyPatch, version: str = "0.33.0", distribution: str = "vllm") -> None:
     """Let ``import vllm`` find all this, and the metadata of packages a version."""
-    for name in ("", ".config", *accumulate((".distributed", ".kv_transfer", ".kv_connector", ".v1", ".base"))):
+    for name in (
+        "",
+        ".config",
+        *accumulate((".distributed", ".kv_transfer", ".kv_connector", ".v1", ".base")),
+    ):
         module = types.ModuleType(f"vllm{name}")
         vars(module).update(globals() | {"__name__": module.__name__, "__path__": []})
         patch.setitem(sys.modules, module.__name__, module)

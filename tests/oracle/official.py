@@ -14,7 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moa_data.moa.drafters.eagle import EagleDrafter
 from moa_data.moa.drafters.glide import GlideDrafter, block_context
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.training import Draws, LossTerms, Rounds, TrainingInputs, TrainingStep, distillation
+from moa_data.moa.drafters.training import (
+    Draws,
+    LossTerms,
+    Rounds,
+    TrainingInputs,
+    TrainingStep,
+    distillation,
+)
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import rotate_packed_keys
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -57,17 +64,23 @@ def moa_forward(
     return entering, leaving, frozen.norm(leaving)
 
 
-def eagle_objective(drafter: EagleDrafter, frozen: FrozenTarget, inputs: TrainingInputs, noise: Tensor) -> LossTerms:
+def eagle_objective(
+    drafter: EagleDrafter, frozen: FrozenTarget, inputs: TrainingInputs, noise: Tensor
+) -> LossTerms:
     """Add noise [2, B, T, E] to hidden states and embeddings in place, which spoils the goals of both terms too.
 
     See ``train/eagle.py``, lines 104-105.
     """
     embeddings = frozen.embed(inputs.tokens) + noise[1]
     with patch.object(frozen, "embed", lambda tokens: embeddings):
-        return drafter.objective(frozen, TrainingStep(replace(inputs, hidden=inputs.hidden + noise[0]), NO_DRAWS))
+        return drafter.objective(
+            frozen, TrainingStep(replace(inputs, hidden=inputs.hidden + noise[0]), NO_DRAWS)
+        )
 
 
-def glide_features(drafter: GlideDrafter, frozen: FrozenTarget, inputs: TrainingInputs) -> tuple[Tensor, Tensor]:
+def glide_features(
+    drafter: GlideDrafter, frozen: FrozenTarget, inputs: TrainingInputs
+) -> tuple[Tensor, Tensor]:
     """Features of all positions [B, T, E], and what each sees: blocks begin at 0, the first attends to all keys alike.
 
     See ``train/glide.py``, lines 145-147. The target's keys are rotated a second time (``train/cross_attention.py``,
@@ -77,11 +90,14 @@ def glide_features(drafter: GlideDrafter, frozen: FrozenTarget, inputs: Training
     n_tokens = inputs.tokens.shape[1]
     positions = torch.arange(n_tokens)[None]
     seen = masks.Mask.up_to(block_context(positions, drafter.config.block_size), n_tokens).dense
-    # The least number is added to the scores, beside which they are lost. Fused kernels get the gradients of a query
+    # The least number is added to the scores, beside which they are lost. Fused kernels get the
+    # gradients of a query
     # without a key wrong: with the scores the logarithm of how many keys there are is lost too.
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     with sdpa_kernel(SDPBackend.MATH):
-        return drafter(frozen, inputs.tokens, rotated_twice(drafter, inputs.kv), added, positions), seen
+        return drafter(
+            frozen, inputs.tokens, rotated_twice(drafter, inputs.kv), added, positions
+        ), seen
 
 
 def rotated_twice(drafter: GlideDrafter, kv: Tensor) -> Tensor:
@@ -93,5 +109,7 @@ def glide_objective(frozen: FrozenTarget, inputs: TrainingInputs, features: Tens
     """Forward KL on the whole response, position 0 included."""
     response = inputs.response_mask.bool()
     n_positions = int(response.sum())
-    kl, feature = distillation(frozen, features[response], inputs.hidden[response], 1 / (n_positions + 1e-5))
+    kl, feature = distillation(
+        frozen, features[response], inputs.hidden[response], 1 / (n_positions + 1e-5)
+    )
     return LossTerms(0.1 * kl, kl, feature.detach(), n_positions)

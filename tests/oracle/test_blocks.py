@@ -21,7 +21,13 @@ from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters import training as blocks
 from moa_data.moa.drafters.block import BlockDrafter
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.moa.drafters.training import BlockDraws, Draws, LossWeights, TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import (
+    BlockDraws,
+    Draws,
+    LossWeights,
+    TrainingInputs,
+    TrainingStep,
+)
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 
@@ -38,7 +44,11 @@ Vectors = partial(common.Vectors, activation=ACTIVATION, is_relative=True)
 def names(case: str) -> list[str]:
     """Stems of the folder's files of a case: ``train`` or ``infer``."""
     stems = sorted(file.stem for file in FOLDER.glob("*.safetensors"))
-    return [stem for stem in stems if stem[1:].startswith(f"_{case}_") and not stem.endswith("_train_inputs")]
+    return [
+        stem
+        for stem in stems
+        if stem[1:].startswith(f"_{case}_") and not stem.endswith("_train_inputs")
+    ]
 
 
 def under(config: str, prefix: str) -> dict[str, Tensor]:
@@ -61,7 +71,9 @@ def target_config(config: str) -> Any:
 
 def live_target(config: str) -> Target:
     """The target of a config."""
-    model: Any = AutoModelForCausalLM.from_config(target_config(config)).eval().requires_grad_(False)
+    model: Any = (
+        AutoModelForCausalLM.from_config(target_config(config)).eval().requires_grad_(False)
+    )
     model.load_state_dict(under(config, "target."))
     return Target(model.float())
 
@@ -69,7 +81,9 @@ def live_target(config: str) -> Target:
 def build(name: str) -> tuple[BlockDrafter, FrozenTarget]:
     """The drafter of a file, and the pieces of its target."""
     config, sizes, flags = name[0], meta(name)["sizes"], meta(name)["flags"]
-    of_target = {key.removeprefix("model."): value for key, value in under(config, "target.").items()}
+    of_target = {
+        key.removeprefix("model."): value for key, value in under(config, "target.").items()
+    }
     own = {
         "fused_layers": tuple(sizes["target_layer_ids"]),
         "mask_token": sizes["mask_token_id"],
@@ -80,12 +94,25 @@ def build(name: str) -> tuple[BlockDrafter, FrozenTarget]:
     kind, weights = "dflash", under(config, "zlab.")
     if "markov_head_type" in flags:
         kind, head, has_confidence = "dspark", flags["markov_head_type"], flags["confidence_head"]
-        own |= {"sample_from_anchor": True, "markov_head": head, "markov_rank": sizes["markov_rank"]}
-        own |= {"confidence_head": has_confidence, "confidence_with_markov": flags["confidence_head_with_markov"]}
+        own |= {
+            "sample_from_anchor": True,
+            "markov_head": head,
+            "markov_rank": sizes["markov_rank"],
+        }
+        own |= {
+            "confidence_head": has_confidence,
+            "confidence_with_markov": flags["confidence_head_with_markov"],
+        }
         heads = under(config, f"head.{head}.").items()
         weights = under(config, "draft.")
-        weights |= {key: value for key, value in heads if has_confidence or not key.startswith("confidence_head.")}
-    drafter: Any = drafter_class(kind)(drafter_class(kind).config_class.from_target(target_config(config), **own))
+        weights |= {
+            key: value
+            for key, value in heads
+            if has_confidence or not key.startswith("confidence_head.")
+        }
+    drafter: Any = drafter_class(kind)(
+        drafter_class(kind).config_class.from_target(target_config(config), **own)
+    )
     drafter.load_state_dict(weights)
     return drafter, FrozenTarget(target_config(config), of_target, 0)
 
@@ -94,12 +121,18 @@ def inputs_of(config: str, drafter: BlockDrafter, loss_mask: Tensor, rows: slice
     """The rows of a config's batch as a store gives them: without the embedding, which follows from the tokens."""
     found = tensors(f"{config}_train_inputs")
     states = found["H"][rows].split(drafter.config.hidden_size, dim=-1)
-    layers = tuple(part for part, layer in zip(states, drafter.config.fused_layers, strict=True) if layer >= 0)
+    layers = tuple(
+        part for part, layer in zip(states, drafter.config.fused_layers, strict=True) if layer >= 0
+    )
     hidden = found["h_last"][rows]
-    return TrainingInputs(found["input_ids"][rows], loss_mask[rows], None, hidden, layer_outputs=layers)
+    return TrainingInputs(
+        found["input_ids"][rows], loss_mask[rows], None, hidden, layer_outputs=layers
+    )
 
 
-def check_blocks(vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs) -> Draws:
+def check_blocks(
+    vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs
+) -> Draws:
     """Compare what blocks are: inputs, positions, masks, labels, weights; returns the draws that have these blocks."""
     size, n_tokens = drafter.config.block_size, inputs.tokens.shape[1]
     keep, given = vectors["block_keep_mask"], vectors["anchor_positions"]
@@ -117,7 +150,9 @@ def check_blocks(vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenT
         assert torch.equal(slots[of_queries], frozen.embed(vectors["block_input_ids"])[of_queries])
     vectors.equal("block_inputs", slots, of_queries)
     positions = blocks.draft_positions(anchors, size).flatten(1)
-    vectors.equal("position_ids", torch.cat((torch.arange(n_tokens).expand(len(keep), -1), positions), dim=1))
+    vectors.equal(
+        "position_ids", torch.cat((torch.arange(n_tokens).expand(len(keep), -1), positions), dim=1)
+    )
     mask = blocks.block_mask(anchors, valid, size, n_tokens).dense
     vectors.equal("attention_mask", mask & of_queries[..., None])
     labels = (blocks.draft_positions(anchors, size) + 1).clamp(max=n_tokens - 1)
@@ -144,7 +179,9 @@ def check_forward(
     for block in drafter.blocks:
         del vars(block)["finish"]
     is_text = inputs.hidden.any(dim=-1)
-    context = drafter.context(frozen, inputs.tokens, drafter.project(torch.cat(inputs.layer_outputs, dim=-1)))
+    context = drafter.context(
+        frozen, inputs.tokens, drafter.project(torch.cat(inputs.layer_outputs, dim=-1))
+    )
     vectors.close("H_ctx", context, is_text)
     for index, output in enumerate(outputs):
         vectors.close(f"layer_out.{index}", output, of_queries)
@@ -153,7 +190,9 @@ def check_forward(
     features = drafter.text_features(hidden, drafter.tokens_before(inputs.tokens, anchors))
     logits = drafter.draft_logits(frozen, features)
     vectors.close("draft_logits", logits, keep)
-    taught = blocks.draft_positions(anchors, drafter.config.n_drafts).clamp(max=inputs.tokens.shape[1] - 2)
+    taught = blocks.draft_positions(anchors, drafter.config.n_drafts).clamp(
+        max=inputs.tokens.shape[1] - 2
+    )
     rows = torch.arange(len(keep))[:, None, None]
     target = frozen.logits(inputs.hidden[rows, taught])
     vectors.close("target_logits", target, keep)
@@ -170,12 +209,16 @@ def check_losses(
 ) -> Tensor:  # fmt: skip
     """Compare the weights and sums of each term and the loss, which is returned; of ranks, with their total weight."""
     anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
-    chosen = BlockDraws(draws.blocks.n_drafts, None, flags["loss_decay_gamma"] or 0.0, draws.blocks.anchors)
+    chosen = BlockDraws(
+        draws.blocks.n_drafts, None, flags["loss_decay_gamma"] or 0.0, draws.blocks.anchors
+    )
     shares = blocks.draft_weights(inputs.response_mask, anchors, valid, chosen)
     vectors.equal("eval_mask", shares > 0)
     vectors.close("loss_weights", shares)
     own = Draws(None, draws.staircase_rows, blocks=chosen)
-    torch.testing.assert_close(drafter.loss_positions(inputs.response_mask, own).sum(), shares.sum())
+    torch.testing.assert_close(
+        drafter.loss_positions(inputs.response_mask, own).sum(), shares.sum()
+    )
     own_weights = {"cross_entropy": flags["ce_loss_alpha"], "l1": flags["l1_loss_alpha"]}
     weights = LossWeights(forward_kl=0.0, **own_weights, confidence=flags["confidence_head_alpha"])
     sums = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator=1.0)).parts
@@ -193,14 +236,21 @@ def check_losses(
 def test_training(name: str) -> None:
     """Denominators are sums over ranks, so that the mean of the ranks' gradients is that of the pooled loss."""
     flags, found, (drafter, frozen) = meta(name)["flags"], tensors(name), build(name)
-    n_ranks, whole = flags["world_size"], Vectors(found, unread=[key for key in found if key.startswith("rank")])
+    n_ranks, whole = (
+        flags["world_size"],
+        Vectors(found, unread=[key for key in found if key.startswith("rank")]),
+    )
     loss_mask, total_weight, ranks = whole["loss_mask"], None, [whole]
     if n_ranks > 1:
-        ranks = [Vectors(common.Vectors(found).starting_with(f"rank{rank}.")) for rank in range(n_ranks)]
+        ranks = [
+            Vectors(common.Vectors(found).starting_with(f"rank{rank}.")) for rank in range(n_ranks)
+        ]
         total_weight = sum(vectors["loss_weights"].sum().item() for vectors in ranks)
     losses = []
     for rank, vectors in enumerate(ranks):
-        inputs = inputs_of(name[0], drafter, loss_mask, slice(rank, rank + 1) if n_ranks > 1 else slice(None))
+        inputs = inputs_of(
+            name[0], drafter, loss_mask, slice(rank, rank + 1) if n_ranks > 1 else slice(None)
+        )
         draws = check_blocks(vectors, drafter, frozen, inputs)
         accepted = check_forward(vectors, drafter, frozen, inputs)
         losses.append(check_losses(vectors, drafter, frozen, inputs, draws, flags, total_weight))
@@ -213,7 +263,9 @@ def test_training(name: str) -> None:
         reached = (accepted.clamp(0, 1) * supervised).cumprod(dim=-1)
         length = (1 + reached.sum(dim=-1)[supervised.any(dim=-1)]).mean().item()
         assert length == pytest.approx(metrics["train/tau_probabilistic"], rel=1e-5)
-        _, is_candidate = blocks.draw_anchors(inputs.response_mask, Draws(None, draws.staircase_rows))
+        _, is_candidate = blocks.draw_anchors(
+            inputs.response_mask, Draws(None, draws.staircase_rows)
+        )
         assert is_candidate.sum().item() / len(is_candidate) == metrics["train/valid_anchors_abs"]
 
 
@@ -227,8 +279,14 @@ class Rounds(DrafterProposer):
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         state = self.state
-        facts = {"start": len(committed[0]) - 1, "cached": state.n_true[0], "new": sum(map(len, state.fresh[0]))}
-        drafted = super().propose(committed, TreeShape(self.block_drafter.config.n_drafts)).tokens[0]
+        facts = {
+            "start": len(committed[0]) - 1,
+            "cached": state.n_true[0],
+            "new": sum(map(len, state.fresh[0])),
+        }
+        drafted = (
+            super().propose(committed, TreeShape(self.block_drafter.config.n_drafts)).tokens[0]
+        )
         hidden = state.hidden[0].clone()
         before = torch.cat((torch.tensor(committed[0][-1:]), drafted[:-1]))
         features = self.block_drafter.text_features(hidden, before)
@@ -245,7 +303,9 @@ class Rounds(DrafterProposer):
 class Decoded:
     """One prompt decoded far enough that no round of the official loop is cut by the limit."""
 
-    def __init__(self, target: Target, drafter: BlockDrafter, prompt: list[int], flags: dict[str, Any]) -> None:
+    def __init__(
+        self, target: Target, drafter: BlockDrafter, prompt: list[int], flags: dict[str, Any]
+    ) -> None:
         depth = drafter.config.n_drafts
         self.proposer = Rounds(target, drafter, flags.get("confidence_threshold", 0.0))
         self.committed: list[list[int]] = []
@@ -266,7 +326,11 @@ class Decoded:
     def compare(self, vectors: common.Vectors, number: int, round_: int) -> None:
         """Compare the n-th round with one of the file."""
         facts = self.proposer.found[number]
-        for key, fact in (("round_start", "start"), ("round_cached", "cached"), ("round_ctx_new", "new")):
+        for key, fact in (
+            ("round_start", "start"),
+            ("round_cached", "cached"),
+            ("round_ctx_new", "new"),
+        ):
             assert int(vectors[key][round_]) == facts[fact], key
         assert torch.equal(vectors["drafted"][round_], facts["drafted"])
         if "kept" in vectors.tensors:
@@ -274,7 +338,11 @@ class Decoded:
         committed = vectors["committed"][round_]
         assert self.committed[1 + number] == committed[committed >= 0].tolist()
         assert self.accepted[1 + number] == int(vectors["accepted"][round_])
-        own = {"draft_hidden": facts["hidden"], "draft_gap": facts["gap"], "confidence_logits": facts["confidence"]}
+        own = {
+            "draft_hidden": facts["hidden"],
+            "draft_gap": facts["gap"],
+            "confidence_logits": facts["confidence"],
+        }
         for key, got in own.items():
             if key in vectors.tensors:
                 goal = vectors[key][round_]

@@ -22,8 +22,13 @@ UNREAD = {"draft_cross_len", "draft_position", "scores", "selected", "tree_depth
 @pytest.mark.parametrize("name", names("moa_infer_"))
 def test_decoding(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, config = meta(name), target_config(name)
-    expected = Vectors(tensors(name), unread=(key for key in tensors(name) if key.split(".")[1] in UNREAD))
-    own = weights_of(f"{set_of(name)}moa_{'trained_drafter_' if '_trained_' in name else ''}weights", of_target=False)
+    expected = Vectors(
+        tensors(name), unread=(key for key in tensors(name) if key.split(".")[1] in UNREAD)
+    )
+    own = weights_of(
+        f"{set_of(name)}moa_{'trained_drafter_' if '_trained_' in name else ''}weights",
+        of_target=False,
+    )
     model, drafter = LlamaForCausalLM(config).eval(), load_official(tmp_path, own, config)
     model.load_state_dict(weights_of(f"{set_of(name)}moa_weights", of_target=True))
     target = Target(model)
@@ -41,7 +46,9 @@ def test_decoding(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
         return draft
 
-    def propose(self: DrafterProposer, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(
+        self: DrafterProposer, committed: Sequence[list[int]], shape: TreeShape
+    ) -> DraftTree:
         tree = real_propose(self, committed, shape)
         rounds.append((len(committed[0]) - 1, committed[0][-1], tree))
         return tree
@@ -56,7 +63,8 @@ def test_decoding(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         target.eos_token_ids = frozenset(run["eos_token_id"])
         calls.clear()
         rounds.clear()
-        # Room for whole trees up to the end: the official code drafts beyond its limit and cuts afterwards.
+        # Room for whole trees up to the end: the official code drafts beyond its limit and cuts
+        # afterwards.
         (generation,) = generate_batch(
             target,
             [prompt],

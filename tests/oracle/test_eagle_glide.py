@@ -17,7 +17,16 @@ from moa_data.moa.nn.layers import rotate
 from moa_data.tests.kit.drafters import forward_kl
 
 from .official import eagle_objective, glide_features, glide_objective, rotated_twice
-from .vectors import Vectors, frozen_target, inputs_of, load_official, meta, names, target_config, tensors
+from .vectors import (
+    Vectors,
+    frozen_target,
+    inputs_of,
+    load_official,
+    meta,
+    names,
+    target_config,
+    tensors,
+)
 
 
 @pytest.mark.parametrize("name", names("eagle_train_"))
@@ -38,7 +47,11 @@ def test_eagle(tmp_path: Path, name: str) -> None:
     joined = drafter.join(embeddings[:, 1:], hidden[:, :-1])
     features = drafter(joined, torch.arange(joined.shape[1]).expand(len(joined), -1))
     logits = frozen.logits(features)
-    found = {"fc_in": torch.cat((embeddings[:, 1:], hidden[:, :-1]), dim=-1), "fc_out": joined, "features": features}
+    found = {
+        "fc_in": torch.cat((embeddings[:, 1:], hidden[:, :-1]), dim=-1),
+        "fc_out": joined,
+        "features": features,
+    }
     for key, got in found.items():
         # The official code has one slot more, with zeros for the token behind the last.
         expected.close(key, F.pad(got, (0, 0, 0, 1)), F.pad(real[:, 1:], (0, 1)))
@@ -68,22 +81,34 @@ def glide_case(name: str) -> tuple[Vectors, GlideDrafter, TrainingInputs, Tensor
     )
     drafter = build_drafter(own, vectors.starting_with("weight."))
     assert isinstance(drafter, GlideDrafter)
-    # In the official code all padding stands at the last real position, and a query without a key sees padding too.
+    # In the official code all padding stands at the last real position, and a query without a key
+    # sees padding too.
     keys, values = unpack_kv(inputs.required_kv()[row, :, -1], own.attended[1])
     shift = (real.cumsum(dim=1) - 1) - torch.arange(real.shape[1])
     kv = pack_kv([rotate(keys, drafter.rotary(shift))], [values])
-    return vectors, drafter, TrainingInputs(inputs.tokens[row], inputs.response_mask[row], kv, inputs.hidden[row]), real
+    return (
+        vectors,
+        drafter,
+        TrainingInputs(inputs.tokens[row], inputs.response_mask[row], kv, inputs.hidden[row]),
+        real,
+    )
 
 
 @pytest.mark.parametrize("name", names("glide_train_"))
 def test_glide(name: str) -> None:
     frozen, (expected, drafter, inputs, _) = frozen_target(name), glide_case(name)
     seen: dict[str, Tensor] = {}
-    for key, module in (("sa_attn_out", drafter.self_attention.self_attn), ("ca_out", drafter.cross_attention)):
+    for key, module in (
+        ("sa_attn_out", drafter.self_attention.self_attn),
+        ("ca_out", drafter.cross_attention),
+    ):
         module.register_forward_hook(lambda _, __, out, key=key: seen.update({key: out}))
     features, allowed = glide_features(drafter, frozen, inputs)
     expected.equal("ca_allowed", allowed, ...)
-    found = seen | {"ca_in": frozen.embed(inputs.tokens) + seen["sa_attn_out"], "features": features}
+    found = seen | {
+        "ca_in": frozen.embed(inputs.tokens) + seen["sa_attn_out"],
+        "features": features,
+    }
     for key, got in (found | {"logits": frozen.logits(features)}).items():
         expected.close(key, got)
     terms = glide_objective(frozen, inputs, features)
@@ -98,12 +123,19 @@ def test_glide(name: str) -> None:
 def test_the_official_glide_differs_by_rotation_and_first_block_alone(name: str) -> None:
     vectors, drafter, inputs, real = glide_case(name)
     kv, official = inputs.required_kv(), vectors["features"]
-    frozen, block, n_tokens, last = frozen_target(name), drafter.config.block_size, real.shape[1], int(real.sum())
+    frozen, block, n_tokens, last = (
+        frozen_target(name),
+        drafter.config.block_size,
+        real.shape[1],
+        int(real.sum()),
+    )
     positions = torch.arange(n_tokens)[None]
     seen = masks.Mask.up_to(block_context(positions, block).clamp(min=0), n_tokens)
     ours = drafter(frozen, inputs.tokens, rotated_twice(drafter, kv), seen, positions)
     assert not torch.allclose(ours[:, :block], official[:, :block], atol=1e-3)
     torch.testing.assert_close(ours[:, block:last], official[:, block:last], rtol=0, atol=2e-5)
     once = drafter(frozen, inputs.tokens, kv, seen, positions)
-    torch.testing.assert_close(once[:, 1], ours[:, 1], rtol=0, atol=2e-5, msg="position 0 is not rotated")
+    torch.testing.assert_close(
+        once[:, 1], ours[:, 1], rtol=0, atol=2e-5, msg="position 0 is not rotated"
+    )
     assert not torch.allclose(once[:, block:last], ours[:, block:last], atol=1e-3)

@@ -24,7 +24,9 @@ from .vectors import Vectors, inputs_of, meta, names, set_of, tensors
 def build(folder: Path, name: str, n_layers: int = 0) -> MoADrafter:
     """The drafter of the set that a file belongs to, float32."""
     drafter = vectors.load_official(
-        folder, vectors.weights_of(f"{set_of(name)}moa_weights", of_target=False), vectors.target_config(name)
+        folder,
+        vectors.weights_of(f"{set_of(name)}moa_weights", of_target=False),
+        vectors.target_config(name),
     )
     assert isinstance(drafter, MoADrafter)
     drafter.config = replace(drafter.config, target_layer_inference=n_layers)
@@ -46,7 +48,9 @@ def test_checkpoint(tmp_path: Path, name: str) -> None:
 @torch.no_grad()
 def test_encoded_kv(tmp_path: Path, name: str) -> None:
     real, _ = inputs_of(name)
-    expected = Vectors(tensors(name), real, ("attention_mask", "input_ids", "response_mask", "hidden_states"))
+    expected = Vectors(
+        tensors(name), real, ("attention_mask", "input_ids", "response_mask", "hidden_states")
+    )
     keys, values = expected.starting_with("past_keys"), expected.starting_with("past_values")
     for key in keys:
         assert torch.equal(pack_kv(list(keys[key]), list(values[key])), expected["kv_stack"])
@@ -54,7 +58,10 @@ def test_encoded_kv(tmp_path: Path, name: str) -> None:
     layers = encode_layers(drafter, expected["kv_stack"])
     expected.close("lsa_out", layers)
     expected.close("lsa_mean", layers.mean(dim=2))
-    for encoded in (drafter.kv_to_hidden(layers.mean(dim=2)), drafter.encode_kv(expected["kv_stack"])):
+    for encoded in (
+        drafter.kv_to_hidden(layers.mean(dim=2)),
+        drafter.encode_kv(expected["kv_stack"]),
+    ):
         expected.close("ekv2e_out", encoded)
     expected.all_read()
 
@@ -71,7 +78,9 @@ def test_training(tmp_path: Path, name: str) -> None:
         staircase = expected["staircase_rows"].bool()
         probability = masks.staircase_drop_probability(case.epoch / case.max_epochs)
         assert torch.equal(expected["staircase_random"] >= probability, staircase)
-        assert float(expected["stat.staircase_mask"]) == pytest.approx(float(staircase.float().mean()))
+        assert float(expected["stat.staircase_mask"]) == pytest.approx(
+            float(staircase.float().mean())
+        )
     draws = Draws(expected["every"] if case.variable_future_length else None, staircase)
 
     rounds, n_tokens = everywhere(draws, inputs.response_mask), real.shape[1]

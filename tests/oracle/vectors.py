@@ -38,7 +38,10 @@ _NAME = re.compile(rf"(?P<set>.*?)(?P<kind>{'|'.join(KINDS)}).*")
 def tensors(name: str, folder: Path = FOLDER) -> dict[str, Tensor]:
     """The tensors of a file; those in bfloat16, which is exact for them, in float32."""
     found = load_file(folder / f"{name}.safetensors")
-    return {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in found.items()}
+    return {
+        key: value.float() if value.dtype == torch.bfloat16 else value
+        for key, value in found.items()
+    }
 
 
 @cache
@@ -65,7 +68,11 @@ class Vectors:
         is_relative: bool = False,
     ) -> None:
         self.tensors, self._waiting = found, set(found) - set(unread)
-        self._at, self._activation, self._is_relative = ... if at is None else at, activation, is_relative
+        self._at, self._activation, self._is_relative = (
+            ... if at is None else at,
+            activation,
+            is_relative,
+        )
 
     def __getitem__(self, key: str) -> Tensor:
         self._waiting.discard(key)
@@ -73,7 +80,9 @@ class Vectors:
 
     def starting_with(self, prefix: str) -> dict[str, Tensor]:
         """Tensors by the rest of their names."""
-        return {key.removeprefix(prefix): self[key] for key in self.tensors if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): self[key] for key in self.tensors if key.startswith(prefix)
+        }
 
     def close(self, key: str, got: Tensor, at: Any = None, tolerance: float | None = None) -> None:
         """Compare numbers, where the file has them."""
@@ -101,7 +110,11 @@ class Vectors:
 
     def losses(self, terms: LossTerms) -> None:
         """Compare the loss and its terms."""
-        found = {"loss": terms.total, "stat.forward_KL": terms.forward_kl, "stat.feature_loss": terms.feature}
+        found = {
+            "loss": terms.total,
+            "stat.forward_KL": terms.forward_kl,
+            "stat.feature_loss": terms.feature,
+        }
         for key, got in (found | {"stat.prev_feature_loss": terms.entering_feature}).items():
             if got is not None:
                 self.close(key, got, ..., LOSS)
@@ -114,7 +127,11 @@ class Vectors:
 def kind_of(name: str) -> str | None:
     """The kind of a file by its stem; None for an unknown one."""
     match = _NAME.fullmatch(name)
-    return match["kind"] if match and (match["kind"].endswith("_") or name.endswith(match["kind"])) else None
+    return (
+        match["kind"]
+        if match and (match["kind"].endswith("_") or name.endswith(match["kind"]))
+        else None
+    )
 
 
 def set_of(name: str) -> str:
@@ -126,13 +143,17 @@ def set_of(name: str) -> str:
 
 def names(kind: str) -> list[str]:
     """Stems of the folder's files of a kind."""
-    return [file.stem for file in sorted(FOLDER.glob("*.safetensors")) if kind_of(file.stem) == kind]
+    return [
+        file.stem for file in sorted(FOLDER.glob("*.safetensors")) if kind_of(file.stem) == kind
+    ]
 
 
 def target_config(name: str) -> LlamaConfig:
     """The config of the target of a file."""
     sizes = dict(meta(name)["target"])
-    return LlamaConfig(rope_parameters={"rope_theta": sizes.pop("rope_theta"), "rope_type": "default"}, **sizes)
+    return LlamaConfig(
+        rope_parameters={"rope_theta": sizes.pop("rope_theta"), "rope_type": "default"}, **sizes
+    )
 
 
 def load_official(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig) -> Drafter:
@@ -144,7 +165,11 @@ def load_official(folder: Path, weights: dict[str, Tensor], config: PretrainedCo
 
 def weights_of(name: str, of_target: bool) -> dict[str, Tensor]:
     """The tensors of a file of weights that are the target's, or that are not."""
-    return {key: value for key, value in tensors(name).items() if key.startswith(("model.", "lm_head.")) == of_target}
+    return {
+        key: value
+        for key, value in tensors(name).items()
+        if key.startswith(("model.", "lm_head.")) == of_target
+    }
 
 
 def frozen_target(name: str, n_layers: int = 0) -> FrozenTarget:
@@ -159,5 +184,7 @@ def inputs_of(name: str, n_layers: int = 0) -> tuple[Tensor, TrainingInputs]:
     batch = tensors(f"{set_of(name)}moa_batch")
     hidden = batch["hidden_states"]
     entering = hidden[-1 - n_layers] if n_layers else None
-    inputs = TrainingInputs(batch["input_ids"], batch["response_mask"], batch["kv_stack"], hidden[-1], entering)
+    inputs = TrainingInputs(
+        batch["input_ids"], batch["response_mask"], batch["kv_stack"], hidden[-1], entering
+    )
     return batch["attention_mask"].bool(), inputs

@@ -78,7 +78,9 @@ def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:3,tokens"])
-def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig, codec: str) -> None:
+def test_the_store_becomes_the_one_of_a_single_extraction(
+    config: ExtractConfig, codec: str
+) -> None:
     config = config.replaced(codec=codec)
     before = begun(config)
     plan = plan_addition(addition(config))
@@ -87,7 +89,11 @@ def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig,
     assert "(128 bytes per token)" in plan.describe()
     calls: list[tuple[int, int, str]] = []
     Path(config.dataset).rename(f"{config.dataset}.away")  # the tokens are in the store
-    report = add(addition(config), progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
+    report = add(
+        addition(config),
+        progress=lambda *call: calls.append(call),
+        provenance={"argv": ["moa-data"]},
+    )
     Path(f"{config.dataset}.away").rename(config.dataset)
     after = read_tree(config.out)
     assert "added        hidden/layer_0, hidden/layer_1" in report.describe()
@@ -96,13 +102,18 @@ def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig,
     assert calls[-1][:2] == (report.n_tokens, report.n_tokens)
     arrays = [name for name in before if name.startswith("parts/")]
     assert {name: after[name] for name in arrays} == {name: before[name] for name in arrays}
-    assert sum(len(after[name]) for name in after if name.startswith("parts/") and "/c." in name) == report.stored_bytes
+    assert (
+        sum(len(after[name]) for name in after if name.startswith("parts/") and "/c." in name)
+        == report.stored_bytes
+    )
     assert after == fresh(config)
     assert verify_store(config.out).ok
     assert not list(Path(config.out).rglob("*.partial"))
 
 
-def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(config: ExtractConfig) -> None:
+def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(
+    config: ExtractConfig,
+) -> None:
     begun(config)
     (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
     before, wanted = read_tree(config.out), config.replaced(activations=NEW, target_layers=1)
@@ -124,7 +135,11 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     begun(config)
     with pytest.raises(OptionInvalid, match="nothing to add"):
         add(AddConfig(store=config.out, model=config.model))
-    add(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:1", "hidden:layer:0")))
+    add(
+        AddConfig(
+            store=config.out, model=config.model, activations=("hidden:layer:1", "hidden:layer:0")
+        )
+    )
     before = read_tree(config.out)
     bundle = AddConfig(store=config.out, model=config.model, target_layers=1)
     assert "wrote target/ with 1 decoder layers" in add(bundle).describe()
@@ -142,14 +157,18 @@ def interrupt_at(phase: str, n_parts: int = -1) -> Callable[[int, int, str], Non
     """Press Ctrl-C in a phase, in the one of adding once so many parts are committed."""
 
     def progress(_done: int, _total: int, message: str) -> None:
-        if message.startswith(phase) and (n_parts < 0 or int(message.split("/")[0].split()[-1]) >= n_parts):
+        if message.startswith(phase) and (
+            n_parts < 0 or int(message.split("/")[0].split()[-1]) >= n_parts
+        ):
             raise KeyboardInterrupt
 
     return progress
 
 
 @pytest.mark.parametrize(("phase", "n_parts"), [("hash", -1), ("add", 0), ("add", 1)])
-def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractConfig, phase: str, n_parts: int) -> None:
+def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(
+    config: ExtractConfig, phase: str, n_parts: int
+) -> None:
     before = begun(config)
     with pytest.raises(Interrupted):
         add(addition(config), progress=interrupt_at(phase, n_parts))
@@ -177,7 +196,10 @@ KILLS: dict[str, tuple[Any, ...]] = {
 
 def kill(model: str, out: str, *names: str) -> None:
     config = AddConfig(store=out, model=model, activations=("hidden:layer:0",), target_layers=1)
-    kill_at_points({name: KILLS[name] for name in names}, lambda name: add(config.replaced(store=f"{out}-{name}")))
+    kill_at_points(
+        {name: KILLS[name] for name in names},
+        lambda name: add(config.replaced(store=f"{out}-{name}")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +233,10 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
     config = config.replaced(codec="transform:3")
     begun(config)
     with pytest.raises(Interrupted):
-        add(addition(config, activations=("hidden:layer:2",), target_layers=0), progress=interrupt_at("add", 1))
+        add(
+            addition(config, activations=("hidden:layer:2",), target_layers=0),
+            progress=interrupt_at("add", 1),
+        )
     add(addition(config))
     assert read_tree(config.out) == fresh(config)
     (Path(config.out) / "commits/part-00000.json").unlink()
@@ -240,7 +265,9 @@ def test_keys_and_values_can_be_added_and_repaired(config: ExtractConfig) -> Non
     assert read_tree(config.out) == fresh(config, codec="int8")
 
 
-def test_another_target_another_device_and_unknown_forwards_are_refused(config: ExtractConfig, tmp_path: Path) -> None:
+def test_another_target_another_device_and_unknown_forwards_are_refused(
+    config: ExtractConfig, tmp_path: Path
+) -> None:
     before = begun(config)
     other = str(write_target(tmp_path / "other", seed=1))
     cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
@@ -255,7 +282,11 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(config: 
         (extract, {"model": other}, "identities.target.weights_sha256"),
     ]
     for command, changes, key in cases:
-        given = addition(config, **changes) if command is add else config.replaced(activations=NEW, **changes)
+        given = (
+            addition(config, **changes)
+            if command is add
+            else config.replaced(activations=NEW, **changes)
+        )
         with pytest.raises(StoreMismatch if key else OptionInvalid) as caught:
             command(given)
         assert not key or (isinstance(caught.value, StoreMismatch) and key in caught.value.changes)
@@ -268,7 +299,10 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(config: 
     with pytest.raises(OptionInvalid, match="in another way"):
         add(addition(config))
     del document["extraction"]["batch_tokens"]
-    for origin, text in (({}, "does not say its batch_tokens"), ({"imported_from": "eagle"}, "imported from eagle")):
+    for origin, text in (
+        ({}, "does not say its batch_tokens"),
+        ({"imported_from": "eagle"}, "imported from eagle"),
+    ):
         document["extraction"] |= origin
         (store / "store.json").write_text(json.dumps(document))
         with pytest.raises(OptionInvalid, match=text):
@@ -283,7 +317,9 @@ def test_a_target_that_computes_something_else_is_refused(
     def scaled(factor: float) -> Callable[..., Any]:
         def changed(*arguments: Any) -> Any:
             found = capture(*arguments)
-            return dataclasses.replace(found, fields={name: x * factor for name, x in found.fields.items()})
+            return dataclasses.replace(
+                found, fields={name: x * factor for name, x in found.fields.items()}
+            )
 
         return changed
 

@@ -25,7 +25,12 @@ def store(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     out = folder / "store"
     extract(
         ExtractConfig.of(
-            model=str(target_folder), dataset=str(dataset), out=str(out), max_length=128, target_layers=1, device="cpu"
+            model=str(target_folder),
+            dataset=str(dataset),
+            out=str(out),
+            max_length=128,
+            target_layers=1,
+            device="cpu",
         )
     )
     return out
@@ -36,7 +41,14 @@ def test_a_fresh_store_passes(store: Path, target_folder: Path) -> None:
     report = audit(store, str(target_folder), 5, 0, "cpu", lambda *call: calls.append(call))
     assert report.ok, report.describe()
     assert report.n_samples == 5
-    assert list(report.worst()) == ["tokens", "response_mask", "kv", "hidden/last", "logits", "hidden/layer_1"]
+    assert list(report.worst()) == [
+        "tokens",
+        "response_mask",
+        "kv",
+        "hidden/last",
+        "logits",
+        "hidden/layer_1",
+    ]
     assert calls[-1] == (5, 5, "audit")
     assert 0 < report.worst()["kv"].relative_error < 5e-3  # bfloat16 rounds to 2^-9
     assert {row.index for row in report.rows} != {
@@ -46,7 +58,9 @@ def test_a_fresh_store_passes(store: Path, target_folder: Path) -> None:
     assert report.worst()["logits"].relative_error < 1e-2
 
 
-def test_changed_values_are_found(store: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_values_are_found(
+    store: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, field = ActivationStore.read, ""
 
     def changed(self: Any, i: int, name: str, *args: Any, **kwargs: Any) -> np.ndarray:

@@ -65,7 +65,9 @@ def remote(config: ExtractConfig, endpoint: str) -> RemotePath:
     return store
 
 
-def test_extract_gives_the_bytes_of_a_disk(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
+def test_extract_gives_the_bytes_of_a_disk(
+    config: ExtractConfig, local: Path, remote: RemotePath
+) -> None:
     assert read_remote_tree(remote) == read_tree(local)
     again = extract(config.replaced(out=str(remote)))
     assert "wrote no part" in again.describe()
@@ -75,15 +77,23 @@ def test_extract_gives_the_bytes_of_a_disk(config: ExtractConfig, local: Path, r
     plan.check_disk()
 
 
-def test_readers_of_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath, tmp_path: Path) -> None:
+def test_readers_of_a_bucket(
+    config: ExtractConfig, local: Path, remote: RemotePath, tmp_path: Path
+) -> None:
     assert verify_store(remote).ok
     one, other = summarize_store(local), summarize_store(remote)
-    assert (one.has_target, one.stored_bytes, one.lengths) == (other.has_target, other.stored_bytes, other.lengths)
+    assert (one.has_target, one.stored_bytes, one.lengths) == (
+        other.has_target,
+        other.stored_bytes,
+        other.lengths,
+    )
     assert audit(remote, config.model, samples=2, device="cpu").ok
     for store, name in ((local, "one"), (remote, "other")):
         export_store(ExportConfig.of(store=str(store), format="eagle", out=str(tmp_path / name)))
     trees = (read_tree(tmp_path / name) for name in ("one", "other"))
-    exported, same = ({file: data for file, data in tree.items() if file.endswith(".ckpt")} for tree in trees)
+    exported, same = (
+        {file: data for file, data in tree.items() if file.endswith(".ckpt")} for tree in trees
+    )
     assert exported == same != {}
 
 
@@ -98,12 +108,18 @@ def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Pa
     assert recode(remote, "int8", out).n_parts_done == 0
 
 
-def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, endpoint: str, tmp_path: Path) -> None:
+def test_add_writes_to_a_bucket(
+    config: ExtractConfig, local: Path, endpoint: str, tmp_path: Path
+) -> None:
     # Copies, since other tests compare with the stores as they were extracted.
     on_disk = shutil.copytree(local, tmp_path / "store", ignore=shutil.ignore_patterns("*.lock"))
     in_bucket = copy_up(on_disk, f"{empty_place(endpoint)}/store")
     for place in (str(on_disk), str(in_bucket)):
-        report = add(AddConfig.of(store=place, model=config.model, activations=("hidden:layer:0",), target_layers=2))
+        report = add(
+            AddConfig.of(
+                store=place, model=config.model, activations=("hidden:layer:0",), target_layers=2
+            )
+        )
         assert report.n_parts_done == report.n_parts
     assert read_remote_tree(in_bucket) == read_tree(on_disk)
     assert verify_store(in_bucket).ok
@@ -127,5 +143,7 @@ def test_workers_write_to_a_bucket(config: ExtractConfig, local: Path, endpoint:
     assert "workers      2" in extract(config.replaced(out=str(out), workers=2)).describe()
     assert verify_store(out).ok
     with ActivationStore(out) as one, ActivationStore(local) as other:
-        found, expected = (store.read_batch(range(len(store)), "hidden/last") for store in (one, other))
+        found, expected = (
+            store.read_batch(range(len(store)), "hidden/last") for store in (one, other)
+        )
         np.testing.assert_array_equal(found["hidden/last"], expected["hidden/last"])

@@ -50,7 +50,10 @@ def test_licences_are_left_to_fill_in_or_taken_from_the_options(
 
 
 def test_equal_stores_have_equal_cards_without_times_or_paths(tmp_path: Path) -> None:
-    cards = [write_card(make_recipe().write(tmp_path / name), *ORIGIN).read_text() for name in ("one", "two")]
+    cards = [
+        write_card(make_recipe().write(tmp_path / name), *ORIGIN).read_text()
+        for name in ("one", "two")
+    ]
     assert cards[0] == cards[1]
     assert str(tmp_path) not in cards[0]
     assert not re.search(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d", cards[0])
@@ -70,7 +73,11 @@ def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dty
     fields = (tokens_field(), response_mask_field(), hidden_field("last", 16, dtype))
 
     def in_dtype(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
-        return to_float32(values, "bfloat16") if (name, dtype) == ("hidden/last", "float32") else values
+        return (
+            to_float32(values, "bfloat16")
+            if (name, dtype) == ("hidden/last", "float32")
+            else values
+        )
 
     store = make_recipe(lengths=(70, 3, 33), fields=fields).write(tmp_path / "STORE", in_dtype)
     snippets = re.findall(r"```python\n(.*?)```", write_card(store, *ORIGIN).read_text(), re.DOTALL)

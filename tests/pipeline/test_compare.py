@@ -26,7 +26,11 @@ def write_store(folder: Path, target: Path, seed: int = 0) -> Path:
     dataset = write_jsonl(folder / "chats.jsonl", random_chats(10, seed=seed))
     extract(
         ExtractConfig.of(
-            model=str(target), dataset=str(dataset), out=str(folder / "store"), max_length=128, device="cpu"
+            model=str(target),
+            dataset=str(dataset),
+            out=str(folder / "store"),
+            max_length=128,
+            device="cpu",
         )
     )
     return folder / "store"
@@ -69,12 +73,16 @@ def test_errors_are_those_of_the_stored_values(lossless: Path, small: Path) -> N
     exact, coded = read(lossless, "kv"), read(small, "kv")
     assert found.n_tokens == len(exact)
     for name, side in ((KEYS, 0), (VALUES, 1)):
-        wrong = np.square(coded[:, :, :, side] - exact[:, :, :, side], dtype=np.float64).sum((0, 2, 3))
+        wrong = np.square(coded[:, :, :, side] - exact[:, :, :, side], dtype=np.float64).sum(
+            (0, 2, 3)
+        )
         energy = np.square(exact[:, :, :, side], dtype=np.float64).sum((0, 2, 3))
         by_layer = np.sqrt(wrong / energy)
         layers = found.errors[name].by_layer.values()
         assert [layer.relative for layer in layers] == pytest.approx(by_layer)
-        assert found.errors[name].total.relative == pytest.approx(np.sqrt(wrong.sum() / energy.sum()))
+        assert found.errors[name].total.relative == pytest.approx(
+            np.sqrt(wrong.sum() / energy.sum())
+        )
         assert found.errors[name].worst_layer == by_layer.argmax()
     summary = summarize_store(small)
     assert found.bytes_per_token == summary.bytes_per_token
@@ -85,7 +93,10 @@ def test_errors_are_those_of_the_stored_values(lossless: Path, small: Path) -> N
 def test_the_teachers_divergence_is_that_of_the_stored_states(lossless: Path, small: Path) -> None:
     found = compare(lossless, small, samples=100)
     frozen = FrozenTarget.load(lossless / "target")
-    logits = [frozen.logits(torch.from_numpy(read(store, HIDDEN_LAST))).double() for store in (lossless, small)]
+    logits = [
+        frozen.logits(torch.from_numpy(read(store, HIDDEN_LAST))).double()
+        for store in (lossless, small)
+    ]
     log_p, log_q = (own.log_softmax(-1) for own in logits)
     assert found.teacher is not None
     assert found.teacher.n_positions == found.n_tokens  # a small store is compared at each position
@@ -96,21 +107,29 @@ def test_the_teachers_divergence_is_that_of_the_stored_states(lossless: Path, sm
     assert found.teacher.relative == pytest.approx(float(error))
 
 
-def test_the_target_continues_from_stored_keys_and_values(lossless: Path, target_folder: Path) -> None:
+def test_the_target_continues_from_stored_keys_and_values(
+    lossless: Path, target_folder: Path
+) -> None:
     target = Target.load(str(target_folder), device="cpu")
     with ActivationStore(lossless) as store:
         kv = to_float32(store.read(2, "kv"), "bfloat16")
         caches = layer_caches(store.fields, {"kv": kv})
         states = continued_states(target, store.read(2, TOKENS), caches, len(kv) // 2)
-        expected = torch.from_numpy(to_float32(store.read(2, HIDDEN_LAST), "bfloat16"))[len(kv) // 2 :]
-    torch.testing.assert_close(states, expected, atol=0.05, rtol=0.02)  # bfloat16 rounds keys and values
+        expected = torch.from_numpy(to_float32(store.read(2, HIDDEN_LAST), "bfloat16"))[
+            len(kv) // 2 :
+        ]
+    # bfloat16 rounds keys and values
+    torch.testing.assert_close(states, expected, atol=0.05, rtol=0.02)
 
 
 def test_worse_keys_and_values_change_what_the_target_continues_with(
     lossless: Path, small: Path, target_folder: Path, tmp_path: Path
 ) -> None:
     recode(lossless, "transform:0.3,hidden=2", tmp_path / "worse")
-    found = [compare(lossless, store, str(target_folder), samples=4) for store in (small, tmp_path / "worse")]
+    found = [
+        compare(lossless, store, str(target_folder), samples=4)
+        for store in (small, tmp_path / "worse")
+    ]
     first, second = (one.continued for one in found)
     assert first is not None
     assert second is not None
@@ -137,6 +156,8 @@ def test_the_command_and_recode_print_the_same_figures(lossless: Path, tmp_path:
     recoded = run("recode", lossless, "--codec", "int8", "--out", tmp_path / "int8")
     compared: Any = run("compare", lossless, tmp_path / "int8")
     assert compared.exit_code == 0, compared.stderr
-    figures = [line for line in compared.stdout.splitlines() if line.startswith(("errors", "teacher"))]
+    figures = [
+        line for line in compared.stdout.splitlines() if line.startswith(("errors", "teacher"))
+    ]
     assert len(figures) == 2
     assert set(figures) <= set(recoded.stdout.splitlines())

@@ -53,7 +53,9 @@ PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
         (asks("hi"), RejectReason.NO_RESPONSE),
     ],
 )
-def test_rows_are_chats_or_rejected_with_their_reason(row: Any, expected: RejectReason | None) -> None:
+def test_rows_are_chats_or_rejected_with_their_reason(
+    row: Any, expected: RejectReason | None
+) -> None:
     found = parse_chat(row)
     if expected is None:
         assert found == Chat(CHAT)
@@ -69,7 +71,9 @@ def test_parts_of_a_content_stay_in_training_data_and_become_one_text_in_prompts
 
 def test_questions_of_spec_bench_are_prompts_and_other_columns_named_turns_are_not_read() -> None:
     asked = [{"role": "user", "content": text} for text in ("one?", "two?")]
-    assert parse_prompt({"question_id": 81, "turns": ["one?", "two?"]}) == Chat(asked, asks_each=True)
+    assert parse_prompt({"question_id": 81, "turns": ["one?", "two?"]}) == Chat(
+        asked, asks_each=True
+    )
     assert parse_prompt({"messages": CHAT, "turns": 1}) == Chat(CHAT)
     for turns in ([], "one?", ["one?", " "], [3], None):
         rejected(parse_prompt({"turns": turns}), RejectReason.MALFORMED_TURNS)
@@ -77,7 +81,9 @@ def test_questions_of_spec_bench_are_prompts_and_other_columns_named_turns_are_n
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-def test_encodings_of_other_programs_give_the_same_rows(tmp_path: Path, encoding: str, suffix: str) -> None:
+def test_encodings_of_other_programs_give_the_same_rows(
+    tmp_path: Path, encoding: str, suffix: str
+) -> None:
     rows = [{"messages": chat(f"Ω ਊ {number}", "十 ਁਂ")["messages"]} for number in range(5)]
     text = json.dumps(rows, ensure_ascii=False)
     if suffix == ".jsonl":
@@ -86,7 +92,9 @@ def test_encodings_of_other_programs_give_the_same_rows(tmp_path: Path, encoding
     path.write_bytes(text.encode(encoding))
     assert [row for _, row in ChatSource(str(path), None).rows()] == rows
     path.write_bytes(text.encode(encoding)[:-3])  # the end of a download is missing
-    with pytest.raises(DatasetError) if encoding.startswith(("utf-16", "utf-32")) else nullcontext():
+    with (
+        pytest.raises(DatasetError) if encoding.startswith(("utf-16", "utf-32")) else nullcontext()
+    ):
         assert [row for _, row in ChatSource(str(path), None).rows()] != rows
 
 
@@ -106,8 +114,17 @@ def test_keys_that_arrow_adds_are_dropped_in_every_column(tmp_path: Path, suffix
     calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": [{"z": 2}]}}]
     rows: list[Any] = []
     for call in calls:
-        answer = {"role": "assistant", "content": "a", "tool_calls": [{"type": "function", "function": call}]}
-        rows.append({"dialog": [CHAT[0], answer], "functions_of_it": [{"name": call["name"], "parameters": call}]})
+        answer = {
+            "role": "assistant",
+            "content": "a",
+            "tool_calls": [{"type": "function", "function": call}],
+        }
+        rows.append(
+            {
+                "dialog": [CHAT[0], answer],
+                "functions_of_it": [{"name": call["name"], "parameters": call}],
+            }
+        )
     path = tmp_path / f"chats{suffix}"
     write_rows(path, rows)
     assert [row for _, row in ChatSource(str(path), None).rows()] == rows
@@ -141,9 +158,13 @@ def test_identity_changes_with_one_byte_but_not_with_the_place(tmp_path: Path) -
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / f"{folder}.jsonl", [{"messages": CHAT}])
-    first, second = (ChatSource(str(tmp_path / name / f"{name}.jsonl"), "train").identity() for name in "ab")
+    first, second = (
+        ChatSource(str(tmp_path / name / f"{name}.jsonl"), "train").identity() for name in "ab"
+    )
     assert first == second
-    (tmp_path / "b" / "b.jsonl").write_text((tmp_path / "b" / "b.jsonl").read_text().replace("hello", "hallo"))
+    (tmp_path / "b" / "b.jsonl").write_text(
+        (tmp_path / "b" / "b.jsonl").read_text().replace("hello", "hallo")
+    )
     assert ChatSource(str(tmp_path / "b" / "b.jsonl"), "train").identity() != first
 
 
@@ -177,13 +198,25 @@ TWICE = {"q1": "1", "a1": "2", "q2": "3", "a2": "4"}
     [
         ("alpaca", ALPACA, turns("Add.\n\n1, 2", "3")),
         ("alpaca", ALPACA | {"input": ""}, turns("Add.", "3")),
-        ("alpaca", ALPACA | {"input": None, "system": "Be brief."}, [("system", "Be brief."), *turns("Add.", "3")]),
+        (
+            "alpaca",
+            ALPACA | {"input": None, "system": "Be brief."},
+            [("system", "Be brief."), *turns("Add.", "3")],
+        ),
         ("prompt-completion", {"prompt": "a", "completion": " b"}, turns("a", " b")),
         ("prompt-completion", TRL, turns("a", "b")),
-        ("human=q, gpt=a, system=s", {"q": "1", "a": "2", "s": "3"}, [("system", "3"), *turns("1", "2")]),
+        (
+            "human=q, gpt=a, system=s",
+            {"q": "1", "a": "2", "s": "3"},
+            [("system", "3"), *turns("1", "2")],
+        ),
         ("user=q1,assistant=a1,user=q2,assistant=a2", TWICE, turns("1", "2", "3", "4")),
         ("messages=dialog", {"dialog": chat("a", "b")["messages"], "messages": 3}, turns("a", "b")),
-        ("messages=m,tools=t", {"m": chat("a", "b")["messages"], "t": json.dumps(TOOLS)}, turns("a", "b")),
+        (
+            "messages=m,tools=t",
+            {"m": chat("a", "b")["messages"], "t": json.dumps(TOOLS)},
+            turns("a", "b"),
+        ),
     ],
 )
 def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, str]]) -> None:
@@ -196,7 +229,11 @@ def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, st
 @pytest.mark.parametrize(
     ("row", "reason", "detail"),
     [
-        ({"instruction": "Add.", "output": "3"}, RejectReason.NO_COLUMN, "input; columns: instruction, output"),
+        (
+            {"instruction": "Add.", "output": "3"},
+            RejectReason.NO_COLUMN,
+            "input; columns: instruction, output",
+        ),
         (ALPACA | {"output": ""}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"output": 3}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"input": 3}, RejectReason.EMPTY_CONTENT, "message 0 (user)"),
@@ -204,15 +241,24 @@ def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, st
         ([1], RejectReason.MALFORMED_ROW, "got list"),
     ],
 )
-def test_rows_without_these_columns_are_rejected(row: Any, reason: RejectReason, detail: str) -> None:
+def test_rows_without_these_columns_are_rejected(
+    row: Any, reason: RejectReason, detail: str
+) -> None:
     found = Columns.parse(["alpaca"]).apply(row)
-    rejected(found if not isinstance(found, (dict, list, UnreadableRow)) else parse_chat(found), reason, detail)
+    rejected(
+        found if not isinstance(found, (dict, list, UnreadableRow)) else parse_chat(found),
+        reason,
+        detail,
+    )
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ("alpca", "columns has 'alpca', expected ROLE=COLUMN .* or one of alpaca, prompt-completion"),
+        (
+            "alpca",
+            "columns has 'alpca', expected ROLE=COLUMN .* or one of alpaca, prompt-completion",
+        ),
         ("user=a", "expected either messages=COLUMN, or columns for both user and assistant"),
         ("messages=a,user=b,assistant=c", "expected either messages=COLUMN"),
         ("messages=a+b", "messages can only be one column"),
@@ -223,17 +269,25 @@ def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> No
         Columns.parse(columns.split(","))
 
 
-def test_the_store_records_the_columns(config: ExtractConfig, chats_file: Path, tmp_path: Path) -> None:
+def test_the_store_records_the_columns(
+    config: ExtractConfig, chats_file: Path, tmp_path: Path
+) -> None:
     rows = [{"q": f"question {n}", "a": f"answer {n}"} for n in range(6)]
     write_jsonl(chats_file, rows)
-    with pytest.raises(DatasetError, match=r"--columns user=question,assistant=answer, or alpaca or prompt-completion"):
+    with pytest.raises(
+        DatasetError,
+        match=r"--columns user=question,assistant=answer, or alpaca or prompt-completion",
+    ):
         build_plan(config)
     config = config.replaced(columns="user=q,assistant=a")
     extract(config)
     assert build_plan(config).manifest.extraction["columns"] == {"0.user": "q", "1.assistant": "a"}
     same = write_jsonl(tmp_path / "same.jsonl", [chat(row["q"], row["a"]) for row in rows])
     plain = build_plan(config.replaced(columns=(), dataset=str(same)))
-    assert plain.table["sequence_id"].to_pylist() == build_plan(config).table["sequence_id"].to_pylist()
+    assert (
+        plain.table["sequence_id"].to_pylist()
+        == build_plan(config).table["sequence_id"].to_pylist()
+    )
     with pytest.raises(StoreMismatch, match=r"columns"):
         extract(config.replaced(columns="user=a,assistant=q"))
 
@@ -255,7 +309,13 @@ def read(dataset: str, split: str | None) -> list[str]:
 
 SFT = ["data/train_sft-00000-of-00002-a3e.jsonl", "data/train_sft-00001-of-00002-b4f.jsonl"]
 TRAIN = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
-MIXED = ["a.jsonl", "chats-1.jsonl", "chats-2.jsonl", "contest.jsonl", "more/latest-00000-of-00002.jsonl"]
+MIXED = [
+    "a.jsonl",
+    "chats-1.jsonl",
+    "chats-2.jsonl",
+    "contest.jsonl",
+    "more/latest-00000-of-00002.jsonl",
+]
 
 
 @pytest.mark.parametrize(
@@ -263,13 +323,25 @@ MIXED = ["a.jsonl", "chats-1.jsonl", "chats-2.jsonl", "contest.jsonl", "more/lat
     [
         ([*TRAIN, "test-00000-of-00001.jsonl"], "train", "test"),
         ([*SFT, "data/test_sft-00000-of-00001-c5a.jsonl"], "train_sft", "test_sft"),
-        (["default/train/0000.jsonl", "default/train/0001.jsonl", "default/test/0000.jsonl"], "train", "test"),
+        (
+            ["default/train/0000.jsonl", "default/train/0001.jsonl", "default/test/0000.jsonl"],
+            "train",
+            "test",
+        ),
         (["chats_train.jsonl", "chats_eval.jsonl"], "train", "eval"),
-        (["data/cooking-00000-of-00001.jsonl", "data/travel-00000-of-00001.jsonl"], "cooking", "travel"),
+        (
+            ["data/cooking-00000-of-00001.jsonl", "data/travel-00000-of-00001.jsonl"],
+            "cooking",
+            "travel",
+        ),
         (["trainset.jsonl", "testset.jsonl"], "trainset", "testset"),
         (["trainSet.jsonl", "testSet.jsonl"], "trainSet", "testSet"),
         (["chats_heldout.jsonl", "chats_train.jsonl"], "train", "heldout"),
-        (["x-train_sft-00000-of-00002.jsonl", "x-train_gen-00000-of-00001.jsonl"], "train_sft", "train_gen"),
+        (
+            ["x-train_sft-00000-of-00002.jsonl", "x-train_gen-00000-of-00001.jsonl"],
+            "train_sft",
+            "train_gen",
+        ),
     ],
 )
 def test_a_folder_of_splits_gives_one_of_them_or_names_them(
@@ -278,7 +350,9 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     dataset = folder(tmp_path, names)
     for split in (one, other):
         assert read(dataset, split) == sorted(name for name in names if split in name)
-    with pytest.raises(DatasetError, match=rf"splits .*{other}.* called 'nope'\. Choose one with --split"):
+    with pytest.raises(
+        DatasetError, match=rf"splits .*{other}.* called 'nope'\. Choose one with --split"
+    ):
         ChatSource(dataset, "nope")
     if one == "train_sft":
         assert read(dataset, None) == read(dataset, one)
@@ -293,10 +367,25 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
         (MIXED, None, MIXED, ""),
         (MIXED, "more", MIXED[-1:], ", split more (1 of 5 files)"),  # a folder of that very name
         (TRAIN, None, TRAIN, ", split train"),  # the only one
-        (TRAIN, "train_sft", None, r"holds the split train \(2 files\), and none that is called 'train_sft'"),
+        (
+            TRAIN,
+            "train_sft",
+            None,
+            r"holds the split train \(2 files\), and none that is called 'train_sft'",
+        ),
         (["train.jsonl", "stats.jsonl"], "train", ["train.jsonl"], ", split train (1 of 2 files)"),
-        (["train.jsonl", "stats.jsonl"], None, None, r"split train \(1 file\), beside 1 file of no split, and none"),
-        (["cooking/train.jsonl", "cooking/test.jsonl"], "cooking", None, r"splits test .*, train .*, and none"),
+        (
+            ["train.jsonl", "stats.jsonl"],
+            None,
+            None,
+            r"split train \(1 file\), beside 1 file of no split, and none",
+        ),
+        (
+            ["cooking/train.jsonl", "cooking/test.jsonl"],
+            "cooking",
+            None,
+            r"splits test .*, train .*, and none",
+        ),
     ],
 )
 def test_files_that_are_read_of_a_folder(
@@ -331,7 +420,9 @@ def test_saved_datasets_are_read_without_their_caches(tmp_path: Path) -> None:
 GOOD = [json.dumps(row) for row in random_chats(60)]
 DEEP = "[" * 100_000 + "]" * 100_000
 SURROGATE = '{"messages": [{"role": "user", "content": "a \\ud800"}, {"role": "assistant", "content": "b"}]}'
-DEEP_TOOLS = SURROGATE.replace(" \\ud800", "").replace('{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1)
+DEEP_TOOLS = SURROGATE.replace(" \\ud800", "").replace(
+    '{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1
+)
 BAD_ROWS = [
     (SURROGATE, RejectReason.NO_UNICODE, "message 0, character 2: '\\ud800'"),
     (f'{{"messages": {DEEP}}}', RejectReason.MALFORMED_ROW, "nested too deeply"),
@@ -344,7 +435,13 @@ BAD_ROWS = [
 
 def plan_of(target: Path, dataset: Path, tmp_path: Path, **options: Any) -> ExtractPlan:
     return build_plan(
-        ExtractConfig.of(model=str(target), dataset=str(dataset), out=str(tmp_path / "out"), device="cpu", **options)
+        ExtractConfig.of(
+            model=str(target),
+            dataset=str(dataset),
+            out=str(tmp_path / "out"),
+            device="cpu",
+            **options,
+        )
     )
 
 
@@ -355,25 +452,36 @@ def write_lines(path: Path, rows: list[str]) -> Path:
 
 
 def test_bad_rows_among_60_are_counted_and_named(target_folder: Path, tmp_path: Path) -> None:
-    whole = plan_of(target_folder, write_lines(tmp_path / "whole.jsonl", GOOD), tmp_path, max_length=128)
+    whole = plan_of(
+        target_folder, write_lines(tmp_path / "whole.jsonl", GOOD), tmp_path, max_length=128
+    )
     bad = [row for row, _, _ in BAD_ROWS]
     path = write_lines(tmp_path / "chats.jsonl", [*GOOD[:17], *bad, *GOOD[17:]])
-    found = plan_of(target_folder, path, tmp_path, max_length=128, max_rejected_fraction=0.2).sequences
+    found = plan_of(
+        target_folder, path, tmp_path, max_length=128, max_rejected_fraction=0.2
+    ).sequences
     assert found.n_rows == 60 + len(bad)
     assert found.rejections == Counter(reason.value for _, reason, _ in BAD_ROWS)
     assert list(found.ids) == list(whole.sequences.ids)
     for number, (row, reason, detail) in enumerate(BAD_ROWS):
-        alone = plan_of(target_folder, write_lines(path, [GOOD[0], row]), tmp_path, max_rejected_fraction=0.5)
+        alone = plan_of(
+            target_folder, write_lines(path, [GOOD[0], row]), tmp_path, max_rejected_fraction=0.5
+        )
         assert alone.sequences.examples[reason.value].startswith("row 1: "), number
         assert detail in alone.sequences.examples[reason.value]
 
 
-def test_plain_chats_give_the_plan_they_always_gave(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+def test_plain_chats_give_the_plan_they_always_gave(
+    target_folder: Path, chats_file: Path, tmp_path: Path
+) -> None:
     plan = plan_of(target_folder, chats_file, tmp_path, max_length=48)
     digest = hashlib.sha256(plan_bytes(plan.table)).hexdigest()
     assert digest == "299447829c117e2a72db9b38964ff0fff63bb8517fb6942e54399228a3a42b26"
     extraction = json.dumps(dict(plan.manifest.extraction), sort_keys=True).encode()
-    assert hashlib.sha256(extraction).hexdigest() == "af7d54a5be24b34680ac1816becb22ef28e0651e4f42efa8b3d17626e866f160"
+    assert (
+        hashlib.sha256(extraction).hexdigest()
+        == "af7d54a5be24b34680ac1816becb22ef28e0651e4f42efa8b3d17626e866f160"
+    )
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -382,7 +490,9 @@ def test_an_arrow_row_that_is_no_text_is_one_bad_row(tmp_path: Path, suffix: str
     buffers = pa.array(contents, pa.binary()).buffers()
     texts = pa.Array.from_buffers(pa.string(), 3, buffers)  # unchecked, as other writers leave it
     roles = pa.array(["assistant"] * 3)
-    messages = pa.ListArray.from_arrays([0, 1, 2, 3], pa.StructArray.from_arrays([roles, texts], ["role", "content"]))
+    messages = pa.ListArray.from_arrays(
+        [0, 1, 2, 3], pa.StructArray.from_arrays([roles, texts], ["role", "content"])
+    )
     table = pa.table({"messages": messages})
     path = tmp_path / f"chats{suffix}"
     if suffix == ".parquet":
@@ -398,7 +508,9 @@ def test_an_arrow_row_that_is_no_text_is_one_bad_row(tmp_path: Path, suffix: str
 
 @pytest.mark.parametrize("kind", ["zstd", "none", "stream", "file"])
 def test_a_file_that_is_damaged_in_its_midst_is_named(tmp_path: Path, kind: str) -> None:
-    table = pa.Table.from_pylist([{"messages": [{"role": "user", "content": f"{i:08d}" * 40}]} for i in range(3000)])
+    table = pa.Table.from_pylist(
+        [{"messages": [{"role": "user", "content": f"{i:08d}" * 40}]} for i in range(3000)]
+    )
     path = tmp_path / ("chats.parquet" if kind in ("zstd", "none") else "chats.arrow")
     if path.suffix == ".parquet":
         pq.write_table(table, path, compression=kind, row_group_size=300, use_dictionary=False)
@@ -412,7 +524,9 @@ def test_a_file_that_is_damaged_in_its_midst_is_named(tmp_path: Path, kind: str)
     elif kind == "file":
         content[-400:-200] = bytes(200)
     else:
-        offset = pq.ParquetFile(path).metadata.row_group(5).column(0).file_offset or len(content) // 2
+        offset = (
+            pq.ParquetFile(path).metadata.row_group(5).column(0).file_offset or len(content) // 2
+        )
         content[offset : offset + 400] = b"\x5a" * 400
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=rf"chats\{path.suffix} is not a readable"):
@@ -422,14 +536,18 @@ def test_a_file_that_is_damaged_in_its_midst_is_named(tmp_path: Path, kind: str)
 def test_a_broken_json_list_counts_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     path.write_text("[" + ",\n".join(GOOD))
-    assert all(isinstance(row, UnreadableRow) for _, row in list(ChatSource(str(path), None).rows())[:-1])
+    assert all(
+        isinstance(row, UnreadableRow) for _, row in list(ChatSource(str(path), None).rows())[:-1]
+    )
     path.write_text("\n".join(GOOD) + "\n")  # lines under another name
     assert len(list(ChatSource(str(path), None).rows())) == 60
     path.write_text("[1]\n[2]\n")
     assert [row for _, row in ChatSource(str(path), None).rows()] == [[1], [2]]
 
 
-def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_beyond_the_bound_is_one_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 2000)
     long = GOOD[1].replace('"content": "', '"content": "' + "long " * 1000, 1)
     path = write_lines(tmp_path / "chats.jsonl", [GOOD[0], long, GOOD[2], long])
@@ -438,11 +556,18 @@ def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
     assert rows[1::2] == [UnreadableRow("a line of more than 2,000 bytes")] * 2
 
 
-def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_that_grows_to_gigabytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 1 << 18)
     few, many = tmp_path / "few.parquet", tmp_path / "many.parquet"
     pq.write_table(pa.table({"text": ["a" * (1 << 19)]}), few, compression="zstd")
-    pq.write_table(pa.table({"text": ["a" * (1 << 19), *["b"] * 99]}), many, compression="zstd", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": ["a" * (1 << 19), *["b"] * 99]}),
+        many,
+        compression="zstd",
+        use_dictionary=False,
+    )
     for path in (few, many):
         assert path.stat().st_size < 2000
         with pytest.raises(DatasetError, match=path.name):
@@ -455,7 +580,9 @@ def test_the_writer_of_answers_is_read_from_the_record_beside_them(tmp_path: Pat
         (tmp_path / f"{name}.regeneration.json").write_text(json.dumps(record))
 
     note("own", "ab")
-    assert writer_of_answers(str(tmp_path / "own.jsonl")) == writer_of_answers(str(tmp_path)) == "ab"
+    assert (
+        writer_of_answers(str(tmp_path / "own.jsonl")) == writer_of_answers(str(tmp_path)) == "ab"
+    )
     assert writer_of_answers(str(tmp_path / "other.jsonl")) is None
     assert writer_of_answers("organisation/dataset-of-the-hub") is None
     note("other", "cd")

@@ -35,7 +35,9 @@ def folder_bytes(store: Path, name: str = "") -> int:
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2,tokens,from-kv"])
-def test_a_store_takes_the_planned_bytes(config: ExtractConfig, wide_target: Path, codec: str) -> None:
+def test_a_store_takes_the_planned_bytes(
+    config: ExtractConfig, wide_target: Path, codec: str
+) -> None:
     config = config.replaced(model=str(wide_target), codec=codec, part_tokens=1 << 16)
     plan = build_plan(config)
     extract(config)
@@ -49,15 +51,20 @@ def test_a_store_takes_the_planned_bytes(config: ExtractConfig, wide_target: Pat
 
 
 def test_the_planned_bits_leave_out_the_bases(config: ExtractConfig) -> None:
-    plain, predicted = (build_plan(config.replaced(codec=codec)) for codec in ("transform:1", "transform:1,tokens"))
+    plain, predicted = (
+        build_plan(config.replaced(codec=codec)) for codec in ("transform:1", "transform:1,tokens")
+    )
     assert plain.disk_ranges["parts"] == predicted.disk_ranges["parts"]
-    assert predicted.disk_ranges["codec/"][1] - plain.disk_ranges["codec/"][1] == 2 * 400 * 32  # features of tokens
+    # features of tokens
+    assert predicted.disk_ranges["codec/"][1] - plain.disk_ranges["codec/"][1] == 2 * 400 * 32
     text = plain.describe()
     assert "codec/ " in text
     assert "at most: kv 1.0, hidden/last " in text
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset"
+)
 def test_an_extraction_takes_the_planned_memory(config: ExtractConfig, wide_target: Path) -> None:
     config = config.replaced(model=str(wide_target))
     plan = build_plan(config)
@@ -70,7 +77,9 @@ def test_an_extraction_takes_the_planned_memory(config: ExtractConfig, wide_targ
     assert before <= peak_memory() <= most
 
 
-def test_the_memory_of_workers_and_of_what_a_codec_learns(config: ExtractConfig, monkeypatch: Any) -> None:
+def test_the_memory_of_workers_and_of_what_a_codec_learns(
+    config: ExtractConfig, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(estimate_module, "resident_memory", lambda: 1000)
     one = build_plan(config).forward
     three = dataclasses.replace(one, n_workers=3)
@@ -90,7 +99,9 @@ def test_the_slowest_and_the_fastest_of_three_batches_bound_the_time(
     def run_fake(_forwards: Any, table: Any, _disk: Path) -> Timings:
         lengths.append(int(numbers(table, "n_tokens").max()))
         n_padded, rate = len(table) * lengths[-1], next(rates)
-        return Timings(forward_s=rate * n_padded / 2, extract_s=rate * n_padded, n_padded_tokens=n_padded)
+        return Timings(
+            forward_s=rate * n_padded / 2, extract_s=rate * n_padded, n_padded_tokens=n_padded
+        )
 
     monkeypatch.setattr(estimate_module, "_run", run_fake)
     least_s, most_s = estimate(build_plan(config))
@@ -108,7 +119,13 @@ def test_the_slowest_and_the_fastest_of_three_batches_bound_the_time(
     ],
 )
 def test_a_cpu_computes_in_bfloat16_where_that_is_fast(
-    config: ExtractConfig, model: Path, monkeypatch: Any, is_fast: bool, weights: str, dtype: str, expected: str
+    config: ExtractConfig,
+    model: Path,
+    monkeypatch: Any,
+    is_fast: bool,
+    weights: str,
+    dtype: str,
+    expected: str,
 ) -> None:
     monkeypatch.setattr(plan_module, "has_fast_bfloat16", lambda: is_fast)
     change_json(model / "config.json", dtype=weights)
@@ -116,7 +133,9 @@ def test_a_cpu_computes_in_bfloat16_where_that_is_fast(
     assert plan.forward.compute_dtype == plan.manifest.extraction["compute_dtype"] == expected
 
 
-def test_an_extraction_goes_on_in_its_dtype_on_another_kind_of_cpu(config: ExtractConfig, monkeypatch: Any) -> None:
+def test_an_extraction_goes_on_in_its_dtype_on_another_kind_of_cpu(
+    config: ExtractConfig, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(plan_module, "has_fast_bfloat16", lambda: True)
     config = config.replaced(compute_dtype="auto")
     extract(config)
@@ -127,7 +146,17 @@ def test_an_extraction_goes_on_in_its_dtype_on_another_kind_of_cpu(config: Extra
 
 
 def test_plan_advises_what_to_store_and_to_train(config: ExtractConfig) -> None:
-    planned = run("plan", "--model", config.model, "--dataset", config.dataset, "--out", config.out, "--device", "cpu")
+    planned = run(
+        "plan",
+        "--model",
+        config.model,
+        "--dataset",
+        config.dataset,
+        "--out",
+        config.out,
+        "--device",
+        "cpu",
+    )
     assert planned.exit_code == 0, planned.output
     lines = dict(line.split(None, 1) for line in planned.stdout.splitlines())
     assert lines["drafter"].startswith("train --drafter eagle: ")

@@ -52,13 +52,20 @@ def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
 
 
 def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> None:
-    config = config.replaced(batch_tokens=1)  # one sequence per forward, so that every bit can agree
+    # one sequence per forward, so that every bit can agree
+    config = config.replaced(batch_tokens=1)
     report = extract(config, provenance={"argv": ["x"]})
     assert report.n_parts == report.n_parts_done > 1
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     with ActivationStore(config.out) as store:
         assert len(store) == report.n_sequences == 24
-        assert set(store.fields) == {"tokens", "response_mask", "kv", "hidden/last", "hidden/layer_1"}
+        assert set(store.fields) == {
+            "tokens",
+            "response_mask",
+            "kv",
+            "hidden/last",
+            "hidden/layer_1",
+        }
         for index in range(len(store)):
             tokens = torch.from_numpy(store.read(index, "tokens").astype(np.int64))[None]
             with torch.inference_mode():
@@ -86,7 +93,9 @@ def test_the_bundle_is_cut_from_the_loaded_target_in_the_dtype_of_its_weights(
     assert FrozenTarget.load(bundle, 1, None).lm_head_weight.dtype == torch.bfloat16
     assert json.loads((bundle / "config.json").read_text())["dtype"] == "bfloat16"
     assert (bundle / "chat_template.jinja").read_text() == LLAMA3_TEMPLATE
-    monkeypatch.setattr(forwards_module, "load_target_model", lambda *_: pytest.fail("the target was loaded again"))
+    monkeypatch.setattr(
+        forwards_module, "load_target_model", lambda *_: pytest.fail("the target was loaded again")
+    )
     extract(elsewhere(config).replaced(compute_dtype="float32"))
     assert read_tree(bundle) == read_tree(Path(elsewhere(config).out) / "target")
 
@@ -94,8 +103,12 @@ def test_the_bundle_is_cut_from_the_loaded_target_in_the_dtype_of_its_weights(
 def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
     calls: list[tuple[int, int, str]] = []
     config = config.replaced(part_tokens=1 << 20)
-    report = extract(config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
-    (record,) = [json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")]
+    report = extract(
+        config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]}
+    )
+    (record,) = [
+        json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")
+    ]
     assert record["provenance"] == {"argv": ["moa-data"]}
     assert record["answers_by"] is None, "nothing says that the target wrote these answers"
     assert record["timings"]["n_tokens"] == report.n_tokens
@@ -119,7 +132,8 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
 ) -> None:
     extract(config)
     before = read_tree(config.out)
-    extract(elsewhere(config).replaced(encode_threads=3))  # of which any number gives the same bytes
+    # of which any number gives the same bytes
+    extract(elsewhere(config).replaced(encode_threads=3))
     assert read_tree(elsewhere(config).out) == before
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
     report = extract(config)
@@ -135,7 +149,14 @@ KEPT = r"\d of \d parts are committed in .*Run the same command again"
 @pytest.mark.parametrize(
     ("module", "name", "at_call", "raised", "expected", "message"),
     [
-        (chunk_module, "encode_chunk", 12, MemoryError("no room for a chunk"), MemoryError, "no room for a chunk"),
+        (
+            chunk_module,
+            "encode_chunk",
+            12,
+            MemoryError("no room for a chunk"),
+            MemoryError,
+            "no room for a chunk",
+        ),
         (
             part_writer,
             "write_all",
@@ -144,7 +165,8 @@ KEPT = r"\d of \d parts are committed in .*Run the same command again"
             StorageUnavailable,
             r"No space left while writing .*run the same command again",
         ),
-        (forwards_module, "capture", 1, KeyboardInterrupt(), Interrupted, KEPT),  # 0 proves the target
+        # 0 proves the target
+        (forwards_module, "capture", 1, KeyboardInterrupt(), Interrupted, KEPT),
         (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, KEPT),
     ],
 )
@@ -171,9 +193,16 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
         with pytest.raises(expected, match=message):
             extract(config)
     assert not list(Path(config.out).rglob("*.partial"))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("encode", "sync", "activation"))]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("encode", "sync", "activation"))
+    ]
     parts = {int(path.name.split(".")[1]) for path in (Path(config.out) / "parts").rglob("c.*")}
-    commits = {int(path.stem.removeprefix("part-")) for path in (Path(config.out) / "commits").glob("part-*.json")}
+    commits = {
+        int(path.stem.removeprefix("part-"))
+        for path in (Path(config.out) / "commits").glob("part-*.json")
+    }
     assert parts == commits
     assert len(commits) < 5
     extract(config)
@@ -188,7 +217,9 @@ def shard_weights(folder: Path) -> Path:
         file = folder / f"model-0000{number}-of-00002.safetensors"
         save_file({name: weights[name] for name in names}, file, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file.name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     whole.unlink()
     return file
 
@@ -200,7 +231,9 @@ def spoil_weights(file: Path, value: float) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_target_that_lacks_weights_leaves_nothing(config: ExtractConfig, model: Path, workers: int) -> None:
+def test_a_target_that_lacks_weights_leaves_nothing(
+    config: ExtractConfig, model: Path, workers: int
+) -> None:
     config = config.replaced(model=str(model), workers=workers, activations=("hidden:last",))
     shard = shard_weights(model)
     content = shard.read_bytes()
@@ -264,7 +297,9 @@ def test_the_bytes_do_not_depend_on_the_process(config: ExtractConfig) -> None:
             f"from moa_data.pipeline.extract import extract; extract(ExtractConfig.of(**{settings!r}))"
         )
         environment = os.environ | {"PYTHONHASHSEED": str(seed), "HF_HUB_OFFLINE": str(seed % 2)}
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env=environment
+        )
         trees.append(read_tree(out))
     assert all(tree == trees[0] for tree in trees)
 
@@ -295,14 +330,19 @@ def test_a_changed_target_is_refused_by_name(config: ExtractConfig, model: Path)
     assert read_tree(config.out) == before
 
 
-def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: ExtractConfig, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
+    config: ExtractConfig, tmp_path: Path
+) -> None:
     folder = tmp_path / "target"
     model = build_text_model("llama")
     with torch.no_grad():
-        model.model.layers[2].self_attn.v_proj.weight[:] = 3e38  # finite, and the sums of products are not
+        # finite, and the sums of products are not
+        model.model.layers[2].self_attn.v_proj.weight[:] = 3e38
     model.save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
-    with pytest.raises(TargetError, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
+    with pytest.raises(
+        TargetError, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"
+    ):
         extract(config.replaced(model=str(folder)))
     assert not list((Path(config.out) / "parts").rglob("c.*"))
 
@@ -311,7 +351,8 @@ KILLS: dict[str, tuple[Any, ...]] = {
     "manifest": (backend, "put_if_absent", 2),
     "bundle": (forwards_module, "save_target_bundle", 1, True),
     "mid_part": (part_writer.ArrayWriter, "write", 40),
-    # After plan, manifest and seven folders' own files come the commits: of the target, then of the parts.
+    # After plan, manifest and seven folders' own files come the commits: of the target, then of the
+    # parts.
     "before_commit": (backend, "put_if_absent", 11),
     "after_commit": (backend, "put_if_absent", 12, True),
 }
@@ -319,7 +360,10 @@ KILLS: dict[str, tuple[Any, ...]] = {
 
 def kill(settings: str, *names: str) -> None:
     config = ExtractConfig.model_validate_json(settings)
-    kill_at_points({name: KILLS[name] for name in names}, lambda name: extract(elsewhere(config, f"store-{name}")))
+    kill_at_points(
+        {name: KILLS[name] for name in names},
+        lambda name: extract(elsewhere(config, f"store-{name}")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -339,13 +383,17 @@ def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_
         killed = elsewhere(config, f"store-{name}")
         if (Path(killed.out) / "store.json").exists():
             report = verify_store(killed.out)
-            assert not [damage for damage in report.damages if damage.part is not None], report.damages
+            assert not [damage for damage in report.damages if damage.part is not None], (
+                report.damages
+            )
         extract(killed)
         assert read_tree(killed.out) == expected, name
         assert not list(Path(killed.out).rglob("*.partial"))
 
 
-def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(config: ExtractConfig) -> None:
+def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(
+    config: ExtractConfig,
+) -> None:
     extract(config)
     commit = commit_path(Path(config.out), 1)
     content, n_told = commit.read_bytes(), 0
@@ -401,7 +449,9 @@ def test_a_repair_whose_target_cannot_be_loaded_drops_nothing(
     assert read_tree(store) == before
 
 
-def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_on_a_full_disk_goes_on(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Damaged parts are missing until their turn, and what is missing is work for any run."""
     store, whole = extracted(config)
     n_damaged = 4
@@ -431,7 +481,9 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["store.json", "plan.parquet", "parts/kv/zarr.json"])
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_parts_that_other_damage_hides_are_repaired_at_once(config: ExtractConfig, name: str, is_lost: bool) -> None:
+def test_parts_that_other_damage_hides_are_repaired_at_once(
+    config: ExtractConfig, name: str, is_lost: bool
+) -> None:
     store, whole = extracted(config)
     if is_lost:
         (store / name).unlink()
@@ -454,7 +506,9 @@ def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
     assert "wrote no part" in extract(config).describe()
 
 
-def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learned_codec_is_learned_again(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config.replaced(codec="transform:3,tokens")
     store, whole = extracted(config)
     flip(store / "codec/basis.safetensors")
@@ -484,7 +538,9 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
     assert verify_store(store).ok
 
 
-def test_settings_come_from_the_last_record_that_can_be_read(config: ExtractConfig, tmp_path: Path) -> None:
+def test_settings_come_from_the_last_record_that_can_be_read(
+    config: ExtractConfig, tmp_path: Path
+) -> None:
     runs = tmp_path / "store" / "runs"
     with pytest.raises(WorkerError, match="records no finished extraction"):
         recorded_config(runs.parent)

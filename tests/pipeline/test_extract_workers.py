@@ -34,7 +34,8 @@ _SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_WAIT_POLICY": "PASSIVE",  # these machines share their cores, so that who spins takes them from others
+    # these machines share their cores, so that who spins takes them from others
+    "OMP_WAIT_POLICY": "PASSIVE",
 }  # fmt: skip
 
 
@@ -84,8 +85,15 @@ def machines() -> Iterator[Machines]:
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, chats for about 80 parts, and a whole store of them by one process."""
     folder = tmp_path_factory.mktemp("ray")
-    target, chats = write_target(folder / "target"), write_jsonl(folder / "chats.jsonl", random_chats(400))
-    extract(ExtractConfig.of(model=str(target), dataset=str(chats), out=str(folder / "whole"), **_SETTINGS))
+    target, chats = (
+        write_target(folder / "target"),
+        write_jsonl(folder / "chats.jsonl", random_chats(400)),
+    )
+    extract(
+        ExtractConfig.of(
+            model=str(target), dataset=str(chats), out=str(folder / "whole"), **_SETTINGS
+        )
+    )
     return folder
 
 
@@ -95,7 +103,14 @@ class Runs:
     def __init__(self, room: Path, out: Path, machines: Machines | None = None) -> None:
         self.room, self.out, self._is_ray = room, out, machines is not None
         options = [f"--{name.replace('_', '-')}={value}" for name, value in _SETTINGS.items()]
-        files = ["--model", str(room / "target"), "--dataset", str(room / "chats.jsonl"), "--out", str(out)]
+        files = [
+            "--model",
+            str(room / "target"),
+            "--dataset",
+            str(room / "chats.jsonl"),
+            "--out",
+            str(out),
+        ]
         ray = [] if machines is None else ["--engine", "ray", "--address", machines.address]
         self._command = [sys.executable, "-m", "moa_data", "extract", *files, *options, *ray]
 
@@ -122,11 +137,16 @@ class Runs:
         """Process ids of the workers: tasks of Ray that have a store open, or children of the command."""
         if self._is_ray:
             return tasks()
-        return list(map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()))
+        return list(
+            map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split())
+        )
 
     def commits(self) -> dict[str, int]:
         """The moment of each part's commit: one that was done again has another."""
-        return {path.name: path.stat().st_mtime_ns for path in (self.out / "commits").glob("part-*.json")}
+        return {
+            path.name: path.stat().st_mtime_ns
+            for path in (self.out / "commits").glob("part-*.json")
+        }
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted((self.out / "runs").glob("*.json"))]
@@ -162,7 +182,11 @@ def test_workers_write_the_bytes_of_one_process(runs: Runs) -> None:
     assert "2 workers" in said
     assert "Traceback" not in said
     (record,) = runs.records()
-    assert (record["n_parts_done"], record["n_parts_late"], record["lost_workers"]) == (len(runs.commits()), 0, [])
+    assert (record["n_parts_done"], record["n_parts_late"], record["lost_workers"]) == (
+        len(runs.commits()),
+        0,
+        [],
+    )
     assert "wrote no part" in runs.finish(runs.start(), runs.commits())[0]
 
 
@@ -214,7 +238,8 @@ def test_commands_at_once_share_the_parts(runs: Runs) -> None:
     runs.finish(second, {})
     records = runs.records()
     assert sum(record["n_parts_done"] for record in records) == len(runs.commits())
-    # Such small parts: a process has up to four in flight, which the others take when nothing else is left.
+    # Such small parts: a process has up to four in flight, which the others take when nothing else
+    # is left.
     assert sum(record["n_parts_late"] for record in records) <= 8
     n_tokens = json.loads((runs.out / "store.json").read_text())["n_tokens"]
     assert sum(record["timings"]["n_tokens"] for record in records) == n_tokens

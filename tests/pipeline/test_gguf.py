@@ -24,7 +24,10 @@ def gguf_config(tmp_path: Path) -> ExtractConfig:
     write_gguf(tmp_path / "tiny.gguf", {"token_embd.weight": "Q8_0"})
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(4))
     return ExtractConfig.of(
-        model=str(tmp_path / "tiny.gguf"), dataset=str(chats), out=str(tmp_path / "store"), target_layers=1
+        model=str(tmp_path / "tiny.gguf"),
+        dataset=str(chats),
+        out=str(tmp_path / "store"),
+        target_layers=1,
     )
 
 

@@ -18,7 +18,8 @@ from moa_data.tests.kit.hub import Hub, serving
 from moa_data.tests.kit.refusals import refusing
 from moa_data.tests.kit.stores import read_tree
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")  # of the client's own calls
+# of the client's own calls
+pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
 NAME = "me/activations"
 
 
@@ -35,7 +36,9 @@ def names(folder: Path) -> set[str]:
 
 
 def same_bytes(store: Path, other: Path) -> bool:
-    return {name: data for name, data in read_tree(store).items() if not name.endswith(".lock")} == read_tree(other)
+    return {
+        name: data for name, data in read_tree(store).items() if not name.endswith(".lock")
+    } == read_tree(other)
 
 
 def test_a_store_goes_and_comes_back(hub: Hub, room: Path, tmp_path: Path) -> None:
@@ -74,7 +77,9 @@ def test_a_drafter_is_a_model_with_a_card(hub: Hub, room: Path, tmp_path: Path) 
     done = run("pull", "me/drafter", str(tmp_path / "back"))
     assert done.exit_code == 0, done.output
     assert "pulled       a drafter: 3 files" in done.stdout
-    before, after = (load_drafter(path).state_dict() for path in (room / "drafter", tmp_path / "back"))
+    before, after = (
+        load_drafter(path).state_dict() for path in (room / "drafter", tmp_path / "back")
+    )
     assert all(after[name].equal(weight) for name, weight in before.items())
     card = (tmp_path / "back" / "README.md").read_text()
     assert card == drafter_card(load_drafter(room / "drafter").config.to_dict())
@@ -95,7 +100,9 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     n_before = len(hub.requests)
     pull(NAME, back)
     assert same_bytes(room / "store", back)
-    assert any(path.endswith("/plan.parquet") and "/resolve/" in path for path in hub.requests[n_before:])
+    assert any(
+        path.endswith("/plan.parquet") and "/resolve/" in path for path in hub.requests[n_before:]
+    )
 
 
 @pytest.mark.parametrize("first", [1, 6, 20])
@@ -140,7 +147,9 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(
     refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
     refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")
     push(room / "drafter", "me/public")
-    refused(run("push", str(room / "drafter"), "me/public", "--private"), "there already and public")
+    refused(
+        run("push", str(room / "drafter"), "me/public", "--private"), "there already and public"
+    )
     hub.create(NAME, "dataset", False)
     hub.commit(f"datasets/{NAME}", {"other.parquet": b"x"})
     refused(run("push", str(room / "store"), NAME), "holds another dataset (other.parquet")

@@ -59,21 +59,32 @@ def test_what_is_captured_is_the_models_own_cache(name: str) -> None:
     groups = kv_groups(model.config)
     assert {group.field: (group.layers, group.shape) for group in groups} == GROUPS[name]
     rows = [random.integers(4, 60, length).astype(np.int32) for length in (19, 7)]
-    fields = capture(model, rows, parse_activations(["kv"], 0, 4, tuple(GROUPS[name])), torch.float32).fields
+    fields = capture(
+        model, rows, parse_activations(["kv"], 0, 4, tuple(GROUPS[name])), torch.float32
+    ).fields
     assert set(fields) == set(GROUPS[name])
     for index, tokens in enumerate(rows):
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], past_key_values=cache, use_cache=True)
+        model(
+            input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
         for group in groups:
             for place, layer in enumerate(group.layers):
-                own = fields[group.field][index, : len(tokens), place].transpose(0, 1).flatten(2)  # [H, n, widths]
+                # [H, n, widths]
+                own = fields[group.field][index, : len(tokens), place].transpose(0, 1).flatten(2)
                 kept: Any = cache.layers[layer]
                 known = torch.cat((kept.keys, kept.values), dim=-1)[0]
                 torch.testing.assert_close(own[:, -known.shape[1] :], known, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=quick(GROUPS, ("deepseek_v3", "gemma4_text", "qwen3_5_text")))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+@pytest.fixture(
+    scope="module", params=quick(GROUPS, ("deepseek_v3", "gemma4_text", "qwen3_5_text"))
+)
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     """A folder with a target, and a store of it."""
     folder, name = tmp_path_factory.mktemp(request.param), request.param
     write_family(folder / "model", name, vocab_size_per_layer_input=400)
@@ -84,15 +95,22 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def config_of(folder: Path, **changes: Any) -> ExtractConfig:
     chats = write_jsonl(folder / "chats.jsonl", random_chats(14))
     usual = {"out": str(folder / "store"), "device": "cpu", "part_tokens": 512, "batch_tokens": 256}
-    return ExtractConfig.of(model=str(folder / "model"), dataset=str(chats), max_length=128, **usual | changes)
+    return ExtractConfig.of(
+        model=str(folder / "model"), dataset=str(chats), max_length=128, **usual | changes
+    )
 
 
-def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path], tmp_path: Path) -> None:
+def test_stores_are_sound_and_alike_however_they_are_made(
+    made: tuple[str, Path], tmp_path: Path
+) -> None:
     name, folder = made
     assert verify_store(folder / "store").ok
     report = audit(folder / "store", str(folder / "model"), 3, 0, "cpu")
     assert report.ok, report.describe()
-    worst = {field: report.worst()[field].detail.removeprefix("worst in layer ") for field in GROUPS[name]}
+    worst = {
+        field: report.worst()[field].detail.removeprefix("worst in layer ")
+        for field in GROUPS[name]
+    }
     assert all(int(worst[field]) in layers for field, (layers, _) in GROUPS[name].items())
     with pytest.raises(OptionInvalid, match="take no groups of layers such as 'kv/"):
         recode(folder / "store", "transform:2", tmp_path / "small")
@@ -103,15 +121,30 @@ def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path]
     assert audit(tmp_path / "int8", str(folder / "model"), 3, 0, "cpu").ok
     batches = []
     for store in (folder / "store", tmp_path / "int8"):
-        reader = BatchReader(ActivationStore(store), settings(store, layer_groups=1), torch.device("cpu"))
-        batches.append(reader.batch(np.arange(3), reader.store.lengths[:3], NO_DRAWS).inputs.required_kv().float())
+        reader = BatchReader(
+            ActivationStore(store), settings(store, layer_groups=1), torch.device("cpu")
+        )
+        batches.append(
+            reader.batch(np.arange(3), reader.store.lengths[:3], NO_DRAWS)
+            .inputs.required_kv()
+            .float()
+        )
     assert (batches[1] - batches[0]).norm() < 0.02 * batches[0].norm()
     with pytest.raises(SelectionInvalid, match="Leave out --kv"):
         export_store(
-            ExportConfig.of(store=str(folder / "store"), out=str(tmp_path / "files"), format="speculators", kv=True)
+            ExportConfig.of(
+                store=str(folder / "store"),
+                out=str(tmp_path / "files"),
+                format="speculators",
+                kv=True,
+            )
         )
     extract(config_of(folder, out=str(tmp_path / "added"), activations=("hidden:last",)))
-    add(AddConfig.of(store=str(tmp_path / "added"), model=str(folder / "model"), activations=("kv",)))
+    add(
+        AddConfig.of(
+            store=str(tmp_path / "added"), model=str(folder / "model"), activations=("kv",)
+        )
+    )
     assert verify_store(tmp_path / "added").ok
     one, other = (read_tree(store / "parts/kv") for store in (folder / "store", tmp_path / "added"))
     assert one
@@ -127,7 +160,11 @@ def test_tensorstore_reads_them_as_the_page_on_the_format_says(made: tuple[str, 
     store = folder / "store"
     with ActivationStore(store) as reader:
         row, tokens = reader.sequences.to_pylist()[0], reader.read(0, "tokens")
-    page = (Path(__file__).parents[2] / "docs/format.md").read_text().split("## Keys and values by groups")[1]
+    page = (
+        (Path(__file__).parents[2] / "docs/format.md")
+        .read_text()
+        .split("## Keys and values by groups")[1]
+    )
     program = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert program is not None
     manifest = json.loads((store / "store.json").read_text())
@@ -139,22 +176,31 @@ def test_tensorstore_reads_them_as_the_page_on_the_format_says(made: tuple[str, 
     }
     model = Target.load(str(folder / "model"), device="cpu").model
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], past_key_values=cache, use_cache=True)
+    model(
+        input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+        past_key_values=cache,
+        use_cache=True,
+    )
     for layers, keys, values in groups.values():
         for index, layer in enumerate(layers):
             kept: Any = cache.layers[layer]
             for own, cached in ((keys, kept.keys), (values, kept.values)):
-                last = own[-cached.shape[2] :, index].swapaxes(0, 1)  # layers with a window keep the last tokens only
+                # layers with a window keep the last tokens only
+                last = own[-cached.shape[2] :, index].swapaxes(0, 1)
                 np.testing.assert_allclose(last, cached[0].numpy(), rtol=1e-2, atol=1e-3)
 
 
-def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(
+    made: tuple[str, Path], tmp_path: Path
+) -> None:
     name, folder = made
     assert run(folder / "store", tmp_path / "run", max_steps=2, layer_groups=1).n_steps == 2
     assert run(folder / "store", tmp_path / "glide", max_steps=1, drafter="glide").n_steps == 1
     drafter, glide = load_drafter(tmp_path / "run"), load_drafter(tmp_path / "glide")
     n_groups = len(GROUPS[name])
-    assert sum(key.startswith("kv_inputs.") for key in drafter.state_dict()) == (n_groups if n_groups > 1 else 0)
+    assert sum(key.startswith("kv_inputs.") for key in drafter.state_dict()) == (
+        n_groups if n_groups > 1 else 0
+    )
     target = Target.load(str(folder / "model"), device="cpu")
     target.eos_token_ids = frozenset()
     prompt = list(range(20, 40))
@@ -171,29 +217,74 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tupl
         {"layer_stride": 2} if name in ("deepseek_v3", "gemma4_text") else {},
     ):
         with ActivationStore(folder / "store") as store:
-            reader = BatchReader(store, settings(folder / "store", layer_groups=1, **changes), torch.device("cpu"))
+            reader = BatchReader(
+                store, settings(folder / "store", layer_groups=1, **changes), torch.device("cpu")
+            )
             rows = np.arange(2)
             inputs = reader.batch(rows, store.lengths[rows], NO_DRAWS).inputs
             reader._decodes = False  # as for a GPU, which packs and decodes for itself
-            there = reader.batch(rows, store.lengths[rows], NO_DRAWS).to(torch.device("cpu")).decode().inputs
+            there = (
+                reader.batch(rows, store.lengths[rows], NO_DRAWS)
+                .to(torch.device("cpu"))
+                .decode()
+                .inputs
+            )
             assert torch.equal(there.required_kv(), inputs.required_kv())
             row = store.read(1, "tokens").tolist()
         cache = target.new_cache()
         target.forward(torch.tensor([row]), cache)
         cache.commit([range(len(row))])
         live = cache.packed([0], len(row))[0]
-        live = live[:, -1:] if "layer_attention" in changes else live[:, 1::2] if "layer_stride" in changes else live
-        torch.testing.assert_close(inputs.required_kv()[1, : len(row)].float(), live, rtol=2e-2, atol=2e-3)
+        live = (
+            live[:, -1:]
+            if "layer_attention" in changes
+            else live[:, 1::2]
+            if "layer_stride" in changes
+            else live
+        )
+        torch.testing.assert_close(
+            inputs.required_kv()[1, : len(row)].float(), live, rtol=2e-2, atol=2e-3
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "attention", "keys", "order", "described"),
     [
-        ("qwen3_moe", "sdpa", "after RoPE, positions", "per kv head the key", "attention keys after RoPE"),
-        ("gemma2", "eager", "after RoPE, positions", "per kv head the key", "attention keys after RoPE"),
-        ("gpt_oss", "eager", "after RoPE, positions", "per kv head the key", "attention keys after RoPE"),
-        ("smollm3", "sdpa", "after RoPE in layers that rotate", "per kv head the key", "attention keys (0)"),
-        ("gemma4_text", "sdpa", "after RoPE, positions", "per kv head the key", "what layers 0 cache"),
+        (
+            "qwen3_moe",
+            "sdpa",
+            "after RoPE, positions",
+            "per kv head the key",
+            "attention keys after RoPE",
+        ),
+        (
+            "gemma2",
+            "eager",
+            "after RoPE, positions",
+            "per kv head the key",
+            "attention keys after RoPE",
+        ),
+        (
+            "gpt_oss",
+            "eager",
+            "after RoPE, positions",
+            "per kv head the key",
+            "attention keys after RoPE",
+        ),
+        (
+            "smollm3",
+            "sdpa",
+            "after RoPE in layers that rotate",
+            "per kv head the key",
+            "attention keys (0)",
+        ),
+        (
+            "gemma4_text",
+            "sdpa",
+            "after RoPE, positions",
+            "per kv head the key",
+            "what layers 0 cache",
+        ),
         (
             "deepseek_v3",
             "sdpa",
@@ -242,7 +333,8 @@ def test_what_a_store_says_of_its_values(
             61 * (512 + 64) * 2,  # 70,272
         ),
         (
-            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},  # all as transformers has it
+            # all as transformers has it
+            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
             25 * 4 * (256 + 256) * 2 + 5 * 4 * (512 + 512) * 2,  # 143,360
         ),
         (
@@ -250,7 +342,8 @@ def test_what_a_store_says_of_its_values(
                 "model_type": "gemma4_text", "num_hidden_layers": 30, "num_kv_shared_layers": 20,
                 "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
             },
-            9 * 4 * (256 + 256) * 2 + 1 * 2 * (512 + 512) * 2,  # of the first ten layers, one of them full
+            # of the first ten layers, one of them full
+            9 * 4 * (256 + 256) * 2 + 1 * 2 * (512 + 512) * 2,
         ),
         (
             {
@@ -264,16 +357,26 @@ def test_what_a_store_says_of_its_values(
         ),
     ],
 )  # fmt: skip
-def test_bytes_of_a_token_follow_from_the_config_alone(values: dict[str, Any], token_bytes: int) -> None:
+def test_bytes_of_a_token_follow_from_the_config_alone(
+    values: dict[str, Any], token_bytes: int
+) -> None:
     config = parse_target_config(values, "config.json")
     groups = kv_groups(config)
-    spec = parse_activations(["kv"], 0, config.num_hidden_layers, tuple(group.field for group in groups))
-    fields = [one for one in field_specs(spec, target_sizes(config), "bfloat16", groups) if one.name.startswith("kv")]
+    spec = parse_activations(
+        ["kv"], 0, config.num_hidden_layers, tuple(group.field for group in groups)
+    )
+    fields = [
+        one
+        for one in field_specs(spec, target_sizes(config), "bfloat16", groups)
+        if one.name.startswith("kv")
+    ]
     assert sum(field.token_bytes for field in fields) == token_bytes
     assert len(fields) == len(groups)
 
 
-def test_times_are_estimated_of_fewer_layers(made: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_estimated_of_fewer_layers(
+    made: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, folder = made
     monkeypatch.setattr(estimate_module, "_MAX_WEIGHTS", 60_000)
     least_s, most_s = estimate_module.estimate(build_plan(config_of(folder)))

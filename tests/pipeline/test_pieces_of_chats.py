@@ -26,7 +26,8 @@ class Form:
 
     template: str
     end: str  # what ends an answer
-    shows: frozenset[str] = frozenset({"system"})  # pieces that it shows beside the turns of user and assistant
+    # pieces that it shows beside the turns of user and assistant
+    shows: frozenset[str] = frozenset({"system"})
     contents: str = "text"  # form of contents that it takes: text, parts or either
     takes_json_arguments: bool = False
     takes_no_content: bool = True  # whether a message that calls a tool may have a content of null
@@ -72,7 +73,9 @@ def template_of(name: str) -> ChatTemplate:
     form = FORMS[name]
     tokenizer = build_tokenizer(form.template, eos=form.end)
     others = ["<|end|>", "<|call|>", "<|start_of_turn|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in others if token != form.end]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [token for token in others if token != form.end]}
+    )
     return ChatTemplate(tokenizer)
 
 
@@ -99,7 +102,8 @@ class Drawn:
     """A row, and what must be in its tokens."""
 
     row: dict[str, Any]
-    messages: list[dict[str, Any]]  # those of the row as transformers takes them, a system column included
+    # those of the row as transformers takes them, a system column included
+    messages: list[dict[str, Any]]
     pieces: list[str]  # texts of which each occurs exactly once
     answers: list[str]  # text of each answer; a call has the name of its tool
     features: set[str] = field(default_factory=set)  # pieces beside the turns of user and assistant
@@ -134,7 +138,11 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
         if draw(st.booleans()):
             deep = {"Zone": [draw(st.booleans()), None], "after": number()}
             arguments = {"word": text(), "n": number(), "deep": deep, "word 2": ""}
-        return {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        return {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": arguments},
+        }
 
     def add(role: str, value: Any, **extra: Any) -> None:
         drawn.messages.append({"role": role, "content": value, **extra})
@@ -148,7 +156,9 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
         add("user", content())
         if "calls" in wanted and draw(st.integers(0, 3)) == 3:
             drawn.features.add("calls")
-            calls = [call() for _ in range(draw(st.integers(1, 2 if "several calls" in wanted else 1)))]
+            calls = [
+                call() for _ in range(draw(st.integers(1, 2 if "several calls" in wanted else 1)))
+            ]
             if len(calls) > 1:
                 drawn.features.add("several calls")
             add("assistant", draw(st.sampled_from(["", None])), tool_calls=calls)
@@ -181,7 +191,9 @@ def message_of_row(draw: st.DrawFn, message: dict[str, Any], is_sharegpt: bool) 
     """Write a message as one of the datasets does."""
     if is_sharegpt:
         role = {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"])
-        return {"from": role, "value": message["content"]} | draw(st.sampled_from([{}, {"weight": 1}]))
+        return {"from": role, "value": message["content"]} | draw(
+            st.sampled_from([{}, {"weight": 1}])
+        )
     extra: dict[str, Any] = draw(st.sampled_from([{}, {}, {"timestamp": 17, "tool_calls": None}]))
     row: dict[str, Any] = extra | message
     if row.get("tool_calls") and draw(st.booleans()):
@@ -209,11 +221,20 @@ def spoil(draw: st.DrawFn, drawn: Drawn, rows: list[dict[str, Any]]) -> str:
     elif kind == "reasoning part":
         message[key] = [{"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "Yes."}]
     elif kind == "image":
-        rows[0][key] = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
+        rows[0][key] = [
+            {"type": "image", "image": "a.png"},
+            {"type": "text", "text": "What is it?"},
+        ]
     elif kind == "images":
         drawn.row["images"] = ["a.png"]
     elif kind == "mark":
-        marks = [("train", False), ("loss_mask", 0), ("weight", 0.0), ("is_trainable", "no"), ("masked", True)]
+        marks = [
+            ("train", False),
+            ("loss_mask", 0),
+            ("weight", 0.0),
+            ("is_trainable", "no"),
+            ("masked", True),
+        ]
         name, value = draw(st.sampled_from(marks))
         message[name] = value
     elif kind == "control":
@@ -237,7 +258,9 @@ def reference_tokens(name: str, drawn: Drawn) -> list[int]:
         if form.takes_json_arguments and "tool_calls" in message:
             messages[-1]["tool_calls"] = with_json_arguments(message["tool_calls"])
     tools = [TOOL] if "tools" in drawn.features else drawn.row.get("tools")
-    return list(template_of(name).tokenizer.apply_chat_template(messages, tools=tools, return_dict=False))
+    return list(
+        template_of(name).tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+    )
 
 
 def answer_of(marked: str, form: Form) -> str:
@@ -294,7 +317,9 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
 ])  # fmt: skip
 def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, Any]) -> None:
     asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    found = tokenize_row(template_of("chatml"), {"messages": [asks, answers | mark, asks, answers]}, 100)
+    found = tokenize_row(
+        template_of("chatml"), {"messages": [asks, answers | mark, asks, answers]}, 100
+    )
     assert isinstance(found, Rejection)
     assert found.reason in (RejectReason.MARKED_UNTRAINED, RejectReason.CONTENT_NOT_READ)
     # Questions are never trained on, whatever their marks say.
@@ -323,13 +348,23 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
 def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: RejectReason) -> None:
     whole = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     rejected(tokenize_row(template_of("chatml"), whole | row, 100), reason)
-    same = {"conversations": whole["messages"], "mask": "User", "loss": 1.5, "images": [], "functions": None}
+    same = {
+        "conversations": whole["messages"],
+        "mask": "User",
+        "loss": 1.5,
+        "images": [],
+        "functions": None,
+    }
     assert isinstance(tokenize_row(template_of("chatml"), whole | same, 100), TokenizedChat)
 
 
-@pytest.mark.parametrize("mark", [{"weight": 2}, {"loss": 0.73}, {"loss_mask": [1, 1]}, {"masked": "false"}, {"no": 1}])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 2}, {"loss": 0.73}, {"loss_mask": [1, 1]}, {"masked": "false"}, {"no": 1}]
+)
 def test_marks_that_ask_for_training_keep_the_row(mark: dict[str, Any]) -> None:
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"} | mark]}
+    row = {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"} | mark]
+    }
     assert isinstance(tokenize_row(template_of("chatml"), row, 100), TokenizedChat)
 
 
@@ -359,7 +394,9 @@ PRINTS = (
 """Arguments of calls as texts or as objects, behind white space that Jinja takes away."""
 
 
-@pytest.mark.parametrize("arguments", ['{"x":1}', '{"x": 1e5, "y": 0.10}', '{"x": "\\u00e9"}', {"x": 1.0}])
+@pytest.mark.parametrize(
+    "arguments", ['{"x":1}', '{"x": 1e5, "y": 0.10}', '{"x": "\\u00e9"}', {"x": 1.0}]
+)
 def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
     template = ChatTemplate(build_tokenizer(PRINTS, None, "<|im_end|>"))
     call = {"id": 7, "type": "custom", "function": {"name": "f", "arguments": arguments}}
@@ -374,8 +411,14 @@ def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
 @pytest.mark.parametrize("arguments", ['{"x": "first", "x": "second"}', [], False, "[1]", "x"])
 def test_arguments_that_are_not_one_object_reject_the_row(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "f", "tool_calls": [call]}]
-    rejected(tokenize_row(template_of("coder"), {"messages": chat}, 1000), RejectReason.MALFORMED_TOOL_CALLS)
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "f", "tool_calls": [call]},
+    ]
+    rejected(
+        tokenize_row(template_of("coder"), {"messages": chat}, 1000),
+        RejectReason.MALFORMED_TOOL_CALLS,
+    )
 
 
 @pytest.mark.parametrize("tagged", ["loop.last", "true", "whole"])
@@ -415,7 +458,9 @@ WHOLE_CALL = "'CALL ' ~ c.function.name ~ ' ' ~ a | tojson"
 WHOLE_TOOLS = "(tools | tojson)"
 
 
-def with_call(arguments: Any, call: str, shown_tools: str = WHOLE_TOOLS, **row: Any) -> tuple[Any, ChatTemplate]:
+def with_call(
+    arguments: Any, call: str, shown_tools: str = WHOLE_TOOLS, **row: Any
+) -> tuple[Any, ChatTemplate]:
     """What becomes of a chat with a call, and the template, which writes calls and tools by these expressions."""
     text = CALLING.replace("CALL_TEXT", call).replace("TOOL_TEXT", shown_tools)
     template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
@@ -458,7 +503,10 @@ def test_a_call_that_the_template_changes_rejects_its_row(arguments: Any, call: 
         ({"n": 3}, "c.function.name ~ (a | string)"),  # as Python writes it
         ({"n": 3}, "c.function.name ~ '(' ~ (a.items() | first | join('=')) ~ ').'"),
         ({"b": 3, "B2": 1, "a": 2, "b c": 4}, "c.function.name ~ (a | tojson(sort_keys=true))"),
-        ({"n": 3}, "c.function.name ~ (a | items | first | join) ~ ('' if (a.values() | first) > 2 else ' is small')"),
+        (
+            {"n": 3},
+            "c.function.name ~ (a | items | first | join) ~ ('' if (a.values() | first) > 2 else ' is small')",
+        ),
         ({"b": True, "a": 0, "": 1}, "c.function.name ~ (a | dictsort)"),
         ({"n": 'a "quoted"\n“text”'}, WHOLE_CALL),
     ],
@@ -487,7 +535,9 @@ SCHEMA = "tools[0].function.parameters.properties"
         (DESCRIBED + f" ~ ({SCHEMA}.values() | list)", False),
     ],
 )
-def test_a_tool_without_its_description_or_parameters_rejects_its_row(tools: str, is_kept: bool) -> None:
+def test_a_tool_without_its_description_or_parameters_rejects_its_row(
+    tools: str, is_kept: bool
+) -> None:
     found, _ = with_call({}, WHOLE_CALL, tools, tools=[TOOL])
     if is_kept:
         assert isinstance(found, TokenizedChat), found
@@ -521,7 +571,10 @@ for _ in range(900):
         {"extra": {"masked": True}},
         {"content": [PART | {"train": False}]},
         {"content": [PART, PART | {"weight": 0}]},
-        {"content": "a", "tool_calls": [{"weight": 0, "function": {"name": "look_up", "arguments": {}}}]},
+        {
+            "content": "a",
+            "tool_calls": [{"weight": 0, "function": {"name": "look_up", "arguments": {}}}],
+        },
     ],
 )
 def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:
@@ -550,12 +603,17 @@ def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
     for value in ("Hm.", ["Hm."], {"text": "Hm."}):
         for columns in ({name: value}, {"extra": {name: value}}):
             row: dict[str, Any] = {"messages": [ASKS, ANSWERS]} | columns
-            rejected(tokenize_row(template_of("chatml"), row, 100), RejectReason.CONTENT_NOT_READ, name)
+            rejected(
+                tokenize_row(template_of("chatml"), row, 100), RejectReason.CONTENT_NOT_READ, name
+            )
     row = {"messages": [ASKS, ANSWERS | {"additional_kwargs": {name: "Hm."}}]}
     rejected(tokenize_row(template_of("chatml"), row, 100), RejectReason.CONTENT_NOT_READ, name)
     # A column that is read as the chat is not beside it.
     used = tokenize_row(
-        template_of("chatml"), {"q": "1", name: "2"}, 100, Columns.parse(["user=q", f"assistant={name}"])
+        template_of("chatml"),
+        {"q": "1", name: "2"},
+        100,
+        Columns.parse(["user=q", f"assistant={name}"]),
     )
     assert isinstance(used, TokenizedChat), used
 
@@ -571,7 +629,9 @@ def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
 def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any]) -> None:
     found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS]} | column, 100)
     assert isinstance(found, TokenizedChat), found
-    nested = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS | {"usage": {"ignore_eos": True}}]}, 100)
+    nested = tokenize_row(
+        template_of("chatml"), {"messages": [ASKS, ANSWERS | {"usage": {"ignore_eos": True}}]}, 100
+    )
     assert isinstance(nested, TokenizedChat), nested
 
 
@@ -587,7 +647,9 @@ def test_a_column_is_read_once() -> None:
 @pytest.mark.parametrize("tools", [None, []])
 def test_no_tools_are_given_to_the_template_as_the_row_has_them(name: str, tools: Any) -> None:
     template = template_of(name)
-    expected = template.tokenizer.apply_chat_template([ASKS, ANSWERS], tools=tools, return_dict=False)
+    expected = template.tokenizer.apply_chat_template(
+        [ASKS, ANSWERS], tools=tools, return_dict=False
+    )
     for column in ("tools", "functions"):
         found = tokenize_row(template, {"messages": [ASKS, ANSWERS], column: tools}, 400)
         assert isinstance(found, TokenizedChat), found
@@ -598,7 +660,10 @@ def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
     row = {"messages": [ASKS, ANSWERS], "tools": [TOOL], "functions": [TOOL | {"strict": True}]}
     rejected(tokenize_row(template_of("qwen2.5"), row, 1000), RejectReason.CONTENT_NOT_READ)
     for functions in ([TOOL], [], None, json.dumps([TOOL])):
-        assert isinstance(tokenize_row(template_of("qwen2.5"), row | {"functions": functions}, 1000), TokenizedChat)
+        assert isinstance(
+            tokenize_row(template_of("qwen2.5"), row | {"functions": functions}, 1000),
+            TokenizedChat,
+        )
 
 
 ASKS_OF_CONTENT = (
@@ -609,7 +674,9 @@ ASKS_OF_CONTENT = (
 )
 
 
-@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": " \n"}, {"content": "a"}])
+@pytest.mark.parametrize(
+    "content", [{"content": None}, {}, {"content": ""}, {"content": " \n"}, {"content": "a"}]
+)
 def test_a_call_has_the_content_that_transformers_gives_it(content: dict[str, Any]) -> None:
     template = ChatTemplate(build_tokenizer(ASKS_OF_CONTENT, None, "<|im_end|>"))
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "x"}}}
@@ -619,10 +686,14 @@ def test_a_call_has_the_content_that_transformers_gives_it(content: dict[str, An
     assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
 
 
-@pytest.mark.parametrize("answer", ["\u2028a\u2029b\x85c\x0bd", "a\u00a0", "\ufeffa", "  a  ", "a\r\nb", "\u200b"])
+@pytest.mark.parametrize(
+    "answer", ["\u2028a\u2029b\x85c\x0bd", "a\u00a0", "\ufeffa", "  a  ", "a\r\nb", "\u200b"]
+)
 def test_white_space_of_all_kinds_is_kept(answer: str) -> None:
     template = template_of("chatml")
-    found = tokenize_row(template, {"messages": [ASKS, {"role": "assistant", "content": answer}]}, 1000)
+    found = tokenize_row(
+        template, {"messages": [ASKS, {"role": "assistant", "content": answer}]}, 1000
+    )
     assert marked_texts(template.tokenizer, found) == [answer + "<|im_end|>"]
 
 
@@ -640,5 +711,11 @@ def test_white_space_of_all_kinds_is_kept(answer: str) -> None:
         ({"role": "assistant", "content": None, "tool_calls": []}, RejectReason.EMPTY_CONTENT),
     ],
 )
-def test_messages_of_other_kinds_reject_their_row(message: dict[str, Any], reason: RejectReason) -> None:
-    rejected(tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS, message]}, 1000), reason, "message 2")
+def test_messages_of_other_kinds_reject_their_row(
+    message: dict[str, Any], reason: RejectReason
+) -> None:
+    rejected(
+        tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS, message]}, 1000),
+        reason,
+        "message 2",
+    )

@@ -54,13 +54,26 @@ def test_the_plan_counts_everything_before_any_forward(config: ExtractConfig) ->
     plan = build_plan(config)
     assert plan.manifest.n_sequences == 30
     assert plan.sequences.n_duplicates == 1
-    assert plan.sequences.rejections == {"the chat has no assistant message": 1, "the row is not a JSON object": 1}
-    n_tokens = sum(len(plan.sequences.text(key)[0]) for key in plan.table["sequence_id"].to_pylist())
+    assert plan.sequences.rejections == {
+        "the chat has no assistant message": 1,
+        "the row is not a JSON object": 1,
+    }
+    n_tokens = sum(
+        len(plan.sequences.text(key)[0]) for key in plan.table["sequence_id"].to_pylist()
+    )
     assert plan.n_tokens == n_tokens
     assert plan.raw_bytes == n_tokens * (3 * 2 * 2 * 8 * 2 + 2 * 32 * 2 + 4 + 1)
     assert not Path(config.out).exists()
     text = plan.describe()
-    for part in ("33 rows", "1 duplicate", "2 of 33 rows", "first: row 32", "bytes per token", "free disk", "memory"):
+    for part in (
+        "33 rows",
+        "1 duplicate",
+        "2 of 33 rows",
+        "first: row 32",
+        "bytes per token",
+        "free disk",
+        "memory",
+    ):
         assert part in text, text
     first = build_plan(config.replaced(max_sequences=4))
     assert sorted(first.table["source_row"].to_pylist()) == [1, 2, 3, 4]  # the first usable ones
@@ -81,7 +94,9 @@ def shrink(model: Path) -> None:
     build_text_model("llama", vocab_size=100).save_pretrained(model)
 
 
-LONG = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]}
+LONG = {
+    "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]
+}
 GOOD: list[Any] = random_chats(8)
 
 
@@ -89,18 +104,54 @@ GOOD: list[Any] = random_chats(8)
     ("change", "rows", "options", "error", "message"),
     [
         (None, [], {}, DatasetError, "is empty: no rows"),
-        (None, [{"text": "hi"}] * 3, {}, DatasetError, r"no usable chat among 3 rows: .*Expected a column `messages`"),
-        (None, ["{broken", "nonsense"], {}, DatasetError, r"2 x the row is not a JSON object \(row 0"),
-        (None, [*GOOD, "{broken", {"messages": []}], {}, DatasetError, r"2 of 10 rows \(20\.0%\).*0\.05.*1 x the row"),
-        (None, [*GOOD, LONG], {"max_length": 2048}, DatasetError, "Row 8 of .*Use --max-length 256"),
-        (shrink, GOOD, {}, DatasetError, r"vocabulary has 100 entries.*does not belong to this model"),
+        (
+            None,
+            [{"text": "hi"}] * 3,
+            {},
+            DatasetError,
+            r"no usable chat among 3 rows: .*Expected a column `messages`",
+        ),
+        (
+            None,
+            ["{broken", "nonsense"],
+            {},
+            DatasetError,
+            r"2 x the row is not a JSON object \(row 0",
+        ),
+        (
+            None,
+            [*GOOD, "{broken", {"messages": []}],
+            {},
+            DatasetError,
+            r"2 of 10 rows \(20\.0%\).*0\.05.*1 x the row",
+        ),
+        (
+            None,
+            [*GOOD, LONG],
+            {"max_length": 2048},
+            DatasetError,
+            "Row 8 of .*Use --max-length 256",
+        ),
+        (
+            shrink,
+            GOOD,
+            {},
+            DatasetError,
+            r"vocabulary has 100 entries.*does not belong to this model",
+        ),
         (without("config.json"), GOOD, {}, TargetError, r"has no config\.json"),
         (without("tokenizer.json"), GOOD, {}, TargetError, "has no tokenizer"),
         (rotate, GOOD, {}, TargetError, "rope type 'dynamic'"),
         (None, GOOD, {"device": "nonsense"}, TargetError, "device 'nonsense' cannot be used"),
         (None, None, {"codec": "zip"}, OptionInvalid, "Unknown codec 'zip'.*--codec"),
         (None, None, {"codec": "transform:1,tokens@group99"}, OptionInvalid, "@group2"),  # too wide
-        (None, None, {"codec": "transform:4,from-kv", "activations": "hidden:last"}, OptionInvalid, "no field 'kv'"),
+        (
+            None,
+            None,
+            {"codec": "transform:4,from-kv", "activations": "hidden:last"},
+            OptionInvalid,
+            "no field 'kv'",
+        ),
     ],
 )
 def test_input_that_cannot_be_used_is_refused(
@@ -212,10 +263,14 @@ def test_memory_is_that_of_weights_batches_and_workers() -> None:
     one = forwards_of()
     assert one.weight_bytes == 4 * 8_030_261_248
     assert forwards_of(n_workers=3).memory_bytes[0] == 3 * one.memory_bytes[0]
-    assert forwards_of(batch_tokens=256).memory_bytes == one.memory_bytes  # the longest makes a batch of its own
+    # the longest makes a batch of its own
+    assert forwards_of(batch_tokens=256).memory_bytes == one.memory_bytes
     kept_bytes = 2 * (32 * 2 * 8 * 128 + 4096) + 4 + 1
-    host_bytes, device_bytes = forwards_of(compute_dtype="bfloat16", batch_tokens=16_384, device="cuda").memory_bytes
-    # Weights of 16.1 GB, and 2.1 GB of kept values in each of five copies, of which one lies in a cache.
+    host_bytes, device_bytes = forwards_of(
+        compute_dtype="bfloat16", batch_tokens=16_384, device="cuda"
+    ).memory_bytes
+    # Weights of 16.1 GB, and 2.1 GB of kept values in each of five copies, of which one lies in a
+    # cache.
     assert 26 * GB < device_bytes < 34 * GB
     assert host_bytes == max(2 * 8_030_261_248, 4 * 16_384 * kept_bytes)
 
@@ -225,7 +280,9 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
 ) -> None:
     extract(config.replaced(activations=("hidden:last",)))
     free(1000)
-    monkeypatch.setattr(plan_module, "read_sequences", lambda *_: pytest.fail("the chats were read"))
+    monkeypatch.setattr(
+        plan_module, "read_sequences", lambda *_: pytest.fail("the chats were read")
+    )
     with pytest.raises(NotEnoughMemory):
         extract(config.replaced(out=f"{config.out}-other"))
     with pytest.raises(NotEnoughMemory):
@@ -258,12 +315,16 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
     ],
     ids=str,
 )
-def test_a_plan_needs_no_weights(config: ExtractConfig, model: Path, values: dict[str, Any], method: str) -> None:
+def test_a_plan_needs_no_weights(
+    config: ExtractConfig, model: Path, values: dict[str, Any], method: str
+) -> None:
     """Nor such as can be used: it says that `extract` refuses them."""
     without("model.safetensors")(model)
     change_json(model / "config.json", **values)
     planned = build_plan(config.replaced(model=str(model)))
-    assert planned.describe().count("refused      by `extract`: the weights are quantised by") == bool(method)
+    assert planned.describe().count(
+        "refused      by `extract`: the weights are quantised by"
+    ) == bool(method)
     assert method in planned.describe()
     with pytest.raises(TargetError, match=method or r"has no \*\.safetensors weights"):
         extract(config.replaced(model=str(model)))
@@ -312,14 +373,20 @@ def move(hub: Hub) -> None:
     hub.commit(f"datasets/{DATASET}", chats_of(1, more=3))
 
 
-def test_later_starts_take_the_recorded_commits(hub: Hub, hub_config: ExtractConfig, tmp_path: Path) -> None:
+def test_later_starts_take_the_recorded_commits(
+    hub: Hub, hub_config: ExtractConfig, tmp_path: Path
+) -> None:
     plan = build_plan(hub_config)
     extract(hub_config)
     store = Path(hub_config.out)
     sources = recorded_sources(read_manifest(store).extraction)
     assert sources == {
         "model": {"id": MODEL, "revision": "main", "commit": hub.branches[f"models/{MODEL}@main"]},
-        "dataset": {"id": DATASET, "revision": "main", "commit": hub.branches[f"datasets/{DATASET}@main"]},
+        "dataset": {
+            "id": DATASET,
+            "revision": "main",
+            "commit": hub.branches[f"datasets/{DATASET}@main"],
+        },
     }
     move(hub)
     shutil.rmtree(tmp_path / "cache")
@@ -334,24 +401,40 @@ def test_later_starts_take_the_recorded_commits(hub: Hub, hub_config: ExtractCon
     report = audit(store, MODEL, samples=2, device="cpu")
     assert report.ok
     assert not report.notes
-    assert plan_addition(AddConfig(store=str(store), model=MODEL, activations=("hidden:layer:0",))).n_tokens
-    by_commit = hub_config.replaced(revision=sources["model"]["commit"], dataset_revision=sources["dataset"]["commit"])
+    assert plan_addition(
+        AddConfig(store=str(store), model=MODEL, activations=("hidden:layer:0",))
+    ).n_tokens
+    by_commit = hub_config.replaced(
+        revision=sources["model"]["commit"], dataset_revision=sources["dataset"]["commit"]
+    )
     assert extract(by_commit).n_parts_done == 0
 
 
-def test_another_commit_is_another_input(hub: Hub, hub_config: ExtractConfig, target_folder: Path) -> None:
+def test_another_commit_is_another_input(
+    hub: Hub, hub_config: ExtractConfig, target_folder: Path
+) -> None:
     extract(hub_config)
     move(hub)
     hub.commit(f"datasets/{DATASET}", chats_of(2), branch="v2")
     with pytest.raises(StoreMismatch, match=r"extraction\.sources\.dataset\.commit"):
         extract(hub_config.replaced(dataset_revision="v2"))
-    old = hub.commit(f"datasets/{DATASET}", chats_of(0), branch="old")  # another name of the same commit
-    assert old == recorded_sources(read_manifest(Path(hub_config.out)).extraction)["dataset"]["commit"]
-    assert extract(hub_config.replaced(dataset_revision="old", model=str(target_folder))).n_parts_done == 0
+    # another name of the same commit
+    old = hub.commit(f"datasets/{DATASET}", chats_of(0), branch="old")
+    assert (
+        old == recorded_sources(read_manifest(Path(hub_config.out)).extraction)["dataset"]["commit"]
+    )
+    assert (
+        extract(hub_config.replaced(dataset_revision="old", model=str(target_folder))).n_parts_done
+        == 0
+    )
 
 
 def test_a_configuration_is_chosen(hub: Hub) -> None:
-    card = "---\nconfigs:\n" + "".join(f"- config_name: {c}\n  data_files: {c}/*.jsonl\n" for c in "ab") + "---\n"
+    card = (
+        "---\nconfigs:\n"
+        + "".join(f"- config_name: {c}\n  data_files: {c}/*.jsonl\n" for c in "ab")
+        + "---\n"
+    )
     rows = {f"{name}/train.jsonl": json.dumps({"at": name}).encode() + b"\n" for name in "ab"}
     hub.commit(f"datasets/{DATASET}", rows | {"README.md": card.encode()})
     assert [row for _, row in ChatSource(DATASET, "train", "b").rows()] == [{"at": "b"}]
@@ -359,29 +442,45 @@ def test_a_configuration_is_chosen(hub: Hub) -> None:
         ChatSource(DATASET, "train")
 
 
-def test_what_is_in_the_cache_is_not_taken_for_another_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_the_cache_is_not_taken_for_another_commit(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.commit(f"datasets/{DATASET}", chats_of(0))
     read = ChatSource(DATASET, None)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert ChatSource(DATASET, None).commit == read.commit
-    with pytest.raises(DatasetError, match=r"is wanted, but only .* is in the cache and the Hub cannot be reached"):
+    with pytest.raises(
+        DatasetError, match=r"is wanted, but only .* is in the cache and the Hub cannot be reached"
+    ):
         ChatSource(DATASET, None, revision="0" * 40)
 
 
 def test_local_inputs_have_no_revision(target_folder: Path, chats_file: Path) -> None:
-    with pytest.raises(TargetError, match=r"is a path and has no revision v1\. Leave out --revision"):
+    with pytest.raises(
+        TargetError, match=r"is a path and has no revision v1\. Leave out --revision"
+    ):
         resolve_model_folder(str(target_folder), revision="v1")
     for names in ({"config_name": "a"}, {"revision": "v1"}):
-        with pytest.raises(DatasetError, match=r"is local\. Leave out --dataset-config and --dataset-revision"):
+        with pytest.raises(
+            DatasetError, match=r"is local\. Leave out --dataset-config and --dataset-revision"
+        ):
             ChatSource(str(chats_file), None, **names)
 
 
 def test_recorded_sources_name_the_commit_of_what_they_were_recorded_for() -> None:
-    for record in (None, 3, {"model": 3}, {"model": {"id": "a"}}, {"model": {"id": "a", "revision": 1, "commit": "c"}}):
+    for record in (
+        None,
+        3,
+        {"model": 3},
+        {"model": {"id": "a"}},
+        {"model": {"id": "a", "revision": 1, "commit": "c"}},
+    ):
         assert recorded_sources({"sources": record}) == {}
     sources = {"model": {"id": "a", "revision": "main", "commit": "c"}}
-    assert [pinned_revision(sources, "model", "a", asked) for asked in (None, "main", "c")] == ["c"] * 3
+    assert [pinned_revision(sources, "model", "a", asked) for asked in (None, "main", "c")] == [
+        "c"
+    ] * 3
     assert pinned_revision(sources, "model", "a", "v2") == "v2"
     assert pinned_revision(sources, "model", "b", None) is None
     assert pinned_revision(sources, "dataset", "a", None) is None
@@ -390,24 +489,34 @@ def test_recorded_sources_name_the_commit_of_what_they_were_recorded_for() -> No
 
 def test_batches_hold_neighbours_of_a_part_and_keep_to_the_budget(config: ExtractConfig) -> None:
     lengths, parts = [50, 30, 30, 9, 9, 9, 1, 40], [0] * 7 + [1]
-    table = pa.table({"n_tokens": pa.array(lengths, pa.int32()), "part": pa.array(parts, pa.int32())})
+    table = pa.table(
+        {"n_tokens": pa.array(lengths, pa.int32()), "part": pa.array(parts, pa.int32())}
+    )
     found = [batch["n_tokens"].to_pylist() for batch in batches_of(table, 60)]
     assert found == [[50], [30, 30], [9, 9, 9, 1], [40]]
     assert [len(batch) for batch in batches_of(table, 1)] == [1] * 8
     plan = build_plan(config)
-    planned = [batch["n_tokens"].to_pylist() for batch in batches_of(plan.table, plan.forward.batch_tokens)]
-    assert sum(len(batch) * max(batch) for batch in planned) == extract(config).timings.n_padded_tokens
+    planned = [
+        batch["n_tokens"].to_pylist() for batch in batches_of(plan.table, plan.forward.batch_tokens)
+    ]
+    assert (
+        sum(len(batch) * max(batch) for batch in planned) == extract(config).timings.n_padded_tokens
+    )
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:1,tokens,from-kv"])
-def test_a_plan_is_timed_and_leaves_nothing(config: ExtractConfig, tmp_path: Path, codec: str) -> None:
+def test_a_plan_is_timed_and_leaves_nothing(
+    config: ExtractConfig, tmp_path: Path, codec: str
+) -> None:
     before = sorted(tmp_path.rglob("*"))
     least_s, most_s = estimate(build_plan(config.replaced(codec=codec)))
     assert sorted(tmp_path.rglob("*")) == before
     assert 0 < least_s < most_s
 
 
-def test_a_plan_says_where_it_cannot_be_timed(config: ExtractConfig, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_plan_says_where_it_cannot_be_timed(
+    config: ExtractConfig, tmp_path: Path, monkeypatch: Any
+) -> None:
     def fail(_: Any) -> Any:
         raise RuntimeError("the sizes do not match")
 
@@ -421,14 +530,20 @@ def test_a_plan_says_where_it_cannot_be_timed(config: ExtractConfig, tmp_path: P
 
 def test_an_addition_is_timed_too(config: ExtractConfig) -> None:
     extract(config.replaced(activations=("hidden:last",), target_layers=0))
-    plan = plan_addition(AddConfig.of(store=config.out, model=config.model, activations=("hidden:layer:1",)))
+    plan = plan_addition(
+        AddConfig.of(store=config.out, model=config.model, activations=("hidden:layer:1",))
+    )
     least_s, most_s = estimate(plan)
     assert 0 < least_s < most_s
-    done = run("add", config.out, "--model", config.model, "--activations", "hidden:layer:1", "--dry-run")
+    done = run(
+        "add", config.out, "--model", config.model, "--activations", "hidden:layer:1", "--dry-run"
+    )
     assert "\ntime         " in done.stdout
 
 
-def test_fewer_layers_are_timed_for_all_of_them(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_layers_are_timed_for_all_of_them(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one_s = Timings(forward_s=1.0, extract_s=2.0, n_padded_tokens=100)  # whatever a batch computes
     monkeypatch.setattr(estimate_module, "_run", lambda *_: one_s)
     plan = build_plan(config.replaced(activations=("kv",)))
@@ -438,7 +553,9 @@ def test_fewer_layers_are_timed_for_all_of_them(config: ExtractConfig, monkeypat
     assert of_one_s == pytest.approx(3 * whole_s)
 
 
-def test_plan_tells_what_workers_take(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_tells_what_workers_take(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = ["plan", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
     told = run(*arguments, "--device", "cpu", "--workers", "4", "--part-tokens", "512")

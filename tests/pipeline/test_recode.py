@@ -63,8 +63,12 @@ def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: P
     assert verify_store(tmp_path / "small").ok
     with ActivationStore(lossless) as exact, ActivationStore(tmp_path / "small") as small:
         assert "basis_sha256" in small.manifest.codec
-        expected = np.concatenate([to_float32(exact.read(i, "kv"), "bfloat16") for i in range(len(exact))])
-        got = np.concatenate([to_float32(small.read(i, "kv"), "bfloat16") for i in range(len(small))])
+        expected = np.concatenate(
+            [to_float32(exact.read(i, "kv"), "bfloat16") for i in range(len(exact))]
+        )
+        got = np.concatenate(
+            [to_float32(small.read(i, "kv"), "bfloat16") for i in range(len(small))]
+        )
     assert np.linalg.norm(got - expected) < 0.3 * np.linalg.norm(expected)
     again = recode(lossless, "transform:3", tmp_path / "small")
     assert again.n_parts_done == 0
@@ -93,13 +97,17 @@ def test_the_sample_is_spread_over_the_plan() -> None:
     assert sample_rows(np.array([5, 6]), 1000) == [0, 1]
 
 
-def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folder: Path, tmp_path: Path) -> None:
+def test_audit_allows_a_codec_its_error_and_no_more(
+    lossless: Path, target_folder: Path, tmp_path: Path
+) -> None:
     recode(lossless, "int8", tmp_path / "int8")
     report = audit(tmp_path / "int8", str(target_folder), samples=2, device="cpu")
     assert report.ok, report.describe()
     kv = report.worst()["kv"]
     assert 0.003 < kv.relative_error < kv.tolerance < 0.3
-    assert audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1
+    assert (
+        audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1
+    )
 
 
 @pytest.mark.parametrize("array", ["kv/codes_00", "kv/codes"])
@@ -111,17 +119,24 @@ def test_the_format_document_decodes_transform_codes(
         monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
     recode(lossless, "transform:3@all", tmp_path / "small")
     text = (Path(__file__).parents[2] / "docs" / "format-codecs.md").read_text(encoding="utf-8")
-    block = next(part.split("```")[0] for part in text.split("```python")[1:] if "def decode_kv" in part)
+    block = next(
+        part.split("```")[0] for part in text.split("```python")[1:] if "def decode_kv" in part
+    )
     scope: dict[str, Any] = {}
     exec(block, scope)
     basis = safetensors.numpy.load_file(tmp_path / "small" / "codec" / "basis.safetensors")
     with ActivationStore(tmp_path / "small") as store:
         n_layers, n_kv_heads, _, head_dim = store.fields["kv"].token_shape
         for i in range(0, len(store), 7):
-            row = {name: store.sequences[name][i].as_py() for name in ("part", "first_token", "n_tokens")}
+            row = {
+                name: store.sequences[name][i].as_py()
+                for name in ("part", "first_token", "n_tokens")
+            }
             arrays = zarr.open_group(tmp_path / "small" / "parts", mode="r")
             first = row["part"] * arrays[array].attrs["part_rows"] + row["first_token"]
-            got = scope["decode_kv"](arrays, basis, first, row["n_tokens"], (n_layers, n_kv_heads, head_dim))
+            got = scope["decode_kv"](
+                arrays, basis, first, row["n_tokens"], (n_layers, n_kv_heads, head_dim)
+            )
             kv = to_float32(store.read(i, "kv"), "bfloat16")
             for which, values in enumerate(got):
                 np.testing.assert_allclose(values, kv[:, :, :, which], rtol=0.01, atol=0.02)
@@ -177,9 +192,15 @@ def test_a_state_that_is_added_leaves_the_others_as_they_are(joint: ExtractConfi
     before = read_tree(joint.out)
     with ActivationStore(joint.out) as store:
         states = {name: store.read(3, name) for name in HIDDEN}
-    add(AddConfig.of(store=joint.out, model=joint.model, activations=("hidden:layer:2",), device="cpu"))
+    add(
+        AddConfig.of(
+            store=joint.out, model=joint.model, activations=("hidden:layer:2",), device="cpu"
+        )
+    )
     after = read_tree(joint.out)
-    assert all(after[name] == content for name, content in before.items() if name.startswith("parts/"))
+    assert all(
+        after[name] == content for name, content in before.items() if name.startswith("parts/")
+    )
     assert verify_store(joint.out).ok
     with ActivationStore(joint.out) as store:
         assert "hidden/layer_2" not in store.codec.sources
@@ -189,7 +210,13 @@ def test_a_state_that_is_added_leaves_the_others_as_they_are(joint: ExtractConfi
 @pytest.mark.parametrize("fields", [(0, 1), (1,)])
 def test_training_reads_what_the_store_gives(joint: ExtractConfig, fields: tuple[int, ...]) -> None:
     settings = TrainConfig.of(
-        store=joint.out, out="", batch_size=2, reader_threads=1, drafter="dspark", fused_layers=fields, block_layers=1
+        store=joint.out,
+        out="",
+        batch_size=2,
+        reader_threads=1,
+        drafter="dspark",
+        fused_layers=fields,
+        block_layers=1,
     )
     with ActivationStore(joint.out) as store:
         inputs, encoded = BatchReader(store, settings, torch.device("cpu")).read(
@@ -201,5 +228,7 @@ def test_training_reads_what_the_store_gives(joint: ExtractConfig, fields: tuple
             for row, i in enumerate((4, 1)):
                 stored = torch.from_numpy(store.read(i, name)).view(torch.bfloat16)
                 own = decoded[row, : len(stored)]
-                torch.testing.assert_close(own, stored, rtol=2**-6, atol=1e-3, msg=f"{attribute} of {i}")
+                torch.testing.assert_close(
+                    own, stored, rtol=2**-6, atol=1e-3, msg=f"{attribute} of {i}"
+                )
     assert len(encoded) == 1 + len(fields)

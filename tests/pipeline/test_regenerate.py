@@ -76,7 +76,12 @@ def config(target_folder: Path, rows: list[Any], tmp_path: Path) -> RegenerateCo
 def own_questions(config: RegenerateConfig) -> RegenerateConfig:
     """Four chats about questions of the target, greedily answered."""
     return config.replaced(
-        dataset=None, self_prompted=4, question_tokens=12, question_top_p=0.5, max_new_tokens=6, batch_size=4
+        dataset=None,
+        self_prompted=4,
+        question_tokens=12,
+        question_top_p=0.5,
+        max_new_tokens=6,
+        batch_size=4,
     )
 
 
@@ -105,7 +110,9 @@ def read(config: RegenerateConfig) -> dict[int, list[str]]:
 
 
 def record(config: RegenerateConfig) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(config.out).with_suffix(".regeneration.json").read_text())
+    found: dict[str, Any] = json.loads(
+        Path(config.out).with_suffix(".regeneration.json").read_text()
+    )
     return found
 
 
@@ -132,23 +139,37 @@ ALPACA = {"instruction": "Add.", "input": "1, 2", "output": "3"}
         (chat("a", "1", "b", "2"), [user("a"), user("b")], ""),
         (chat("a", "1", "b"), [user("a"), user("b")], ""),
         (TWICE, [user("a"), user("c")], ""),  # two answers in a row are one
-        (chat("a", "1", system="Be brief."), [[{"role": "system", "content": "Be brief."}, *user("a")]], ""),
+        (
+            chat("a", "1", system="Be brief."),
+            [[{"role": "system", "content": "Be brief."}, *user("a")]],
+            "",
+        ),
         (ALPACA, [user("Add.\n\n1, 2")], ""),
         ({"text": "a"}, [], RejectReason.NO_MESSAGES),
-        ({"messages": [{"role": "assistant", "content": "1"}, *user("a")]}, [], LossReason.NO_QUESTION),
+        (
+            {"messages": [{"role": "assistant", "content": "1"}, *user("a")]},
+            [],
+            LossReason.NO_QUESTION,
+        ),
         (chat("a", "1", tools=[{"name": "add"}]), [], LossReason.TOOLS),
         ({"messages": [*user("a"), {"role": "tool", "content": "3"}]}, [], LossReason.TOOLS),
         (chat("\ud800", "1"), [], RejectReason.NO_UNICODE),
     ],
 )
-def test_a_row_gives_its_questions_or_the_reason_why_it_asks_none(content: Any, turns: list[Any], reason: str) -> None:
+def test_a_row_gives_its_questions_or_the_reason_why_it_asks_none(
+    content: Any, turns: list[Any], reason: str
+) -> None:
     found = Row.read(7, content, Columns.parse(["alpaca"] if content is ALPACA else []))
     assert (found.row, found.turns, found.reason) == (7, turns, reason)
     assert found.begin_turn() == bool(turns)
 
 
-@pytest.mark.parametrize(("text", "reason"), [("B", ""), (" \n", LossReason.EMPTY), ("caf\ufffd", LossReason.NO_TEXT)])
-def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(text: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"), [("B", ""), (" \n", LossReason.EMPTY), ("caf\ufffd", LossReason.NO_TEXT)]
+)
+def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(
+    text: str, reason: str
+) -> None:
     row = Row.read(7, chat("a", "1", "b", "2"), Columns.parse([]))
     assert row.begin_turn()
     row.take("A", 3)
@@ -157,7 +178,11 @@ def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(text
     row.take(text, 4)
     assert not row.begin_turn()
     assert row.reason == reason
-    assert [message["content"] for message in row.messages] == ["a", "A", *(["b", "B"] if not reason else [])]
+    assert [message["content"] for message in row.messages] == [
+        "a",
+        "A",
+        *(["b", "B"] if not reason else []),
+    ]
     assert (row.n_answers, row.n_tokens) == ((1, 3) if reason else (2, 7))
 
 
@@ -183,7 +208,9 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         pass
 
 
-def test_answers_are_those_of_plain_decoding_turn_by_turn(config: RegenerateConfig, target: Target) -> None:
+def test_answers_are_those_of_plain_decoding_turn_by_turn(
+    config: RegenerateConfig, target: Target
+) -> None:
     answers = regenerate(config)
     found, counts = read(config), answers.counts
     n_ended = 0
@@ -223,13 +250,21 @@ def test_drafts_change_no_distribution_and_greedily_no_word(
 @pytest.mark.parametrize("is_self_prompted", [False, True])
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_kill_ends_in_the_bytes_of_a_run_that_was_not_interrupted(
-    config: RegenerateConfig, drafter_folder: Path, tmp_path: Path, every: int, is_self_prompted: bool
+    config: RegenerateConfig,
+    drafter_folder: Path,
+    tmp_path: Path,
+    every: int,
+    is_self_prompted: bool,
 ) -> None:
     folder = tmp_path / "kills"
     folder.mkdir()
-    killed_run = config.replaced(drafter=str(drafter_folder), batch_size=2, max_rows=5, max_new_tokens=8)
+    killed_run = config.replaced(
+        drafter=str(drafter_folder), batch_size=2, max_rows=5, max_new_tokens=8
+    )
     if is_self_prompted:
-        killed_run = killed_run.replaced(dataset=None, self_prompted=5, question_tokens=12, drafter=None, max_rows=None)
+        killed_run = killed_run.replaced(
+            dataset=None, self_prompted=5, question_tokens=12, drafter=None, max_rows=None
+        )
     run_apart(kill, folder, killed_run.model_dump_json(), every)
     whole = outputs(elsewhere(config.replaced(out=str(folder / "x")), "whole"))
     killed = sorted(folder.glob("killed-*.jsonl"))
@@ -261,7 +296,9 @@ def test_what_is_complete_is_not_asked_again_and_foreign_files_are_left_alone(
         regenerate(config.replaced(dataset=str(tmp_path)))
 
 
-def test_the_target_asks_itself(own_questions: RegenerateConfig, target: Target, tmp_path: Path) -> None:
+def test_the_target_asks_itself(
+    own_questions: RegenerateConfig, target: Target, tmp_path: Path
+) -> None:
     counts = regenerate(own_questions).counts
     chats = read(own_questions)
     questions = [texts[0] for texts in chats.values()]
@@ -297,7 +334,9 @@ def arguments_of(config: RegenerateConfig) -> list[str]:
 
 def test_a_target_that_repeats_itself_is_given_up(own_questions: RegenerateConfig) -> None:
     greedy = own_questions.replaced(question_temperature=1e-6, batch_size=32)
-    refused(run(*arguments_of(greedy), "--question-temperature", "1e-6"), "questions had to be dropped")
+    refused(
+        run(*arguments_of(greedy), "--question-temperature", "1e-6"), "questions had to be dropped"
+    )
     assert record(greedy)["rows"]["n_rows"] == 0
 
 
@@ -345,11 +384,16 @@ def test_a_chat_ends_with_an_answer_that_was_cut() -> None:
     assert (row.is_cut, row.reason) == (True, LossReason.NO_END)
 
 
-def test_questions_of_spec_bench_are_answered_turn_by_turn(config: RegenerateConfig, tmp_path: Path) -> None:
+def test_questions_of_spec_bench_are_answered_turn_by_turn(
+    config: RegenerateConfig, tmp_path: Path
+) -> None:
     turns: list[list[str]] = [[f"what is {n}?", f"and {n + 1}?"] for n in range(4)] + [
         [f"tell me of {n}"] for n in range(4)
     ]
-    rows = [{"question_id": n, "category": "qa", "turns": texts} for n, texts in enumerate([*turns, [""]])]
+    rows = [
+        {"question_id": n, "category": "qa", "turns": texts}
+        for n, texts in enumerate([*turns, [""]])
+    ]
     dataset = write_jsonl(tmp_path / "questions-of-spec-bench.jsonl", rows)
     spec_bench = elsewhere(config, "spec", dataset=str(dataset))
     counts = regenerate(spec_bench).counts
@@ -384,10 +428,29 @@ def test_settings_may_change_until_there_is_a_row(tmp_path: Path) -> None:
         pass
 
 
-def test_extract_takes_the_answers(config: RegenerateConfig, target_folder: Path, tmp_path: Path) -> None:
+def test_extract_takes_the_answers(
+    config: RegenerateConfig, target_folder: Path, tmp_path: Path
+) -> None:
     folder, store = tmp_path / "answered", tmp_path / "store"
-    arguments = ["regenerate", "--model", str(target_folder), "--dataset", str(config.dataset), "--out", str(folder)]
-    shown = ["--max-new-tokens", "36", "--device", "cpu", "--max-rejected-fraction", "1", "--max-length", "160"]
+    arguments = [
+        "regenerate",
+        "--model",
+        str(target_folder),
+        "--dataset",
+        str(config.dataset),
+        "--out",
+        str(folder),
+    ]
+    shown = [
+        "--max-new-tokens",
+        "36",
+        "--device",
+        "cpu",
+        "--max-rejected-fraction",
+        "1",
+        "--max-length",
+        "160",
+    ]
     dry = run(*arguments, *shown, "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert "14 answers" in dry.stdout
@@ -398,7 +461,12 @@ def test_extract_takes_the_answers(config: RegenerateConfig, target_folder: Path
     assert "regenerate" in done.stderr
     n_chats = len((folder / "chats.jsonl").read_text().splitlines())
     assert f"answered     {n_chats} of 11 rows" in done.stdout
-    command = done.stdout.split("next         moa-data ")[1].split("\n")[0].replace("STORE", str(store)).split()
+    command = (
+        done.stdout.split("next         moa-data ")[1]
+        .split("\n")[0]
+        .replace("STORE", str(store))
+        .split()
+    )
     extracted = run(*command, "--device", "cpu", "--max-rejected-fraction", "0")
     assert extracted.exit_code == 0, extracted.output
     assert f": {n_chats} sequences" in extracted.stdout, "none rejected, and the record is no chat"
@@ -416,7 +484,9 @@ def test_settings_that_do_not_fit_are_refused(options: str) -> None:
 
 
 def asking(config: RegenerateConfig, server: str, **changes: Any) -> RegenerateConfig:
-    return elsewhere(config, "served", **{"model": None, "server": server, "patience_s": 0.5} | changes)
+    return elsewhere(
+        config, "served", **{"model": None, "server": server, "patience_s": 0.5} | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -425,13 +495,17 @@ def live(target: Target) -> Iterator[LiveServer]:
         yield server
 
 
-def test_our_server_gives_the_answers_of_the_target(config: RegenerateConfig, live: LiveServer) -> None:
+def test_our_server_gives_the_answers_of_the_target(
+    config: RegenerateConfig, live: LiveServer
+) -> None:
     local, served = regenerate(config).counts, asking(config, live.address)
     counts = regenerate(served).counts
     assert read(served) == read(config)
     assert len(read(served)) > 3
     assert counts.n_chats == local.n_chats
-    assert counts.rejected[LossReason.REFUSED] == 2, "a special token in the text, and too long a text"
+    assert counts.rejected[LossReason.REFUSED] == 2, (
+        "a special token in the text, and too long a text"
+    )
     settings = record(served)["settings"]
     assert settings["server_model"] == MODEL
     assert "batch_size" not in settings
@@ -459,7 +533,10 @@ class Scripted:
 
 def said(text: str, finish_reason: str = "stop", **message: Any) -> dict[str, Any]:
     usage = {"prompt_tokens": 5, "completion_tokens": 2}
-    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish_reason}
+    choice = {
+        "message": {"role": "assistant", "content": text, **message},
+        "finish_reason": finish_reason,
+    }
     return {"choices": [choice], "usage": usage}
 
 
@@ -472,7 +549,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 def test_settings_of_sampling_are_sent(config: RegenerateConfig, scripted: Scripted) -> None:
-    regenerate(asking(config, f"{URL}/v1/", temperature=0.8, top_k=9, seed=5, repetition_penalty=1.1))
+    regenerate(
+        asking(config, f"{URL}/v1/", temperature=0.8, top_k=9, seed=5, repetition_penalty=1.1)
+    )
     seeds = {body["messages"][0]["content"]: body["seed"] for body in scripted.bodies}
     assert (seeds["what is 0?"], seeds["tell me of 1"]) == (5, 10)
     wanted = {"temperature": 0.8, "top_p": 1.0, "top_k": 9, "repetition_penalty": 1.1}
@@ -482,7 +561,11 @@ def test_settings_of_sampling_are_sent(config: RegenerateConfig, scripted: Scrip
 def test_what_passes_is_asked_again(
     config: RegenerateConfig, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first: dict[str, Any] = {"what is 0?": (503, {}), "what is 1?": (429, {}), "what is 2?": HUNG_UP}
+    first: dict[str, Any] = {
+        "what is 0?": (503, {}),
+        "what is 1?": (429, {}),
+        "what is 2?": HUNG_UP,
+    }
     scripted.script = lambda body: first.pop(body["messages"][0]["content"], (200, said("yes")))
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     arguments = ("enable_thinking=false",)
@@ -511,7 +594,9 @@ def test_what_passes_is_asked_again(
 def test_one_answer_that_fails_rejects_its_row(
     config: RegenerateConfig, scripted: Scripted, answer: Any, reason: LossReason
 ) -> None:
-    scripted.script = lambda body: answer if body["messages"][-1]["content"] == "tell me of 1" else (200, said("yes"))
+    scripted.script = lambda body: (
+        answer if body["messages"][-1]["content"] == "tell me of 1" else (200, said("yes"))
+    )
     counts = regenerate(asking(config, URL)).counts
     assert counts.rejected[reason] == 1
     assert counts.examples[reason].startswith("row 5")
@@ -558,7 +643,9 @@ def test_a_server_cuts_answers_too(config: RegenerateConfig, scripted: Scripted)
 
 def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: Scripted) -> None:
     scripted.script = lambda body: (
-        (404, {}) if body["messages"][0]["content"] == "tell me of 2" else (200, said(body["messages"][-1]["content"]))
+        (404, {})
+        if body["messages"][0]["content"] == "tell me of 2"
+        else (200, said(body["messages"][-1]["content"]))
     )
     served = asking(config, URL, batch_size=1)
     with pytest.raises(ServingError, match="answers 404"):

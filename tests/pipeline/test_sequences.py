@@ -75,7 +75,10 @@ def test_two_processes_make_the_plan_that_one_makes(config: ExtractConfig) -> No
 @pytest.mark.usefixtures("small_blocks")
 def test_reading_ahead_changes_nothing(config: ExtractConfig, model: Path) -> None:
     """Also where a row behind the last one that is wanted asks for the time."""
-    write_jsonl(Path(config.dataset), [*random_chats(60), chat("what day", "is it"), *random_chats(40, seed=1)])
+    write_jsonl(
+        Path(config.dataset),
+        [*random_chats(60), chat("what day", "is it"), *random_chats(40, seed=1)],
+    )
     asks = "{% if 'what day' in messages[0]['content'] %}{{ strftime_now('%d') }}{% endif %}"
     (model / "chat_template.jinja").write_text(asks + LLAMA3_TEMPLATE)
     config = config.replaced(model=str(model))
@@ -92,7 +95,9 @@ def test_a_row_that_cannot_be_read_comes_after_those_before_it() -> None:
         raise DatasetError("the disk is gone")
 
     gone = [Rejection(RejectReason.NO_MESSAGES, row) for row in "abcdefghijkl"]
-    results = tokenise_rows(rows(), lambda row: (Rejection(RejectReason.NO_MESSAGES, row), False), 2, lambda: None)
+    results = tokenise_rows(
+        rows(), lambda row: (Rejection(RejectReason.NO_MESSAGES, row), False), 2, lambda: None
+    )
     assert [next(results)[0] for _ in gone] == gone
     with pytest.raises(DatasetError, match="the disk is gone"):
         next(results)
@@ -144,7 +149,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     cases = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     files = [tmp_path / number.name for number in cases]
     options: dict[str, Any] = {"start_new_session": True, "text": True, "stdout": -1, "stderr": -1}
-    started = [subprocess.Popen([sys.executable, "-c", STARTS, str(file)], **options) for file in files]
+    started = [
+        subprocess.Popen([sys.executable, "-c", STARTS, str(file)], **options) for file in files
+    ]
     wait_for(lambda: all(file.with_name(f"{file.name}-1").exists() for file in files))
     workers = [children(process.pid) for process in started]
     assert all(len(pids) == 2 for pids in workers)
@@ -186,7 +193,9 @@ def keep(config: ExtractConfig) -> Path:
     return Path(config.out) / TEXTS_NAME
 
 
-def test_every_start_after_the_first_reads_the_tokens(mixed: ExtractConfig, tokenised: list[Any]) -> None:
+def test_every_start_after_the_first_reads_the_tokens(
+    mixed: ExtractConfig, tokenised: list[Any]
+) -> None:
     plain = build_plan(mixed, with_weights=True)
     extract(mixed)
     assert len(tokenised) == 2 * 27
@@ -253,7 +262,9 @@ def test_texts_are_a_cache(mixed: ExtractConfig) -> None:
         assert read_tree(mixed.out) == whole
 
 
-def test_tokens_of_other_inputs_are_not_read(mixed: ExtractConfig, model: Path, tokenised: list[Any]) -> None:
+def test_tokens_of_other_inputs_are_not_read(
+    mixed: ExtractConfig, model: Path, tokenised: list[Any]
+) -> None:
     mixed = mixed.replaced(model=str(model))
     keep(mixed)
     build_plan(mixed)

@@ -73,7 +73,10 @@ class Crew:
         self.n_started = 0
 
     def run(
-        self, n_workers: int, at_part: Callable[[int, int], None] = lambda number, part: None, ray: bool = False
+        self,
+        n_workers: int,
+        at_part: Callable[[int, int], None] = lambda number, part: None,
+        ray: bool = False,
     ) -> tuple[Timings, list[str]]:
         """Run workers until all is written."""
         script = Script(self.recipe, at_part)
@@ -88,7 +91,9 @@ class Crew:
             progress = PartProgress(store, lambda *told: self.told.append(told))
             crew = workers_of(self.path, n_workers)
             if ray:
-                found = run_on_ray(crew, store, ScaleSettings(engine="ray", workers=n_workers), progress)
+                found = run_on_ray(
+                    crew, store, ScaleSettings(engine="ray", workers=n_workers), progress
+                )
             else:
                 found = run_processes(crew, store, progress, script.start)
             progress.tell(found[0], looks=True)
@@ -138,7 +143,10 @@ class FakeRay:
     def shutdown(self) -> None: ...
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": "other", "Resources": {}}, {"NodeID": "node", "Resources": {"CPU": 2.0, "GPU": 4.0}}]
+        return [
+            {"NodeID": "other", "Resources": {}},
+            {"NodeID": "node", "Resources": {"CPU": 2.0, "GPU": 4.0}},
+        ]
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "node")
@@ -181,7 +189,9 @@ def test_any_number_of_workers_writes_the_bytes_of_one(
 
 
 @pytest.mark.parametrize("n_killed", [1, 2])
-def test_parts_of_killed_workers_are_done_by_the_others(crew: Crew, whole: dict[str, bytes], n_killed: int) -> None:
+def test_parts_of_killed_workers_are_done_by_the_others(
+    crew: Crew, whole: dict[str, bytes], n_killed: int
+) -> None:
     _, lost = crew.run(3, lambda number, part: die() if number < n_killed else None)
     assert read_tree(crew.path) == whole
     assert 1 <= len(lost) <= n_killed  # on a busy machine one may come when all is done
@@ -191,7 +201,9 @@ def test_parts_of_killed_workers_are_done_by_the_others(crew: Crew, whole: dict[
         assert Path(log.rstrip(")")).is_file()
 
 
-def test_when_no_worker_is_left_the_same_command_goes_on(crew: Crew, whole: dict[str, bytes]) -> None:
+def test_when_no_worker_is_left_the_same_command_goes_on(
+    crew: Crew, whole: dict[str, bytes]
+) -> None:
     def die_late(number: int, part: int) -> None:
         if crew.n_commits() > 4:
             os.write(2, b"\nTraceback\nAcceleratorError: the link fell off\n\n")
@@ -317,7 +329,8 @@ def test_the_exit_code_of_a_worker_says_whether_the_others_go_on(code: int, is_l
         assert outcome_of(code, "Error: x") == "Error: x"
         return
     assert (
-        outcome_of(code, "Error: AcceleratorError: the link fell off") == "Error: AcceleratorError: the link fell off"
+        outcome_of(code, "Error: AcceleratorError: the link fell off")
+        == "Error: AcceleratorError: the link fell off"
     )
     with pytest.raises(WorkerError) as caught:
         outcome_of(code, "Error: x")
@@ -326,9 +339,13 @@ def test_the_exit_code_of_a_worker_says_whether_the_others_go_on(code: int, is_l
 
 def test_the_command_of_a_worker_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     code = "import time\nfrom moa_data.commands.signals import begin_command, end_with_input, watch_signals\n"
-    code += "watch_signals()\nbegin_command()\nend_with_input()\nprint(flush=True)\ntime.sleep(60)\n"
+    code += (
+        "watch_signals()\nbegin_command()\nend_with_input()\nprint(flush=True)\ntime.sleep(60)\n"
+    )
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
@@ -348,10 +365,14 @@ def test_a_lost_task_is_started_anew(crew: Crew, whole: dict[str, bytes]) -> Non
     assert not list(crew.path.rglob("*.partial"))
 
 
-def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(crew: Crew, whole: dict[str, bytes]) -> None:
+def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(
+    crew: Crew, whole: dict[str, bytes]
+) -> None:
     def lose(number: int, part: int) -> None:
         if part == 4:
-            raise RayError("The worker died because of:\nModuleNotFoundError: No module named 'moa_data'\n")
+            raise RayError(
+                "The worker died because of:\nModuleNotFoundError: No module named 'moa_data'\n"
+            )
 
     with pytest.raises(WorkerError, match="ModuleNotFoundError") as caught:
         crew.run(2, lose, ray=True)
@@ -372,13 +393,17 @@ def test_a_worker_computes_on_its_share_of_the_cores(tmp_path: Path) -> None:
 
     [worker] = workers_of(tmp_path / "store", 1)
     WorkerProcess(worker, 2, start).close()
-    WorkerProcess(replace(worker, config=worker.config.replaced(encode_threads=3)), 1, start).close()
+    WorkerProcess(
+        replace(worker, config=worker.config.replaced(encode_threads=3)), 1, start
+    ).close()
     assert told == [(core_share(2), core_share(2)), (core_share(1), 3)]
 
 
 def test_what_libraries_print_in_a_worker_is_ignored(tmp_path: Path) -> None:
     def start(worker: Worker, folder: Path, n_threads: int) -> Forked:
-        (folder / TIMINGS_NAME).write_text("INFO: the engine starts\n" + json.dumps(asdict(Timings(n_tokens=5))) + "\n")
+        (folder / TIMINGS_NAME).write_text(
+            "INFO: the engine starts\n" + json.dumps(asdict(Timings(n_tokens=5))) + "\n"
+        )
         return Forked(lambda: 0)
 
     [worker] = workers_of(tmp_path / "store", 1)
@@ -387,7 +412,9 @@ def test_what_libraries_print_in_a_worker_is_ignored(tmp_path: Path) -> None:
     process.close()
 
 
-def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(*_: object) -> Forked:
         raise OSError("no process is left")
 
@@ -423,8 +450,19 @@ def test_ray_that_is_missing_or_taken_is_said_in_one_line(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
-    arguments = ["--model", config.model, "--dataset", config.dataset, "--out", config.out, "--engine", "ray"]
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a)
+    )
+    arguments = [
+        "--model",
+        config.model,
+        "--dataset",
+        config.dataset,
+        "--out",
+        config.out,
+        "--engine",
+        "ray",
+    ]
     for command in ("extract", "plan"):
         refused(run(command, *arguments), "pip install 'moa-data[ray]'")
     assert not Path(config.out).exists()
@@ -446,11 +484,17 @@ def test_options_of_workers(config: ExtractConfig) -> None:
     assert not config.replaced(engine="ray").scale.is_alone
 
 
-def test_gpus_of_workers_need_not_be_on_this_machine(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_workers_need_not_be_on_this_machine(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     on_gpus = config.replaced(engine="ray", device="auto", compute_dtype="auto", gpus_per_worker=1)
     plan = build_plan(on_gpus)
-    assert (plan.forward.device, plan.forward.compute_dtype, plan.manifest.extraction["device"]) == (
+    assert (
+        plan.forward.device,
+        plan.forward.compute_dtype,
+        plan.manifest.extraction["device"],
+    ) == (
         "cuda",
         "bfloat16",
         "cuda",

@@ -24,7 +24,11 @@ class Server(LiveServer):
     """A server whose gRPC port is of interest; its target needs no tokenizer, and it waits for nobody in the end."""
 
     def __init__(
-        self, target: Target, drafters: Any = None, identities: Identities | None = None, **settings: Any
+        self,
+        target: Target,
+        drafters: Any = None,
+        identities: Identities | None = None,
+        **settings: Any,
     ) -> None:
         target.tokenizer = target.tokenizer or build_tokenizer(LLAMA3_TEMPLATE)
         names = identities or Identities(drafters=dict.fromkeys(drafters or {}, ""))
@@ -50,7 +54,9 @@ class Talk:
         self.sequence, self.failure = 0, None
         self.got: list[pb.ServerMessage] = []
         call = self.channel.stream_stream(METHOD, response_deserializer=pb.ServerMessage.FromString)
-        self.call: Any = call(iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=True)
+        self.call: Any = call(
+            iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=True
+        )
 
     def send_bytes(self, data: bytes) -> None:
         self._requests.put(data)
@@ -63,7 +69,11 @@ class Talk:
 
     def open(self, tokens: Sequence[int], n_prompt: int | None = None, **settings: Any) -> None:
         settings = {"protocol": 1, "max_new_tokens": 12} | settings
-        self.send(open=pb.Open(tokens=tokens, n_prompt=len(tokens) if n_prompt is None else n_prompt, **settings))
+        self.send(
+            open=pb.Open(
+                tokens=tokens, n_prompt=len(tokens) if n_prompt is None else n_prompt, **settings
+            )
+        )
 
     def opened(self, *arguments: Any, **settings: Any) -> pb.Opened:
         self.open(*arguments, **settings)
@@ -112,7 +122,9 @@ class Talk:
         return found
 
     def committed(self) -> Iterator[pb.Committed]:
-        return (message.committed for message in self.got if message.WhichOneof("body") == "committed")
+        return (
+            message.committed for message in self.got if message.WhichOneof("body") == "committed"
+        )
 
     def hang_up(self) -> None:
         """Say nothing more."""

@@ -13,7 +13,16 @@ def test_tokens() -> None:
     owners = {tokens.check([given]) for given in ("Bearer one", "bearer one", "BEARER two")}
     assert len(owners) == 2
     assert not any("one" in owner or "two" in owner for owner in owners)
-    wrong = ("", "one", "Basic one", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Bearer \udcff")
+    wrong = (
+        "",
+        "one",
+        "Basic one",
+        "Bearer",
+        "Bearer ",
+        "Bearer on",
+        "Bearer one two",
+        "Bearer \udcff",
+    )
     for given in ([], *([each] for each in wrong), ["Bearer one", "Bearer one"]):
         with pytest.raises(NotAllowed):
             tokens.check(given)

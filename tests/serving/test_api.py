@@ -43,7 +43,11 @@ def post(server: LiveServer, path: str, **body: Any) -> Any:
 
 
 def complete(server: LiveServer, prompt: Any = PROMPTS[0], **settings: Any) -> Any:
-    return post(server, "/v1/completions", **({"prompt": prompt, "temperature": 0, "max_tokens": 12} | settings))
+    return post(
+        server,
+        "/v1/completions",
+        **({"prompt": prompt, "temperature": 0, "max_tokens": 12} | settings),
+    )
 
 
 def chat(server: LiveServer, **settings: Any) -> Any:
@@ -61,7 +65,10 @@ def events(server: LiveServer, path: str, **body: Any) -> list[Any]:
 
 def texts(answer: Any) -> list[str]:
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
-    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+    return [
+        choice["text"] if "text" in choice else choice["message"]["content"]
+        for choice in answer["choices"]
+    ]
 
 
 def test_several_answers_are_those_of_seeds_that_follow(server: LiveServer) -> None:
@@ -72,7 +79,11 @@ def test_several_answers_are_those_of_seeds_that_follow(server: LiveServer) -> N
     assert texts(chat(server, n=3, **SAMPLED)) == alone, "again"
     assert texts(chat(server, n=3, drafter="none", **SAMPLED)) == alone
     n_prompt = len(prompt_tokens(server.engine.target.template, HELLO))
-    assert answer["usage"] == {"prompt_tokens": n_prompt, "completion_tokens": 36, "total_tokens": n_prompt + 36}
+    assert answer["usage"] == {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": 36,
+        "total_tokens": n_prompt + 36,
+    }
     assert len(set(texts(chat(server, n=3, temperature=1.0)))) == 3, "without a seed"
     server.wait_until_free()
 
@@ -86,7 +97,9 @@ def test_prompts_of_one_request_are_completed_as_alone(server: LiveServer, targe
         assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
         assert answer["usage"]["completion_tokens"] == 36
     several = texts(complete(server, PROMPTS, n=2, **SAMPLED))
-    assert several == [text for prompt in PROMPTS for text in texts(complete(server, prompt, n=2, **SAMPLED))]
+    assert several == [
+        text for prompt in PROMPTS for text in texts(complete(server, prompt, n=2, **SAMPLED))
+    ]
 
 
 def pairs(choice: Any) -> list[tuple[str, float]]:
@@ -109,7 +122,10 @@ def test_several_answers_stream(server: LiveServer, path: str) -> None:
     for chunk in chunks:
         assert chunk["usage"] is None
         (choice,) = chunk["choices"]
-        index, delta = choice["index"], choice.get("text") or choice.get("delta", {}).get("content") or ""
+        index, delta = (
+            choice["index"],
+            choice.get("text") or choice.get("delta", {}).get("content") or "",
+        )
         assert ends[index] == 0, "nothing after the end"
         found[index] += delta
         ends[index] += choice["finish_reason"] == "length"
@@ -118,19 +134,25 @@ def test_several_answers_stream(server: LiveServer, path: str) -> None:
     assert ends == [1] * 3
     for choice, own in zip(whole["choices"], scores, strict=True):
         assert [token for token, _ in own] == [token for token, _ in pairs(choice)]
-        assert [value for _, value in own] == pytest.approx([value for _, value in pairs(choice)], abs=1e-4)
+        assert [value for _, value in own] == pytest.approx(
+            [value for _, value in pairs(choice)], abs=1e-4
+        )
         assert len(own) == 12
 
 
 def test_a_request_of_more_than_the_engine_takes_leaves_nothing(target: Target) -> None:
     with LiveServer(target, max_sequences=1, max_waiting=3) as server:
         body = {"model": MODEL, "prompt": PROMPTS[0], "n": 5}
-        assert httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).status_code == 503
+        assert (
+            httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).status_code == 503
+        )
         server.wait_until_free()
         assert len(texts(complete(server, n=4))) == 4
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED, {"presence_penalty": 1.5, "frequency_penalty": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, SAMPLED, {"presence_penalty": 1.5, "frequency_penalty": 0.5}], ids=str
+)
 def test_logprobs_are_the_target_s_with_and_without_drafts(
     server: LiveServer, target: Target, settings: dict[str, Any]
 ) -> None:
@@ -139,7 +161,9 @@ def test_logprobs_are_the_target_s_with_and_without_drafts(
     plain = complete(server, logprobs=3, drafter="none", **settings)["choices"][0]
     assert server.engine.snapshot().n_accepted > before
     assert found["text"] == plain["text"]
-    assert found["logprobs"]["token_logprobs"] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=1e-4)
+    assert found["logprobs"]["token_logprobs"] == pytest.approx(
+        plain["logprobs"]["token_logprobs"], abs=1e-4
+    )
     prompt = target.tokenizer(PROMPTS[0])["input_ids"]
     if not settings:
         written = plain_generate(target, prompt, max_new_tokens=12).tokens
@@ -147,7 +171,9 @@ def test_logprobs_are_the_target_s_with_and_without_drafts(
         log_p = logits.log_softmax(-1)
         own = log_p.gather(1, torch.tensor(written)[:, None])[:, 0]
         assert found["logprobs"]["token_logprobs"] == pytest.approx(own.tolist(), abs=1e-4)
-        assert found["logprobs"]["tokens"] == [target.tokenizer.decode([token]) for token in written]
+        assert found["logprobs"]["tokens"] == [
+            target.tokenizer.decode([token]) for token in written
+        ]
         for scored, row in zip(found["logprobs"]["top_logprobs"], log_p, strict=True):
             assert max(scored.values()) == pytest.approx(float(row.max()), abs=1e-4)
             assert len(scored) <= 4
@@ -160,19 +186,26 @@ def test_logprobs_of_a_chat(server: LiveServer) -> None:
     assert len(answer) == 12
     for entry in answer:
         first, second = entry["top_logprobs"]
-        assert (first["token"], first["logprob"]) == (entry["token"], entry["logprob"]), "it is greedy"
+        assert (first["token"], first["logprob"]) == (entry["token"], entry["logprob"]), (
+            "it is greedy"
+        )
         assert first["logprob"] >= second["logprob"]
         is_whole = "\ufffd" not in entry["token"]
         assert entry["bytes"] == (list(entry["token"].encode()) if is_whole else None)
     assert all(
-        entry["top_logprobs"] == [] for entry in chat(server, logprobs=True)["choices"][0]["logprobs"]["content"]
+        entry["top_logprobs"] == []
+        for entry in chat(server, logprobs=True)["choices"][0]["logprobs"]["content"]
     )
     assert chat(server)["choices"][0]["logprobs"] is None
 
 
-def test_a_developer_is_whom_the_template_names_or_the_system(server: LiveServer, target: Target) -> None:
+def test_a_developer_is_whom_the_template_names_or_the_system(
+    server: LiveServer, target: Target
+) -> None:
     def tokens(role: str) -> Any:
-        return post(server, "/tokenize", messages=[{"role": role, "content": "Be brief"}, *HELLO])["tokens"]
+        return post(server, "/tokenize", messages=[{"role": role, "content": "Be brief"}, *HELLO])[
+            "tokens"
+        ]
 
     assert tokens("developer") == tokens("system") != tokens("user")
     knows = LLAMA3_TEMPLATE + "{# 'developer' #}"
@@ -187,8 +220,14 @@ def test_tools_that_nobody_calls(server: LiveServer) -> None:
     """The template doesn't show them, so that the answer is that without."""
     expected = texts(chat(server))
     assert texts(chat(server, tools=TOOLS, tool_choice="none")) == expected
-    assert texts(chat(server, tool_choice="none")) == texts(chat(server, tools=[], tool_choice="auto")) == expected
-    shows = LLAMA3_TEMPLATE.replace("{% for m", "{% if tools %}{{ tools | tojson }}{% endif %}{% for m")
+    assert (
+        texts(chat(server, tool_choice="none"))
+        == texts(chat(server, tools=[], tool_choice="auto"))
+        == expected
+    )
+    shows = LLAMA3_TEMPLATE.replace(
+        "{% for m", "{% if tools %}{{ tools | tojson }}{% endif %}{% for m"
+    )
     with LiveServer(never_ending(build_text_model(), build_tokenizer(shows))) as other:
         found = post(other, "/tokenize", messages=HELLO, tools=TOOLS)["tokens"]
         assert "weather" in other.engine.target.tokenizer.decode(found)
@@ -204,7 +243,10 @@ def test_ignore_eos(target: Target) -> None:
         ended, whole = complete(server), complete(server, ignore_eos=True)
     assert ended["usage"]["completion_tokens"] == written.index(written[5]) + 1
     assert ended["choices"][0]["finish_reason"] == "stop"
-    assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (12, "length")
+    assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (
+        12,
+        "length",
+    )
 
 
 def test_no_end_comes_before_min_tokens() -> None:
@@ -214,11 +256,15 @@ def test_no_end_comes_before_min_tokens() -> None:
     end = plain_generate(ending, prompt, max_new_tokens=12).tokens[2]
     ending.eos_token_ids = frozenset({end})
     shape: Any = {"max_tokens": 40, "logit_bias": {str(end): 100}, "logprobs": 1}
-    with LiveServer(ending, {"moa": teach(build_drafter(ending.model), ending, [prompt], 60)}, tree="4") as server:
+    with LiveServer(
+        ending, {"moa": teach(build_drafter(ending.model), ending, [prompt], 60)}, tree="4"
+    ) as server:
         for settings in ({}, SAMPLED, {"presence_penalty": 1}):
             for n_least in (0, 1, 7):
                 asked = {"min_tokens": n_least} | shape | settings
-                found, plain = (complete(server, drafter=drafter, **asked) for drafter in ("moa", "none"))
+                found, plain = (
+                    complete(server, drafter=drafter, **asked) for drafter in ("moa", "none")
+                )
                 assert found["choices"][0]["text"] == plain["choices"][0]["text"]
                 assert found["usage"]["completion_tokens"] == n_least + 1
                 assert found["choices"][0]["finish_reason"] == "stop"
@@ -233,8 +279,14 @@ def test_settings_of_sampling_reach_the_engine(server: LiveServer, target: Targe
     token = target.tokenizer("x", add_special_tokens=False)["input_ids"][0]
     assert texts(complete(server, logit_bias={str(token): 100})) == ["x" * 12]
     assert texts(complete(server, logit_bias={str(token): 100}, **SAMPLED)) == ["x" * 12]
-    for settings in ({"presence_penalty": 2}, {"frequency_penalty": -1.5}, {"repetition_penalty": 1.7}):
-        assert texts(complete(server, max_tokens=40, **settings)) != texts(complete(server, max_tokens=40))
+    for settings in (
+        {"presence_penalty": 2},
+        {"frequency_penalty": -1.5},
+        {"repetition_penalty": 1.7},
+    ):
+        assert texts(complete(server, max_tokens=40, **settings)) != texts(
+            complete(server, max_tokens=40)
+        )
         with_drafts, without = (
             texts(complete(server, max_tokens=40, drafter=drafter, **(SAMPLED | settings)))
             for drafter in ("moa", "none")
@@ -249,8 +301,13 @@ def test_tokens_of_texts_and_texts_of_tokens(server: LiveServer, target: Target)
         "count": len(tokens), "max_model_len": server.engine.max_positions, "tokens": tokens,
         "token_strs": target.tokenizer.convert_ids_to_tokens(tokens),
     }  # fmt: skip
-    assert post(server, "/tokenize", prompt=PROMPTS[0], add_special_tokens=False)["tokens"] == tokens[1:]
-    assert post(server, "/tokenize", messages=HELLO)["tokens"] == prompt_tokens(target.template, HELLO)
+    assert (
+        post(server, "/tokenize", prompt=PROMPTS[0], add_special_tokens=False)["tokens"]
+        == tokens[1:]
+    )
+    assert post(server, "/tokenize", messages=HELLO)["tokens"] == prompt_tokens(
+        target.template, HELLO
+    )
     closed = post(server, "/tokenize", messages=HELLO, add_generation_prompt=False)["tokens"]
     assert closed == prompt_tokens(target.template, HELLO)[: len(closed)]
     assert post(server, "/detokenize", tokens=tokens) == {"prompt": target.tokenizer.decode(tokens)}
@@ -273,7 +330,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BAD, ids=str)
-def test_bad_requests_are_refused(server: LiveServer, path: str, body: dict[str, Any], param: str | None) -> None:
+def test_bad_requests_are_refused(
+    server: LiveServer, path: str, body: dict[str, Any], param: str | None
+) -> None:
     answer = httpx.post(f"{server.address}{path}", json={"model": MODEL} | body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

@@ -54,7 +54,9 @@ def _large_events() -> Iterator[None]:
     """Few tokens fill the buffers of a reader that does not read, and it is soon seen."""
     event = api_module.event
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api_module, "event", lambda value: b":" + b"x" * 30_000 + b"\n" + event(value))
+        patch.setattr(
+            api_module, "event", lambda value: b":" + b"x" * 30_000 + b"\n" + event(value)
+        )
         patch.setattr("moa_data.serving.access._STUCK_S", 0.05)
         yield
 
@@ -70,7 +72,9 @@ def server(target: Target, _large_events: None) -> Iterator[LiveServer]:
 def check_innocent(server: LiveServer, target: Target) -> None:
     answer = httpx.post(f"{server.address}{COMPLETIONS}", json=BODY, timeout=60)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == plain_text(target, target.tokenizer("the cat sat")["input_ids"], 8)
+    assert answer.json()["choices"][0]["text"] == plain_text(
+        target, target.tokenizer("the cat sat")["input_ids"], 8
+    )
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
@@ -88,9 +92,15 @@ def say(data: bytes, n: int = 8) -> Callable[[LiveServer, ExitStack], None]:
 def read_nothing(server: LiveServer, held: ExitStack) -> None:
     for _ in range(3):
         held.enter_context(never_read(server.place, post(COMPLETIONS, STREAM)))
-    wait_for(lambda: server.engine.snapshot().n_open == 3 and not server.engine.snapshot().n_working)
+    wait_for(
+        lambda: server.engine.snapshot().n_open == 3 and not server.engine.snapshot().n_working
+    )
     # The server sees that nobody reads only once the buffers of a connection are full.
-    wait_for(lambda: httpx.post(f"{server.address}{COMPLETIONS}", json=BODY, timeout=60).status_code == 200)
+    wait_for(
+        lambda: (
+            httpx.post(f"{server.address}{COMPLETIONS}", json=BODY, timeout=60).status_code == 200
+        )
+    )
 
 
 def be_refused(data: bytes, status: int) -> Callable[[LiveServer, ExitStack], None]:
@@ -108,13 +118,18 @@ def be_refused(data: bytes, status: int) -> Callable[[LiveServer, ExitStack], No
 
 def be_a_foreign_page(server: LiveServer, held: ExitStack) -> None:
     for headers, status in foreign_pages():
-        answer = httpx.post(f"{server.address}{COMPLETIONS}", content=json.dumps(BODY), headers=headers)
+        answer = httpx.post(
+            f"{server.address}{COMPLETIONS}", content=json.dumps(BODY), headers=headers
+        )
         assert (answer.status_code, set(answer.json())) == (status, {"error"}), headers
 
 
 def send_no_end(server: LiveServer, held: ExitStack) -> None:
     body = (b"x" * (1 << 16) for _ in range(40))  # in chunks, without a length
-    assert httpx.post(f"{server.address}{COMPLETIONS}", content=body, headers=JSON_TYPE).status_code == 413
+    assert (
+        httpx.post(f"{server.address}{COMPLETIONS}", content=body, headers=JSON_TYPE).status_code
+        == 413
+    )
 
 
 TWO_LENGTHS = b"0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"
@@ -126,17 +141,25 @@ ATTACKS: dict[str, Callable[[LiveServer, ExitStack], None]] = {
     "noise": say(random.Random(1).randbytes(9000)),
     "reading nothing": read_nothing,
     "leaving": lambda server, held: leave_in_body(server.place, COMPLETIONS),
-    "leaving by a reset": lambda server, held: leave_in_body(server.place, COMPLETIONS, resets=True),
+    "leaving by a reset": lambda server, held: leave_in_body(
+        server.place, COMPLETIONS, resets=True
+    ),
     "a large head": be_refused(b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20), 400),
-    "two lengths": be_refused(head_of(COMPLETIONS, 5, "transfer-encoding: chunked") + TWO_LENGTHS, 400),
-    "two lengths of a check": be_refused(head_of("/health", 5, "transfer-encoding: chunked") + TWO_LENGTHS, 400),
+    "two lengths": be_refused(
+        head_of(COMPLETIONS, 5, "transfer-encoding: chunked") + TWO_LENGTHS, 400
+    ),
+    "two lengths of a check": be_refused(
+        head_of("/health", 5, "transfer-encoding: chunked") + TWO_LENGTHS, 400
+    ),
     "an endless body": send_no_end,
     "foreign pages": be_a_foreign_page,
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_others_are_answered_under_each_attack(name: str, server: LiveServer, target: Target) -> None:
+def test_others_are_answered_under_each_attack(
+    name: str, server: LiveServer, target: Target
+) -> None:
     with ExitStack() as held:
         ATTACKS[name](server, held)
         check_innocent(server, target)
@@ -155,9 +178,14 @@ def test_silent_connections_of_any_age_give_way(
 
 @pytest.mark.usefixtures("_large_events")
 @pytest.mark.parametrize(("answer_s", "write_s"), [(0.8, 30.0), (0, 0.3)], ids=["answer", "write"])
-def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: float, write_s: float) -> None:
+def test_readers_that_never_read_lose_their_slots(
+    target: Target, answer_s: float, write_s: float
+) -> None:
     limits: dict[str, Any] = {"answer_s": answer_s, "write_s": write_s}
-    with LiveServer(target, max_sequences=1, max_waiting=1, **limits) as server, ExitStack() as held:
+    with (
+        LiveServer(target, max_sequences=1, max_waiting=1, **limits) as server,
+        ExitStack() as held,
+    ):
         for _ in range(2):
             held.enter_context(never_read(server.place, post(COMPLETIONS, STREAM)))
         wait_for(lambda: server.engine.snapshot().n_open == 2)
@@ -183,7 +211,10 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
     with LiveServer(target, target_ms=20, head_s=1.0, body_s=0.8) as server, ExitStack() as held:
         long = httpx.Client(timeout=60)
         with long, long.stream("POST", f"{server.address}{COMPLETIONS}", json=STREAM) as stream:
-            late = [*stay_silent(server.place, 1), *stay_silent(server.place, 1, b"GET /health HTT")]
+            late = [
+                *stay_silent(server.place, 1),
+                *stay_silent(server.place, 1, b"GET /health HTT"),
+            ]
             again, half = (held.enter_context(connect(server.place)) for _ in range(2))
             again.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert again.recv(4096).startswith(b"HTTP/1.1 200")
@@ -198,11 +229,14 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
 @pytest.mark.parametrize("wrong", WRONG_BODIES, ids=lambda wrong: str(wrong)[:40])
 def test_a_body_with_many_wrong_items_is_refused_at_the_first(wrong: dict[str, Any]) -> None:
     """An error for each of half a million took seconds of the event loop."""
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | wrong).encode()
+    body = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | wrong
+    ).encode()
     with pytest.raises(api_module.ApiError) as refused:
         api_module.ChatRequest.parse(body)
     assert refused.value.status == 400
-    assert getattr(refused.value.__cause__, "error_count", lambda: 0)() <= 2  # one for each kind that is allowed
+    # one for each kind that is allowed
+    assert getattr(refused.value.__cause__, "error_count", lambda: 0)() <= 2
 
 
 @pytest.mark.parametrize("prompt", [[0.5] * 9, [1, None], [{}], [[[]]], [["a"]], [True]], ids=str)
@@ -218,17 +252,26 @@ def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
             ("llm.example.org", 200), ("llm.example.org.evil.example", 403), ("rebound.example", 403),
             ("localhost:1", 200), ("[::1]:8000", 200), ("10.0.0.7", 200), ("[", 403),
         ):  # fmt: skip
-            assert httpx.get(f"{server.address}/metrics", headers={"host": host}).status_code == status
+            assert (
+                httpx.get(f"{server.address}/metrics", headers={"host": host}).status_code == status
+            )
         for origin, status in (
             ("https://llm.example.org", 200),
             ("http://evil.example", 403),
             ("http://127.0.0.1:1", 403),
         ):
-            assert httpx.get(f"{server.address}/v1/models", headers={"origin": origin}).status_code == status
+            assert (
+                httpx.get(f"{server.address}/v1/models", headers={"origin": origin}).status_code
+                == status
+            )
         own = {"host": "10.0.0.7", "origin": "http://10.0.0.7"}
         assert httpx.get(f"{server.address}/v1/models", headers=own).status_code == 200
     with LiveServer(target, tokens=["secret"]) as server:
-        headers = {"authorization": "Bearer secret", "host": "llm.example.org", "origin": "https://other.example"}
+        headers = {
+            "authorization": "Bearer secret",
+            "host": "llm.example.org",
+            "origin": "https://other.example",
+        }
         assert httpx.get(f"{server.address}/v1/models", headers=headers).status_code == 200
         both = [("authorization", "Bearer secret"), ("authorization", "Bearer other")]
         for order in (both, both[::-1]):
@@ -261,7 +304,9 @@ def test_long_prompts_hold_up_long_prompts_alone(
     assert encoded == [1001], "nobody waits for the others"
 
 
-def test_texts_that_cannot_fit_are_refused_unread(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_cannot_fit_are_refused_unread(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_module, "_text_tokens", lambda *_: pytest.fail("it was encoded"))
     monkeypatch.setattr(http_module, "_chat_tokens", lambda *_: pytest.fail("it was encoded"))
     text = long_text(random.Random(0), 1_000_000)
@@ -280,7 +325,8 @@ def test_texts_that_cannot_fit_are_refused_unread(server: LiveServer, monkeypatc
 def test_a_client_that_leaves_during_its_body_is_one_line(
     server: LiveServer, resets: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wait_for(lambda: not server.service.metrics.n_in_flight)  # requests before, which are logged after their answers
+    # requests before, which are logged after their answers
+    wait_for(lambda: not server.service.metrics.n_in_flight)
     time.sleep(0.05)
     with caplog.at_level(logging.INFO, LOG.name):
         leave_in_body(server.place, COMPLETIONS, resets)
@@ -293,10 +339,14 @@ def test_a_client_that_leaves_during_its_body_is_one_line(
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-TEXT = st.text(max_size=30) | st.sampled_from(["<|eot_id|>", "\x00", "\ud800", "\ufffd", "🙂" * 5, " "])
+TEXT = st.text(max_size=30) | st.sampled_from(
+    ["<|eot_id|>", "\x00", "\ud800", "\ufffd", "🙂" * 5, " "]
+)
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": TEXT | JSON}
 )
@@ -305,16 +355,23 @@ SETTINGS = (
     "stop", "stream", "stream_options", "repetition_penalty", "drafter", "n", "tools", "logit_bias",
     "response_format", "user",
 )  # fmt: skip
-CHANGES = st.dictionaries(st.sampled_from(SETTINGS) | st.text(string.ascii_letters, max_size=8), JSON, max_size=4)
+CHANGES = st.dictionaries(
+    st.sampled_from(SETTINGS) | st.text(string.ascii_letters, max_size=8), JSON, max_size=4
+)
 
 
 @settings(max_examples=50)
 @given(changes=CHANGES | st.fixed_dictionaries({"messages": st.lists(MESSAGE | JSON, max_size=4)}))
 def test_fuzzed_requests(server: LiveServer, changes: dict[str, Any]) -> None:
-    for path, own in ((CHAT, {"messages": [{"role": "user", "content": "a"}]}), (COMPLETIONS, {"prompt": "a"})):
+    for path, own in (
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        (COMPLETIONS, {"prompt": "a"}),
+    ):
         content = json.dumps({"model": MODEL, "max_tokens": 2} | own | changes)
         # Unverified, as httpx otherwise reads all certificates of authorities for each request.
-        answer = httpx.post(f"{server.address}{path}", content=content, headers=JSON_TYPE, timeout=60, verify=False)
+        answer = httpx.post(
+            f"{server.address}{path}", content=content, headers=JSON_TYPE, timeout=60, verify=False
+        )
         if "text/event-stream" in answer.headers.get("content-type", ""):
             assert answer.text.endswith("data: [DONE]\n\n")
             continue

@@ -42,7 +42,9 @@ def test_bytes_that_are_no_text_are_shown_in_the_end() -> None:
 
 def test_what_is_held_back_can_be_shown_at_the_end() -> None:
     pieces = {1: b"h", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"!"}
-    grown = Detokenizer(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace"))
+    grown = Detokenizer(
+        lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+    )
     assert [grown.append(token) for token in (1, 2)] == ["h", ""]
     assert grown.rest == "\ufffd"
     assert [grown.append(token) for token in (3, 4)] == ["é", "!"]

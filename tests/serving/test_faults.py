@@ -25,11 +25,19 @@ def test_a_short_load_of_good_and_bad_clients(tmp_path: Path) -> None:
         sys.executable, "-m", "benchmarks.serving.serving_load", "--model", str(folder), "--drafter",
         str(tmp_path / "drafter"), "--bundle", str(tmp_path / "store"), "--minutes", "0.3", "--out", str(tmp_path),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.glob("serving-load-*.json")
     figures = json.loads(record.read_text())["figures"]
     assert figures["n_wrong"] == figures["n_refused"] == figures["n_held_at_the_end"] == 0, figures
     assert figures["answers_afterwards"]
     assert figures["memory"]["after_mib"] < figures["memory"]["before_mib"] + 64
-    assert min(figures["counts"][role] for role in ("draft", "stream", "ask", "ask_health", "leave_in_body")) > 0
+    assert (
+        min(
+            figures["counts"][role]
+            for role in ("draft", "stream", "ask", "ask_health", "leave_in_body")
+        )
+        > 0
+    )

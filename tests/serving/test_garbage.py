@@ -27,8 +27,9 @@ BAD_CHUNK = b"5\r\nhello\r\nZZ\r\n"
 
 
 def chunked(target: str) -> bytes:
-    return f"{target} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n".encode() + (
-        b"transfer-encoding: chunked\r\n\r\n"
+    return (
+        f"{target} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n".encode()
+        + (b"transfer-encoding: chunked\r\n\r\n")
     )
 
 
@@ -36,7 +37,9 @@ def client_hello() -> bytes:
     """The first bytes of a TLS handshake."""
     incoming = ssl.MemoryBIO()
     outgoing = ssl.MemoryBIO()
-    handshake = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    handshake = ssl.create_default_context().wrap_bio(
+        incoming, outgoing, server_hostname="localhost"
+    )
     with contextlib.suppress(ssl.SSLWantReadError):
         handshake.do_handshake()
     return outgoing.read()
@@ -53,12 +56,16 @@ GARBAGE: dict[str, list[bytes]] = {
         chunked("GET /health") + BAD_CHUNK,
     ],
     "a huge chunk size": [chunked("GET /health") + b"f" * 40 + b"\r\n"],
-    "two lengths that differ": [b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n"],
+    "two lengths that differ": [
+        b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n"
+    ],
     "no host": [b"GET /health HTTP/1.1\r\n\r\n"],
     "a host that is not one": [b"GET /nowhere HTTP/1.1\r\nhost: [\r\n\r\n"],
     "a path that is not one": [b"GET http://[ HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"],
     "a path of bytes": [b"GET /%ff%fe%00\xff HTTP/1.1\r\nhost: a\r\n\r\n"],
-    "names and values of bytes": [b"GET /health HTTP/1.1\r\nhost: a\r\nx: \xff\xfe\r\n\xff: a\r\n\r\n"],
+    "names and values of bytes": [
+        b"GET /health HTTP/1.1\r\nhost: a\r\nx: \xff\xfe\r\n\xff: a\r\n\r\n"
+    ],
     "an upgrade": [
         b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
     ],
@@ -94,7 +101,9 @@ def server(target: Target) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def tls_server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = make_certificates(tmp_path_factory.mktemp("tls"))[1]
-    with Server(target, {"moa": build_drafter(target.model)}, tokens=["secret"], **settings) as live:
+    with Server(
+        target, {"moa": build_drafter(target.model)}, tokens=["secret"], **settings
+    ) as live:
         yield live
 
 
@@ -104,7 +113,9 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def throw(address: tuple[str, int], pieces: list[bytes], resets: bool, tls: ssl.SSLContext | None = None) -> None:
+def throw(
+    address: tuple[str, int], pieces: list[bytes], resets: bool, tls: ssl.SSLContext | None = None
+) -> None:
     """Send bytes, wait a moment for an answer or reset the connection, and leave."""
     with contextlib.suppress(OSError), connect(address, tls) as connection:
         for piece in pieces:
@@ -126,13 +137,17 @@ def check_log(server: Server, log: pytest.LogCaptureFixture, most: int) -> None:
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_is_a_line_for_each_fault(name: str, server: Server, log: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_a_line_for_each_fault(
+    name: str, server: Server, log: pytest.LogCaptureFixture
+) -> None:
     for resets in (False, True):
         throw(server.place, GARBAGE[name], resets)
     check_log(server, log, most=2 * len(GARBAGE[name]))
 
 
-def test_a_request_whose_body_is_malformed_is_logged_as_refused(server: Server, log: pytest.LogCaptureFixture) -> None:
+def test_a_request_whose_body_is_malformed_is_logged_as_refused(
+    server: Server, log: pytest.LogCaptureFixture
+) -> None:
     for path in ("GET /health", f"POST {COMPLETIONS}"):
         log.clear()
         with connect(server.place) as connection:
@@ -143,11 +158,25 @@ def test_a_request_whose_body_is_malformed_is_logged_as_refused(server: Server, 
         assert vars(record)["facts"]["status"] == 400
 
 
-WITHIN_TLS = ["a bad chunk of a check", "a host that is not one", "noise", "no host", "a short body", "a TLS handshake"]
+WITHIN_TLS = [
+    "a bad chunk of a check",
+    "a host that is not one",
+    "noise",
+    "no host",
+    "a short body",
+    "a TLS handshake",
+]
 
 
 def test_garbage_on_and_within_tls(tls_server: Server, log: pytest.LogCaptureFixture) -> None:
-    for name in ("half of a TLS handshake", "a TLS handshake", "an alert of TLS", "noise", "no host", "zeros"):
+    for name in (
+        "half of a TLS handshake",
+        "a TLS handshake",
+        "an alert of TLS",
+        "noise",
+        "no host",
+        "zeros",
+    ):
         for resets in (False, True):
             throw(tls_server.place, GARBAGE[name], resets)
     tls = ssl.create_default_context()
@@ -166,7 +195,15 @@ def test_garbage_on_and_within_tls(tls_server: Server, log: pytest.LogCaptureFix
 def test_garbage_on_the_port_of_grpc(
     server: Server, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("half of a TLS handshake", "a TLS handshake", "an alert of TLS", "noise", "no host", "zeros", "HTTP/2")
+    names = (
+        "half of a TLS handshake",
+        "a TLS handshake",
+        "an alert of TLS",
+        "noise",
+        "no host",
+        "zeros",
+        "HTTP/2",
+    )
     for name in names:
         for resets in (False, True):
             throw(("127.0.0.1", server.port), GARBAGE[name], resets)
@@ -195,7 +232,9 @@ def test_repeated_lines_become_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
             handler.handle(record_of(line, f"10.0.0.{number} did it", status))
         return [json.loads(text) for text in stream.getvalue()[start:].splitlines()]
 
-    assert [line["message"] for line in lines_of(1, 100)] == [f"10.0.0.{number} did it" for number in range(5)]
+    assert [line["message"] for line in lines_of(1, 100)] == [
+        f"10.0.0.{number} did it" for number in range(5)
+    ]
     assert len(lines_of(2, 50, status=400)) == 5
     assert len(lines_of(2, 3, status=404)) == 3
     assert len(lines_of(2, 70, status=200)) == 70

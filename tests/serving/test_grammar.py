@@ -56,7 +56,9 @@ def taught(target: Target) -> Any:
     return teach(build_drafter(target.model), target, [target.tokenizer(PROMPT)["input_ids"]], 40)
 
 
-def masked_decoding(target: Target, kind: str, form: Any, sampling: SamplingConfig, seed: int) -> list[int]:
+def masked_decoding(
+    target: Target, kind: str, form: Any, sampling: SamplingConfig, seed: int
+) -> list[int]:
     """Plain decoding with a mask that is made anew for each token."""
     prompt, answer = target.tokenizer(PROMPT)["input_ids"], list[int]()
     grammars = Grammars(target)
@@ -89,7 +91,9 @@ def by_engine(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", FORMS)
-def test_drafts_change_nothing_under_a_mask(target: Target, taught: Any, name: str, sampling: Any) -> None:
+def test_drafts_change_nothing_under_a_mask(
+    target: Target, taught: Any, name: str, sampling: Any
+) -> None:
     """Chains, trees and plain steps; texts with a form and one without share their calls."""
     kind, form = FORMS[name]
     prompt = tuple(target.tokenizer(PROMPT)["input_ids"])
@@ -110,7 +114,9 @@ def test_drafts_change_nothing_under_a_mask(target: Target, taught: Any, name: s
 def test_a_grammar_goes_back_and_forth(target: Target) -> None:
     """Also beyond the end of what it allows, where only the end of the answer is left."""
     (grammar,) = Grammars(target).make("regex", "(a|b)+c", 1)
-    a, b, c, x = (target.tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in "abcx")
+    a, b, c, x = (
+        target.tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in "abcx"
+    )
     end = next(iter(target.eos_token_ids))
 
     def allows(*answer: int) -> tuple[bool, ...]:
@@ -154,25 +160,37 @@ def check(value: Any) -> None:
 
 def test_answers_follow_the_schema(server: LiveServer, target: Target) -> None:
     # This target would write white space between keys for ever.
-    spaces = {str(token): -100 for token in range(400) if target.tokenizer.decode([token]).isspace()}
+    spaces = {
+        str(token): -100 for token in range(400) if target.tokenizer.decode([token]).isspace()
+    }
     for settings in ({}, {"temperature": 1.0, "n": 4, "seed": 1}, {"drafter": "none"}):
-        answer = ask(server, response_format=json_schema(SCHEMA), logit_bias=spaces, **settings).json()
+        answer = ask(
+            server, response_format=json_schema(SCHEMA), logit_bias=spaces, **settings
+        ).json()
         for choice in answer["choices"]:
             assert choice["finish_reason"] == "stop"
             check(json.loads(choice["message"]["content"]))
     schema = {"structured_outputs": {"json": SCHEMA}}
-    greedy = ask(server, response_format=json_schema(SCHEMA)).json()["choices"][0]["message"]["content"]
+    greedy = ask(server, response_format=json_schema(SCHEMA)).json()["choices"][0]["message"][
+        "content"
+    ]
     assert ask(server, **schema).json()["choices"][0]["message"]["content"] == greedy
     forms = {"regex": FORMS["regex"][1], "choice": ["yes", "no", 'perhaps. "so"\n?']}
     for name, form in forms.items():
-        text = ask(server, structured_outputs={name: form}).json()["choices"][0]["message"]["content"]
+        text = ask(server, structured_outputs={name: form}).json()["choices"][0]["message"][
+            "content"
+        ]
         assert text in form if name == "choice" else re.fullmatch(str(form), text)
-    text = ask(server, response_format={"type": "json_object"}).json()["choices"][0]["message"]["content"]
+    text = ask(server, response_format={"type": "json_object"}).json()["choices"][0]["message"][
+        "content"
+    ]
     assert text.lstrip().startswith("{")
 
 
 def test_logprobs_under_a_mask_are_of_the_tokens_that_may_come(server: LiveServer) -> None:
-    answer = ask(server, structured_outputs={"choice": ["yes"]}, logprobs=True, top_logprobs=2).json()
+    answer = ask(
+        server, structured_outputs={"choice": ["yes"]}, logprobs=True, top_logprobs=2
+    ).json()
     for entry in answer["choices"][0]["logprobs"]["content"]:
         assert entry["logprob"] <= 0.0
         assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
@@ -186,7 +204,10 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs"),
     ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "x"}}, "structured_outputs"),
-    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+    ),
     ({"response_format": json_schema({"type": "nothing"})}, None),
     ({"response_format": json_schema({"not": {"type": "string"}})}, None),
     ({"structured_outputs": {"regex": "(a"}}, None),
@@ -194,7 +215,9 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("settings", "param"), BAD, ids=lambda value: str(value)[:60])
-def test_forms_that_cannot_be_followed_are_refused(server: LiveServer, settings: Any, param: str | None) -> None:
+def test_forms_that_cannot_be_followed_are_refused(
+    server: LiveServer, settings: Any, param: str | None
+) -> None:
     answer = ask(server, **settings)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -213,7 +236,9 @@ def test_a_form_that_becomes_too_large_ends_its_own_text(server: LiveServer) -> 
     server.wait_until_free()
 
 
-def test_without_its_library_the_error_says_what_to_install(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_library_the_error_says_what_to_install(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestInvalid, match=r"moa-data\[structured\]"):
         Grammars(target)

@@ -79,19 +79,30 @@ def test_verify_chains(talk: Talk, answer: list[int]) -> None:
     second = talk.verify(N + 1, [*answer[N + 1 : N + 3], wrong, 5])
     assert (list(second.tokens), second.n_accepted) == (answer[N + 1 : N + 4], 2)
     third = talk.verify(N + 4, answer[N + 4 :])
-    assert (list(third.tokens), third.n_accepted) == (answer[N + 4 : N + 11], 6), "as many as one call takes"
+    assert (list(third.tokens), third.n_accepted) == (answer[N + 4 : N + 11], 6), (
+        "as many as one call takes"
+    )
     last = talk.verify(N + 11)
     assert (list(last.tokens), last.finish) == (answer[N + 11 :], "length")
-    assert talk.verify(N + len(answer[N:])).finish == "length", "an answer that has ended is told again"
+    assert talk.verify(N + len(answer[N:])).finish == "length", (
+        "an answer that has ended is told again"
+    )
 
 
-def test_what_is_committed_answers_a_verify_that_is_sent_again(talk: Talk, server: Server, answer: list[int]) -> None:
+def test_what_is_committed_answers_a_verify_that_is_sent_again(
+    talk: Talk, server: Server, answer: list[int]
+) -> None:
     """Where its drafts go on, the rest is verified, as many as one call takes."""
     truth = answer[N:]
     talk.open(PROMPT)
     talk.verify(N, truth[:2])
     n_calls = server.engine.snapshot().n_calls
-    for drafts, n_accepted in ((truth[:2], 2), ([7], 0), ([], 0), ([truth[0], (truth[1] + 1) % 60], 1)):
+    for drafts, n_accepted in (
+        (truth[:2], 2),
+        ([7], 0),
+        ([], 0),
+        ([truth[0], (truth[1] + 1) % 60], 1),
+    ):
         found = talk.verify(N, drafts)
         assert (found.start, list(found.tokens), found.n_accepted) == (N, truth[:3], n_accepted)
     assert server.engine.snapshot().n_calls == n_calls, "nothing is computed again"
@@ -105,7 +116,9 @@ def test_what_is_committed_answers_a_verify_that_is_sent_again(talk: Talk, serve
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Target, seed: int) -> None:
+def test_any_order_of_requests_gives_the_plain_text(
+    server: Server, target: Target, seed: int
+) -> None:
     """Right and wrong drafts, late starts, runs broken off, streams cut at any message, with sampling too."""
     chance = random.Random(seed)
     prompt = PROMPTS[seed]
@@ -120,11 +133,18 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
     while tokens != text:
         n_streams += 1
         with Talk(server.grpc_address) as talk:
-            settings = {"session": session, "max_new_tokens": 24, "sampling": pb.Sampling(**sampling)}
+            settings = {
+                "session": session,
+                "max_new_tokens": 24,
+                "sampling": pb.Sampling(**sampling),
+            }
             session = talk.opened(tokens, len(prompt), **settings).session
             for _ in range(chance.randint(1, 8)):
                 start = chance.randint(len(prompt), len(tokens))
-                drafts = [t if chance.random() < 0.8 else chance.randrange(60) for t in text[start : start + 6]]
+                drafts = [
+                    t if chance.random() < 0.8 else chance.randrange(60)
+                    for t in text[start : start + 6]
+                ]
                 kind = chance.choice(("verify", "verify", "run", "ping"))
                 bodies: dict[str, Any] = {
                     "verify": pb.Verify(start=start, tokens=drafts), "ping": pb.Ping(id=start),
@@ -139,7 +159,11 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
             if chance.random() < 0.5:
                 talk.hang_up()
                 talk.rest()
-                tokens += [token for position, token in sorted(talk.text.items()) if position >= len(tokens)]
+                tokens += [
+                    token
+                    for position, token in sorted(talk.text.items())
+                    if position >= len(tokens)
+                ]
     assert n_streams < 40
     assert not session or server.counts.n_sessions
 
@@ -171,12 +195,16 @@ def test_contexts_come_behind_the_tokens(
         if message.WhichOneof("body") == "committed":
             known = max(known, message.committed.start + len(message.committed.tokens))
         elif message.WhichOneof("body") == "context":
-            assert message.context.start + message.context.n_positions < known, "only of tokens that were sent"
+            assert message.context.start + message.context.n_positions < known, (
+                "only of tokens that were sent"
+            )
     found = received(talk, opened.context_width)
     expected = contexts_of(drafter, target, answer)[: len(found)]
     assert len(found) >= len(answer) - 2
     steps = {"bf16": 256, "int8": 127, "int4": 7}
-    assert ((found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]).all()
+    assert (
+        (found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]
+    ).all()
 
 
 def test_the_contexts_of_a_prompt_wait_for_the_first_token(
@@ -185,7 +213,10 @@ def test_the_contexts_of_a_prompt_wait_for_the_first_token(
     """The text is read in chunks, whose contexts are there long before; then they come in pieces."""
     monkeypatch.setattr("moa_data.serving.sessions._CHUNK_BYTES", 200)
     prompt = random_prompts(1, 5)[0] * 40
-    with Server(target, {"moa": drafter}, prefill_chunk=16) as server, Talk(server.grpc_address) as talk:
+    with (
+        Server(target, {"moa": drafter}, prefill_chunk=16) as server,
+        Talk(server.grpc_address) as talk,
+    ):
         talk.open(prompt[:80], codec="bf16")
         talk.verify(80)
         assert [message.WhichOneof("body") for message in talk.got] == ["opened", "committed"]
@@ -229,7 +260,11 @@ def test_contexts_that_are_gone_are_made_again(
             n_sent = 0
             while n_sent < N + 3:
                 n_sent += talk.read("context").context.n_positions
-        for n_context, codec, was_rebuilt in ((N + 3, "bf16", False), (N + 3, "", False), (2, "int8", True)):
+        for n_context, codec, was_rebuilt in (
+            (N + 3, "bf16", False),
+            (N + 3, "", False),
+            (2, "int8", True),
+        ):
             with Talk(server.grpc_address) as talk:
                 tokens = answer[: N + 4]
                 opened = talk.opened(tokens, N, session=session, codec=codec, n_context=n_context)
@@ -247,7 +282,9 @@ def test_contexts_that_are_gone_are_made_again(
 # Cuts and restarts
 
 
-def test_a_server_that_is_ahead_tells_what_the_client_lacks(server: Server, answer: list[int]) -> None:
+def test_a_server_that_is_ahead_tells_what_the_client_lacks(
+    server: Server, answer: list[int]
+) -> None:
     """Also that the answer has ended."""
     with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
@@ -332,26 +369,37 @@ def refused(server: Server, *opened: Any, metadata: Any = (), **settings: Any) -
         ({"sampling": pb.Sampling(repetition_penalty=float("inf"))}, "invalid"),
     ],
 )
-def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str, Any], code: str) -> None:
+def test_an_open_that_does_not_fit_is_refused(
+    server: Server, changes: dict[str, Any], code: str
+) -> None:
     assert refused(server, **{"tokens": PROMPT} | changes).code == code
 
 
 def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None:
-    names, narrow = Identities("aa", "bb", {"moa": "cc", "narrow": "ee"}), build("moa", target.model, layer_groups=1)
+    names, narrow = (
+        Identities("aa", "bb", {"moa": "cc", "narrow": "ee"}),
+        build("moa", target.model, layer_groups=1),
+    )
     with Server(target, {"moa": drafter, "narrow": narrow}, names) as server:
         for drafts_with, codec, width in (
             ("cc", "bf16", drafter.context_width), ("", "int8", drafter.context_width), ("dd", "", 0),
             ("ee", "int8", narrow.context_width),
         ):  # fmt: skip
             with Talk(server.grpc_address) as talk:
-                asked = pb.Identities(target="aa", tokenizer="bb" if codec else "", drafter=drafts_with)
+                asked = pb.Identities(
+                    target="aa", tokenizer="bb" if codec else "", drafter=drafts_with
+                )
                 opened = talk.opened(PROMPT, identities=asked, codec=codec)
-                assert opened.context_width == width, "without contexts the client's drafter is its own affair"
+                assert opened.context_width == width, (
+                    "without contexts the client's drafter is its own affair"
+                )
                 own = "ee" if drafts_with == "ee" else "cc"
                 assert opened.identities == pb.Identities(target="aa", tokenizer="bb", drafter=own)
 
 
-@pytest.mark.parametrize(("kind", "word"), [("glide", "'glide'"), (None, "--drafter"), ("independent", "")])
+@pytest.mark.parametrize(
+    ("kind", "word"), [("glide", "'glide'"), (None, "--drafter"), ("independent", "")]
+)
 def test_drafters_without_contexts(target: Target, kind: str | None, word: str) -> None:
     drafters = {kind: build(kind, target.model)} if kind else {}
     with Server(target, drafters) as server, Talk(server.grpc_address) as talk:
@@ -370,14 +418,20 @@ def test_drafters_without_contexts(target: Target, kind: str | None, word: str) 
     ],
     ids=str,
 )  # fmt: skip
-def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[int], changes: dict[str, Any]) -> None:
+def test_a_session_goes_on_with_its_own_text_alone(
+    server: Server, answer: list[int], changes: dict[str, Any]
+) -> None:
     with Talk(server.grpc_address) as first, Talk(server.grpc_address) as second:
         session = first.opened(PROMPT).session
         first.verify(N, answer[N : N + 2])
-        tokens = changes.pop("tokens", PROMPT) + [(t + answer[N]) % 60 for t in changes.pop("more", [])]
+        tokens = changes.pop("tokens", PROMPT) + [
+            (t + answer[N]) % 60 for t in changes.pop("more", [])
+        ]
         second.open(tokens, changes.pop("n_prompt", N), session=session, **changes)
         assert failure_of(second).code == "invalid"
-        assert list(first.verify(N + 3).tokens) == answer[N + 3 : N + 4], "the first stream is unharmed"
+        assert list(first.verify(N + 3).tokens) == answer[N + 3 : N + 4], (
+            "the first stream is unharmed"
+        )
 
 
 def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int]) -> None:
@@ -410,7 +464,9 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
         for token, is_new in (("other", True), ("secret", False)):
             with Talk(server.grpc_address, (("authorization", f"bearer {token}"),)) as talk:
                 opened = talk.opened(PROMPT, session=session)
-                assert opened.was_rebuilt == is_new == (opened.session != session), "sessions are their owner's"
+                assert opened.was_rebuilt == is_new == (opened.session != session), (
+                    "sessions are their owner's"
+                )
 
 
 # What makes no sense
@@ -430,7 +486,9 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
     ],
     ids=str,
 )
-def test_a_message_that_makes_no_sense_harms_nobody(talk: Talk, answer: list[int], body: dict[str, Any]) -> None:
+def test_a_message_that_makes_no_sense_harms_nobody(
+    talk: Talk, answer: list[int], body: dict[str, Any]
+) -> None:
     talk.open(PROMPT)
     sequence = talk.send(**body)
     failure = talk.read("failure").failure
@@ -482,7 +540,11 @@ any32 = st.integers(0, (1 << 32) - 1)
 small = st.integers(0, 20) | st.just(N) | any32
 tokens = st.lists(st.integers(0, 66) | any32, max_size=20)
 sampling = st.builds(
-    pb.Sampling, temperature=st.floats(), top_p=st.floats(), top_k=any32, repetition_penalty=st.floats()
+    pb.Sampling,
+    temperature=st.floats(),
+    top_p=st.floats(),
+    top_k=any32,
+    repetition_penalty=st.floats(),
 )
 opens = st.builds(
     pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens, n_prompt=small, sampling=sampling,
@@ -492,15 +554,23 @@ opens = st.builds(
 numbers = {"sequence": st.integers(0, 9) | st.integers(0, (1 << 64) - 1)}
 messages = st.one_of(
     st.builds(pb.ClientMessage, open=opens, **numbers),
-    st.builds(pb.ClientMessage, run=st.builds(pb.Run, start=small, mode=st.integers(0, 5)), **numbers),
+    st.builds(
+        pb.ClientMessage, run=st.builds(pb.Run, start=small, mode=st.integers(0, 5)), **numbers
+    ),
     st.builds(pb.ClientMessage, verify=st.builds(pb.Verify, start=small, tokens=tokens), **numbers),
     st.builds(pb.ClientMessage, ping=st.builds(pb.Ping, id=any32), **numbers),
 ).map(lambda message: message.SerializeToString())
 
 
-def test_fuzzed_messages(server: Server, answer: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_fuzzed_messages(
+    server: Server, answer: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     """Any frames give answers, failures or a typed status, never an error of the server's own."""
-    expected = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+    expected = (
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    )
 
     @settings(max_examples=60)
     @given(st.integers(0, 9).map(bool), st.lists(messages | st.binary(max_size=60), max_size=8))
@@ -559,7 +629,9 @@ def test_an_engine_that_is_full(target: Target) -> None:
         wait_for(is_taken)
 
 
-def test_too_many_messages_in_flight(target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_messages_in_flight(
+    target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first ones are answered, those beyond the bound are refused one by one."""
     may_step = threading.Event()
     with Server(target) as server, Talk(server.grpc_address) as talk:
@@ -572,7 +644,9 @@ def test_too_many_messages_in_flight(target: Target, answer: list[int], monkeypa
         may_step.set()
         talk.hang_up()
         talk.rest()
-        refused = [message.failure for message in talk.got if message.WhichOneof("body") == "failure"]
+        refused = [
+            message.failure for message in talk.got if message.WhichOneof("body") == "failure"
+        ]
         answered = [one.answers for one in talk.committed()]
         assert [failure.code for failure in refused] == ["overloaded"] * len(refused)
         assert sorted(answered + [failure.answers for failure in refused]) == sent
@@ -596,7 +670,10 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
     """Nothing piles up: the engine waits for it, and others go on."""
     target = never_ending(build_model(num_hidden_layers=2, max_position_embeddings=600))
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    with Server(target, {"moa": drafter}, kv_tokens=1000) as server, Talk(server.grpc_address, options=window) as talk:
+    with (
+        Server(target, {"moa": drafter}, kv_tokens=1000) as server,
+        Talk(server.grpc_address, options=window) as talk,
+    ):
         talk.open(PROMPT, codec="bf16", max_new_tokens=400)
         talk.send(run=pb.Run(start=N, mode=PLAIN))
         talk.hang_up()
@@ -615,7 +692,9 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
 
 
 @pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
-def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
+def test_who_reads_nothing_is_sent_away(
+    drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int
+) -> None:
     target = never_ending(build_model(num_hidden_layers=2, max_position_embeddings=600))
     window = [("grpc.http2.lookahead_bytes", 1024)]
     with (
@@ -711,7 +790,10 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
 
 
 def test_a_text_that_fails_is_opened_again(
-    target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Target,
+    answer: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What broke is the log's affair."""
     real, is_broken = Runner.run, threading.Event()
@@ -739,7 +821,10 @@ def test_a_text_that_fails_is_opened_again(
 
 
 def test_a_fault_of_the_server_ends_one_stream(
-    server: Server, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Server,
+    answer: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("moa_data.serving.grpc.DraftingServer._request", lambda *_: 1 / 0)

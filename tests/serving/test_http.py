@@ -37,7 +37,9 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def server(target: Target) -> Iterator[LiveServer]:
-    with LiveServer(target, {"moa": build_drafter(target.model)}, tree="3", max_new_tokens=200) as live:
+    with LiveServer(
+        target, {"moa": build_drafter(target.model)}, tree="3", max_new_tokens=200
+    ) as live:
         yield live
 
 
@@ -48,7 +50,9 @@ def client(server: LiveServer) -> Iterator[OpenAI]:
 
 
 def client_of(server: LiveServer, key: str = "none", **options: Any) -> OpenAI:
-    return OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60, **options)
+    return OpenAI(
+        base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60, **options
+    )
 
 
 def ask(client: OpenAI, said: Any = "Hello there", **options: Any) -> Any:
@@ -63,7 +67,9 @@ def text_of(answer: Any) -> str:
 
 def streamed(client: OpenAI, **options: Any) -> tuple[str, list[Any]]:
     chunks = list(ask(client, stream=True, **options))
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks
+    return "".join(
+        chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+    ), chunks
 
 
 def test_a_chat_is_answered_as_by_plain_decoding(client: OpenAI, target: Target) -> None:
@@ -89,7 +95,9 @@ def test_streaming_gives_the_same_in_pieces(client: OpenAI, target: Target) -> N
     assert text == plain_text(target, "Hello there", 24)
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (
+        len(chunks) - 2
+    ) + ["length"]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 24
     assert len(chunks) > 6, "in pieces"
@@ -114,7 +122,11 @@ def test_completions_take_a_text_or_tokens(client: OpenAI, target: Target) -> No
 
 def test_answers_end_at_stop_strings_wherever_tokens_begin(client: OpenAI, target: Target) -> None:
     text = plain_text(target, "Hello there", 40)
-    stops = [stop for stop in (text[at : at + 4] for at in range(1, len(text) - 4, 9)) if "\ufffd" not in stop]
+    stops = [
+        stop
+        for stop in (text[at : at + 4] for at in range(1, len(text) - 4, 9))
+        if "\ufffd" not in stop
+    ]
     assert len(stops) > 2
     for stop in stops:
         found, chunks = streamed(client, max_tokens=40, stop=["never there", stop])
@@ -127,12 +139,19 @@ def test_answers_end_at_stop_strings_wherever_tokens_begin(client: OpenAI, targe
 
 def test_seed_and_temperature(client: OpenAI) -> None:
     def answer(**changes: Any) -> str:
-        return text_of(ask(client, **{"temperature": 1.0, "top_p": 0.9, "max_tokens": 10} | changes))
+        return text_of(
+            ask(client, **{"temperature": 1.0, "top_p": 0.9, "max_tokens": 10} | changes)
+        )
 
     one, greedy = answer(seed=1), answer(temperature=0)
     assert answer(seed=1, extra_body={"drafter": "none"}) == one
     assert len({one, answer(seed=2), answer(), answer(), greedy}) == 5, "another seed each time"
-    for changes in ({"top_p": 0}, {"extra_body": {"top_k": 1}}, {"temperature": 1e-308}, {"temperature": 5e-324}):
+    for changes in (
+        {"top_p": 0},
+        {"extra_body": {"top_k": 1}},
+        {"temperature": 1e-308},
+        {"temperature": 5e-324},
+    ):
         assert answer(seed=1, **changes) == greedy
     for penalty in (3.0, 1e-308):
         assert answer(temperature=0, extra_body={"repetition_penalty": penalty}) != greedy
@@ -194,7 +213,11 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"echo": True}, "echo", "unsupported_parameter"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools",
+        "unsupported_parameter",
+    ),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
     ({"warmth": 0}, "warmth", "unknown_parameter"),
@@ -231,7 +254,18 @@ def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
     assert text_of(ask(client, parts, max_tokens=5)) == text_of(answer)
 
 
-PROMPTS: tuple[Any, ...] = ([], [[]], ["a", [1]], [[1], []], ["a"] * 129, [400], [-1], {"a": 1}, ["a", 1], "\ud800")
+PROMPTS: tuple[Any, ...] = (
+    [],
+    [[]],
+    ["a", [1]],
+    [[1], []],
+    ["a"] * 129,
+    [400],
+    [-1],
+    {"a": 1},
+    ["a", 1],
+    "\ud800",
+)
 GARBAGE = (
     b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000,
     b'{"a":' * 20_000 + b"1" + b"}" * 20_000, *(json.dumps({"model": MODEL, "prompt": p}).encode() for p in PROMPTS),
@@ -239,8 +273,13 @@ GARBAGE = (
 
 
 def test_garbage_is_refused(server: LiveServer) -> None:
-    for content, status in (*((content, 400) for content in GARBAGE), (b"x" * ((1 << 20) + 1), 413)):
-        answer = httpx.post(f"{server.address}/v1/completions", content=content, headers=JSON, timeout=60)
+    for content, status in (
+        *((content, 400) for content in GARBAGE),
+        (b"x" * ((1 << 20) + 1), 413),
+    ):
+        answer = httpx.post(
+            f"{server.address}/v1/completions", content=content, headers=JSON, timeout=60
+        )
         assert answer.status_code == status, content[:80]
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     for method, path, status in (
@@ -256,19 +295,26 @@ def test_tokens_let_their_owners_in(target: Target) -> None:
     with LiveServer(target, tokens=["secret-1", "secret-2"]) as server:
         with client_of(server, "secret-1") as client:
             assert ask(client, max_tokens=2).usage.completion_tokens == 2
-        with client_of(server, "secret-3") as client, pytest.raises(openai.AuthenticationError) as caught:
+        with (
+            client_of(server, "secret-3") as client,
+            pytest.raises(openai.AuthenticationError) as caught,
+        ):
             ask(client)
         assert caught.value.code == "invalid_api_key"
         assert caught.value.response.headers["www-authenticate"] == "Bearer"
         for path in ("/v1/models", "/metrics", f"/v1/models/{MODEL}"):
             assert httpx.get(f"{server.address}{path}").status_code == 401
         assert httpx.get(f"{server.address}/health").status_code == 200
-        answer = httpx.get(f"{server.address}/metrics", headers={"authorization": "Bearer secret-2"})
+        answer = httpx.get(
+            f"{server.address}/metrics", headers={"authorization": "Bearer secret-2"}
+        )
         assert "moa_http_requests_total" in answer.text
 
 
 def test_rates_are_bounded(target: Target) -> None:
-    with LiveServer(target, tokens=["one", "two"], requests_per_s=0.5, requests_at_once=2) as server:
+    with LiveServer(
+        target, tokens=["one", "two"], requests_per_s=0.5, requests_at_once=2
+    ) as server:
         with client_of(server, "one") as client:
             for _ in range(2):
                 client.models.list()
@@ -313,7 +359,9 @@ def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) ->
     with LiveServer(target, target_ms=10) as server:
         for n_read in (0, 1):
             with connect(server.place) as connection:
-                connection.sendall(post("/v1/chat/completions", BODY | {"max_tokens": 200, "stream": stream}))
+                connection.sendall(
+                    post("/v1/chat/completions", BODY | {"max_tokens": 200, "stream": stream})
+                )
                 if n_read and stream:
                     assert connection.recv(4096)
                 else:
@@ -322,7 +370,9 @@ def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) ->
         assert server.engine.snapshot().n_committed < 390, "the rest was not decoded"
 
 
-def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_is_held_and_loses_nothing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("moa_data.serving.api._HOLD_AT", 4)
     monkeypatch.setattr("moa_data.serving.api._RELEASE_AT", 1)
     held: list[bool] = []
@@ -334,7 +384,8 @@ def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: py
             hold(id_, is_held)
 
         monkeypatch.setattr(server.engine, "hold", note)
-        # A reader that takes no piece until its sequence is held, as uvicorn waits for a client's full buffer.
+        # A reader that takes no piece until its sequence is held, as uvicorn waits for a client's
+        # full buffer.
         pieces = Answers.pieces
 
         async def slowly(answers: Any) -> Any:
@@ -350,7 +401,10 @@ def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: py
 
 
 def test_metrics_count_what_happened(target: Target) -> None:
-    with LiveServer(target, {"moa": build_drafter(target.model)}, tree="3") as server, client_of(server) as client:
+    with (
+        LiveServer(target, {"moa": build_drafter(target.model)}, tree="3") as server,
+        client_of(server) as client,
+    ):
         ask(client)
         with pytest.raises(openai.BadRequestError):
             ask(client, n=0)
@@ -363,12 +417,19 @@ def test_metrics_count_what_happened(target: Target) -> None:
     assert values['{path="/v1/chat/completions",status="400"}'] == 1
     assert values['{path="other",status="404"}'] == 1
     assert values["moa_tokens_committed_total"] == 24
-    assert min(values[f"moa_{name}_total"] for name in ("rounds", "drafts_verified", "target_calls")) > 0
-    assert values["moa_first_token_seconds_count"] == values["moa_http_requests_in_flight"] == 1, "this one"
+    assert (
+        min(values[f"moa_{name}_total"] for name in ("rounds", "drafts_verified", "target_calls"))
+        > 0
+    )
+    assert values["moa_first_token_seconds_count"] == values["moa_http_requests_in_flight"] == 1, (
+        "this one"
+    )
     assert (values["moa_sequences_open"], values["moa_kv_tokens"]) == (0, 16384)
 
 
-def test_each_request_is_one_json_line(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_is_one_json_line(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
     wait_for(lambda: not server.service.metrics.n_in_flight)
     time.sleep(0.05)  # the line comes after the answer
     with caplog.at_level(logging.INFO, LOG.name), client_of(server) as client:
@@ -403,7 +464,11 @@ def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> N
 
 
 def test_idle_connections_do_not_hold_up_a_drain(target: Target) -> None:
-    with LiveServer(target, grace_s=600) as server, connect(server.place) as silent, connect(server.place) as idle:
+    with (
+        LiveServer(target, grace_s=600) as server,
+        connect(server.place) as silent,
+        connect(server.place) as idle,
+    ):
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         while not idle.recv(4096).endswith(b'{"status":"ok"}'):
             pass

@@ -15,7 +15,8 @@ N_TURNS = 1001
 N_LONG_CHATS = 6
 SHORT: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 LONG: list[dict[str, Any]] = [
-    {"role": "assistant" if turn % 2 else "user", "content": "Tell me more."} for turn in range(N_TURNS)
+    {"role": "assistant" if turn % 2 else "user", "content": "Tell me more."}
+    for turn in range(N_TURNS)
 ]
 
 
@@ -29,7 +30,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
 
 def test_short_texts_beside_long_chats_are_all_read(server: LiveServer) -> None:
     """Six clients ask for the tokens of a short chat all the time, while two send chats of many turns."""
-    expected = {len(chat): prompt_tokens(server.service.target.template, chat) for chat in (SHORT, LONG)}
+    expected = {
+        len(chat): prompt_tokens(server.service.target.template, chat) for chat in (SHORT, LONG)
+    }
     is_over = threading.Event()
     # Unverified, as httpx otherwise reads all certificates of authorities for each client.
 

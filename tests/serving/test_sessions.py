@@ -49,7 +49,11 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
             got.append(message)
         kinds = [message.WhichOneof("body") for message in got if message is not None]
         assert kinds == ["pong", "context", "pong", "context", "context", "context"]
-        found = [message.context for message in got if message is not None and message.WhichOneof("body") == "context"]
+        found = [
+            message.context
+            for message in got
+            if message is not None and message.WhichOneof("body") == "context"
+        ]
         assert [(one.start, one.n_positions) for one in found] == [(4, 5), (9, 5), (14, 5), (19, 3)]
         values = torch.cat([decode(one.codec, one.values, one.n_positions, WIDTH) for one in found])
         assert torch.equal(values, rows(4, 22))

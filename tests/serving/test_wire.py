@@ -36,7 +36,11 @@ def numbers(n: int, width: int, seed: int, scale: float) -> Tensor:
     """Numbers whose groups differ in size, as keys and other numbers of a context do."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.rand(n, -(-width // GROUP), generator=generator).mul(8).exp()
-    return torch.randn(n, width, generator=generator) * sizes.repeat_interleave(GROUP, dim=1)[:, :width] * scale
+    return (
+        torch.randn(n, width, generator=generator)
+        * sizes.repeat_interleave(GROUP, dim=1)[:, :width]
+        * scale
+    )
 
 
 def bound(codec: str, context: Tensor) -> Tensor:
@@ -51,7 +55,12 @@ def bound(codec: str, context: Tensor) -> Tensor:
     return error
 
 
-@given(st.sampled_from(CODECS), SHAPES, st.integers(0, 1 << 16), st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]))
+@given(
+    st.sampled_from(CODECS),
+    SHAPES,
+    st.integers(0, 1 << 16),
+    st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]),
+)
 def test_roundtrip(codec: str, shape: tuple[int, int], seed: int, scale: float) -> None:
     context = numbers(*shape, seed, scale)
     values = encode(codec, context)
@@ -61,7 +70,9 @@ def test_roundtrip(codec: str, shape: tuple[int, int], seed: int, scale: float) 
     assert found.dtype == torch.float32
     assert ((found - context).abs() <= bound(codec, context)).all()
     assert encode(codec, found) == values, "what was decoded is encoded to the same bytes"
-    assert values == b"".join(encode(codec, row[None]) for row in context), "each position on its own"
+    assert values == b"".join(encode(codec, row[None]) for row in context), (
+        "each position on its own"
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -93,14 +104,18 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     assert [path.name for path in made] == ["moa_v1_pb2.py", "moa_v1_pb2.pyi"]
     for path in made:
         checked_in = (ROOT / "serving" / path.name).read_text()
-        assert BANNERS.sub("", checked_in) == BANNERS.sub("", path.read_text()), f"{path.name} is old: run `make proto`"
+        assert BANNERS.sub("", checked_in) == BANNERS.sub("", path.read_text()), (
+            f"{path.name} is old: run `make proto`"
+        )
 
 
 def test_identities() -> None:
     model = build_model()
     one = drafter_identity(build_drafter(model))
     assert one == drafter_identity(build_drafter(model))
-    assert one == drafter_identity(build_drafter(model).bfloat16()), "in whatever dtype it was loaded"
+    assert one == drafter_identity(build_drafter(model).bfloat16()), (
+        "in whatever dtype it was loaded"
+    )
     assert one != drafter_identity(build_drafter(model, seed=2))
     assert one != drafter_identity(build_drafter(model, unrotated_keys=True)), "sizes count"
     changed = build_drafter(model)
@@ -108,7 +123,9 @@ def test_identities() -> None:
         changed.kv_to_hidden.bias[3] += 1
     assert one != drafter_identity(changed)
     one = tokenizer_identity(build_tokenizer(None))
-    assert one == tokenizer_identity(build_tokenizer("{{ messages }}")), "the template is the client's affair"
+    assert one == tokenizer_identity(build_tokenizer("{{ messages }}")), (
+        "the template is the client's affair"
+    )
     assert one != tokenizer_identity(build_byte_tokenizer())
     assert tokenizer_identity(None) == target_identity({}) == ""
     assert target_identity({"weights_sha256": "ab", "config_sha256": "cd"}) == "ab"

@@ -58,14 +58,20 @@ class BackendContract:
         listed = listed_sizes(place)
         assert listed == (sizes if isinstance(place, RemotePath) else {})
         put(place / "later", b"12345")  # the list is older
-        assert not find_size_damage(place, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed)
+        assert not find_size_damage(
+            place, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
+        )
         assert names_in(place) == ["a", "b", "later"]
         assert names_in(place / "nothing") == []
         assert exists(place / "b")
         assert not exists(place / "b/c.")
 
     def test_what_is_not_there_is_not_found(self, place: StorePath) -> None:
-        for ask in (read_file, lambda path: path.stat(), lambda path: replace_file(path, b"", b"x")):
+        for ask in (
+            read_file,
+            lambda path: path.stat(),
+            lambda path: replace_file(path, b"", b"x"),
+        ):
             with pytest.raises(MISSING):
                 ask(place / "nothing")
         put(place / "x", b"1")
@@ -80,12 +86,15 @@ class BackendContract:
     def test_one_of_many_creates(self, place: StorePath) -> None:
         assert put_if_absent(place / "once", b"first")
         assert not put_if_absent(place / "once", b"second")
-        assert put_if_absent(place / "once", b"first")  # as if the answer to the first call had been lost
+        # as if the answer to the first call had been lost
+        assert put_if_absent(place / "once", b"first")
         assert read_file(place / "once") == b"first"
         for key in range(4):
             path = place / f"key-{key}"
             with ThreadPoolExecutor(8) as pool:
-                won = list(pool.map(lambda n, path=path: put_if_absent(path, b"by %d" % n), range(8)))
+                won = list(
+                    pool.map(lambda n, path=path: put_if_absent(path, b"by %d" % n), range(8))
+                )
             assert won.count(True) == 1
             assert read_file(path) == b"by %d" % won.index(True)
         assert len(names_in(place)) == 5  # nothing half-written is left
@@ -118,7 +127,9 @@ class TestFolder(BackendContract):
     def place(self, tmp_path: Path) -> Path:
         return tmp_path
 
-    def test_a_file_system_without_hard_links(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_system_without_hard_links(
+        self, place: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def refuse(*paths: object) -> None:
             raise PermissionError
 
@@ -143,7 +154,9 @@ class ObjectStoreContract(BackendContract):
         store = place.backend
         store.put("document", b"new")
         with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(lambda n: store.replace("document", b"new", b"by %d" % n), range(8)))
+            won = list(
+                pool.map(lambda n: store.replace("document", b"new", b"by %d" % n), range(8))
+            )
         assert won.count(True) == 1
         assert store.read("document") == b"by %d" % won.index(True)
 
@@ -210,7 +223,12 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "0.3")
     with use("http://127.0.0.1:9"):
         store = ObjectStore("s3://bucket/store")
-        for ask in (store.read, store.size, store.list_files, lambda name: store.put_if_absent(name, b"")):
+        for ask in (
+            store.read,
+            store.size,
+            store.list_files,
+            lambda name: store.put_if_absent(name, b""),
+        ):
             with pytest.raises(StorageUnavailable, match="AWS_ENDPOINT_URL") as caught:
                 ask("store.json")
             assert "\n" not in str(caught.value)
@@ -230,8 +248,14 @@ for _ in range(2):
 
 
 def test_a_server_that_does_not_answer_is_logged_once() -> None:
-    variables = {**os.environ, **environment("http://127.0.0.1:9"), "MOA_DATA_REMOTE_TIMEOUT_S": "0.3"}
-    run = subprocess.run([sys.executable, "-c", WAIT], env=variables, capture_output=True, text=True, check=True)
+    variables = {
+        **os.environ,
+        **environment("http://127.0.0.1:9"),
+        "MOA_DATA_REMOTE_TIMEOUT_S": "0.3",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", WAIT], env=variables, capture_output=True, text=True, check=True
+    )
     assert run.stderr.count("s3://bucket/store") == 1
 
 

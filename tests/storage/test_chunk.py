@@ -59,11 +59,17 @@ def fill(kind: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.nd
     elif kind == "zero":
         values = np.zeros(shape, dtype)
     elif kind == "repeated rows":
-        values = np.repeat(np.frombuffer(rng.bytes(n_bytes), dtype).reshape(shape)[:1], shape[0], axis=0)
+        values = np.repeat(
+            np.frombuffer(rng.bytes(n_bytes), dtype).reshape(shape)[:1], shape[0], axis=0
+        )
     else:
         normal = rng.normal(size=shape).astype(np.float32)
         bits = bfloat16_bits(normal).astype("<u2")
-        values = bits.view(dtype) if dtype.itemsize == 2 else (normal * 8).astype(np.int8).view(np.uint8).astype(dtype)
+        values = (
+            bits.view(dtype)
+            if dtype.itemsize == 2
+            else (normal * 8).astype(np.int8).view(np.uint8).astype(dtype)
+        )
     if kind == "padded":
         values[shape[0] // 2 :] = 0
     return values
@@ -79,7 +85,9 @@ KINDS = ("noise", "constant", "zero", "repeated rows", "activations", "padded")
     dtype=st.sampled_from(["uint8", "int8", "uint16", "float16", "int32", "float32"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_numcodecs_reads_every_frame(kind: str, shape: tuple[int, ...], dtype: str, seed: int) -> None:
+def test_numcodecs_reads_every_frame(
+    kind: str, shape: tuple[int, ...], dtype: str, seed: int
+) -> None:
     values = fill(kind, shape, np.dtype(dtype).newbyteorder("<"), seed)
     chunk = encode_chunk(values)
     assert numcodecs.Blosc().decode(chunk[:-4]) == values.tobytes()
@@ -114,7 +122,8 @@ def test_repeated_rows_are_left_to_the_matching_encoder() -> None:
     assert encode_frame(fill("activations", (64, 1024), np.dtype("<u2"), 0)) is not None
 
 
-ARRAY = StoredArray("kv", "uint16", (4, 2048), ("token", "layer", "width"), layer_axis=1)  # 256 KiB a chunk
+# 256 KiB a chunk
+ARRAY = StoredArray("kv", "uint16", (4, 2048), ("token", "layer", "width"), layer_axis=1)
 
 
 def draw_rows(n_rows: int) -> np.ndarray:
@@ -148,7 +157,9 @@ def test_a_shard_holds_few_chunks_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert most <= 4 * (pool.n_ahead + 1)  # a task is four chunks
 
 
-def test_an_error_of_an_encoder_reaches_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_an_encoder_reaches_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: np.ndarray) -> bytes:
         raise MemoryError("no room for a chunk")
 

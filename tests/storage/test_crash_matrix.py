@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.errors import OutputOccupied, StorageUnavailable, StoreDamaged, StoreError, StoreNotFound
+from moa_data.errors import (
+    OutputOccupied,
+    StorageUnavailable,
+    StoreDamaged,
+    StoreError,
+    StoreNotFound,
+)
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import drop_damage
 from moa_data.tests.kit.kills import killed_everywhere
@@ -40,9 +46,13 @@ def part_of(name: str) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "parts"), [(1, (1,)), pytest.param(60, (0,), marks=pytest.mark.slow)], ids=["once", "many"]
+    ("positions", "parts"),
+    [(1, (1,)), pytest.param(60, (0,), marks=pytest.mark.slow)],
+    ids=["once", "many"],
 )
-def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: tuple[int, ...]) -> None:
+def test_every_file_damaged_in_every_way(
+    tmp_path: Path, positions: int, parts: tuple[int, ...]
+) -> None:
     """What is damaged is named, and repaired to the very same bytes.
 
     With many places only files of one part are damaged: each mutation opens the store five times for all its commits.
@@ -65,7 +75,8 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
                 damages = verify_store(store).damages
                 assert damages, (name, mutation)
                 named = " ".join(f"{damage.path} {damage.message}" for damage in damages)
-                # A commit may be changed to list a file that is not there: then that file is named, and its part.
+                # A commit may be changed to list a file that is not there: then that file is named,
+                # and its part.
                 is_its_part = part_of(name) in {damage.part for damage in damages} - {None}
                 assert name in named or Path(name).stem in named or is_its_part, (name, named)
                 if {"store.json", "plan.parquet"} & {damage.path for damage in damages}:
@@ -78,7 +89,10 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
             assert read_tree(store) == whole, name
 
 
-MANY, CODEC = make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192), {"basis.safetensors": b"learned"}
+MANY, CODEC = (
+    make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192),
+    {"basis.safetensors": b"learned"},
+)
 
 
 def repair(store: Path) -> None:
@@ -92,7 +106,9 @@ def repair(store: Path) -> None:
 def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, every: int) -> None:
     whole = read_tree(MANY.write(tmp_path / "whole", files=CODEC))
     n_partly_committed = 0
-    for store in killed_everywhere(lambda n: tmp_path / str(n), lambda path: MANY.write(path, files=CODEC), every):
+    for store in killed_everywhere(
+        lambda n: tmp_path / str(n), lambda path: MANY.write(path, files=CODEC), every
+    ):
         if (store / "store.json").exists():
             report = verify_store(store)
             assert report.ok
@@ -110,7 +126,9 @@ def test_a_repair_that_is_killed_at_any_moment_goes_on(tmp_path: Path, every: in
     for part in spoiled:
         flip(next((store / "parts/kv").glob(f"c.{part}.*")))
     n_partly_repaired = 0
-    for folder in killed_everywhere(lambda n: Path(shutil.copytree(store, tmp_path / str(n))), repair, every):
+    for folder in killed_everywhere(
+        lambda n: Path(shutil.copytree(store, tmp_path / str(n))), repair, every
+    ):
         report = verify_store(folder)
         damaged = {damage.part for damage in report.damages}
         assert damaged <= spoiled
@@ -124,10 +142,14 @@ def test_a_repair_that_is_killed_at_any_moment_goes_on(tmp_path: Path, every: in
     assert n_partly_repaired
 
 
-def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_store_that_lost_its_manifest_takes_no_other_inputs(
+    tmp_path: Path, recipe: Recipe
+) -> None:
     store = recipe.write(tmp_path / "store")
     whole = read_tree(store)
-    other = make_recipe((70, 3, 130, 64), part_tokens=256).with_manifest(identities={"dataset.sha256": "other"})
+    other = make_recipe((70, 3, 130, 64), part_tokens=256).with_manifest(
+        identities={"dataset.sha256": "other"}
+    )
     (store / "store.json").unlink()
     with pytest.raises(StoreError, match=r"store\.json is not the file that was written"):
         other.write(store)
@@ -149,18 +171,29 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
         return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StorageUnavailable, match=r"cannot be written .*Read-only.*choose another output folder"):
+    with pytest.raises(
+        StorageUnavailable, match=r"cannot be written .*Read-only.*choose another output folder"
+    ):
         recipe.write(store)
     assert verify_store(store).ok
 
 
-# Only missing files and wrong bytes are damage: nothing is deleted for whatever else the machine refuses.
+# Only missing files and wrong bytes are damage: nothing is deleted for whatever else the machine
+# refuses.
 
 QUICK = ("EMFILE", "EACCES", "MemoryError")
 OTHERS = ("ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")
 ALL = (*QUICK, *OTHERS)
 REFUSALS = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
-CALLS = ((os, "open"), (os, "stat"), (os, "preadv"), (os, "listdir"), (os, "scandir"), (io, "open"), (builtins, "open"))
+CALLS = (
+    (os, "open"),
+    (os, "stat"),
+    (os, "preadv"),
+    (os, "listdir"),
+    (os, "scandir"),
+    (io, "open"),
+    (builtins, "open"),
+)
 SHARD = "parts/kv/c.1.0.0.0.0"
 
 
@@ -181,7 +214,9 @@ def refusing(store: Path, name: str, wanted: Callable[[str], bool]) -> Iterator[
         for module, call in CALLS:
             real = getattr(module, call)
 
-            def refuse(path: Any = ".", *rest: Any, real: Any = real, call: str = call, **more: Any) -> Any:
+            def refuse(
+                path: Any = ".", *rest: Any, real: Any = real, call: str = call, **more: Any
+            ) -> Any:
                 text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
                 if (text.startswith(str(store)) or call == "preadv") and wanted(text):
                     raise refusal(name, path)
@@ -205,9 +240,12 @@ def n_calls(store: Path, action: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("EMFILE", 5), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ALL)]
+    ("name", "every"),
+    [("EMFILE", 5), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ALL)],
 )
-def test_a_refusal_anywhere_is_no_damage(store: Path, recipe: Recipe, name: str, every: int) -> None:
+def test_a_refusal_anywhere_is_no_damage(
+    store: Path, recipe: Recipe, name: str, every: int
+) -> None:
     """The machine refuses one call, or all from there on: no check calls that damage, and no writer deletes for it."""
     whole = read_tree(store)
 
@@ -223,7 +261,10 @@ def test_a_refusal_anywhere_is_no_damage(store: Path, recipe: Recipe, name: str,
             *((at, False) for at in range(0, n, every)),
             *((at, True) for at in range(0, n, 9 * every)),
         ):
-            with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
+            with (
+                refusing(store, name, once_at(at, lasting)),
+                suppress(StoreError, OSError, MemoryError),
+            ):
                 action()
             assert read_tree(store) == whole, (action, at, lasting)
 
@@ -234,7 +275,9 @@ def test_a_refusal_anywhere_is_no_damage(store: Path, recipe: Recipe, name: str,
     [SHARD, "commits/part-00001.json", "target/config.json",
      "commits/target.json", "store.json", "plan.parquet", "commits/store.json", "parts/kv/zarr.json"],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe: Recipe, name: str, path: str) -> None:
+def test_what_cannot_be_read_is_named_apart_from_damage(
+    store: Path, recipe: Recipe, name: str, path: str
+) -> None:
     damaged = "parts/hidden/last/c.0.0"
     flip(store / damaged)
     before = read_tree(store)
@@ -244,7 +287,8 @@ def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe: Rec
                 verify_store(store)
         else:
             report = verify_store(store)
-            assert [damage.path for damage in report.damages] == [damaged]  # the rest is checked all the same
+            # the rest is checked all the same
+            assert [damage.path for damage in report.damages] == [damaged]
             assert {item.path for item in report.unchecked} == {path}
             assert not report.ok
         with pytest.raises(StorageUnavailable, match="so nothing was deleted"):
@@ -276,7 +320,11 @@ def test_what_is_damaged_is_dropped_and_nothing_else(store: Path) -> None:
         (None, "target/config.json"),
         (None, "commits/part-00099.json"),
     }
-    kept = {path for path in whole if "part-00000" not in path and "/c.0" not in path and "target" not in path}
+    kept = {
+        path
+        for path in whole
+        if "part-00000" not in path and "/c.0" not in path and "target" not in path
+    }
     assert read_tree(store) == {path: whole[path] for path in kept}
 
 

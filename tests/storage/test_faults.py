@@ -22,7 +22,13 @@ from moa_data.storage.backend import open_path
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.faults import Faults, faulty
-from moa_data.tests.kit.object_stores import Seaweed, empty_place, environment, read_remote_tree, use
+from moa_data.tests.kit.object_stores import (
+    Seaweed,
+    empty_place,
+    environment,
+    read_remote_tree,
+    use,
+)
 from moa_data.tests.kit.stores import Recipe, check_reads_equal, make_recipe, read_tree
 
 _log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
@@ -54,7 +60,8 @@ def check(place: str, local: Path) -> None:
     assert report.ok, report.damages
     assert report.n_pending_parts == 0
     check_reads_equal(store, local)
-    # Uploads of writers that were killed, and records whose answer never came: in time `extract` deletes them.
+    # Uploads of writers that were killed, and records whose answer never came: in time `extract`
+    # deletes them.
     store.backend.delete(name for name in store.names() if name.endswith(".partial"))
     assert read_remote_tree(store) == read_tree(local)
 
@@ -74,7 +81,9 @@ def run_faults(endpoint: str, recipe: Recipe, local: Path, seed: int) -> Counter
 
 
 @pytest.mark.parametrize("n_faults", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_writers_and_readers_behind_faults(moto_server: str, recipe: Recipe, tmp_path: Path, n_faults: int) -> None:
+def test_writers_and_readers_behind_faults(
+    moto_server: str, recipe: Recipe, tmp_path: Path, n_faults: int
+) -> None:
     local, counts = recipe.write(tmp_path / "local"), Counter[str]()
     n_stores = 0
     while sum(counts.values()) < n_faults:
@@ -101,7 +110,10 @@ def start_writers(place: str, endpoint: str, n: int) -> list[subprocess.Popen[st
     command = [sys.executable, "-c", WRITER, place, ",".join(map(str, LENGTHS))]
     variables = {**os.environ, **environment(endpoint), "MOA_DATA_REMOTE_TIMEOUT_S": "60"}
     pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables) for _ in range(n)]
+    processes = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables)
+        for _ in range(n)
+    ]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -50,7 +50,8 @@ def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
     chunk_bytes = math.prod(grid.chunk_shape) * 2
     assert chunk_bytes <= MAX_CHUNK_BYTES
     assert chunk_bytes >= MIN_CHUNK_BYTES or n_layers == sizes[0]
-    assert array_grid(stored(kv_field(4, 64, 256)), 1, 1024).chunk_layers == 1  # a layer beyond the limit
+    # a layer beyond the limit
+    assert array_grid(stored(kv_field(4, 64, 256)), 1, 1024).chunk_layers == 1
 
 
 def test_shards_span_all_layers_and_parts_follow_each_other() -> None:
@@ -74,14 +75,17 @@ def test_a_part_is_a_whole_number_of_equal_shards(longest_part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_bytes", "n_tokens"), [(1, 4096), (4, 2048), (128, 512), (768, 256), (1536, 128), (8192, 64), (1 << 17, 64)]
+    ("token_bytes", "n_tokens"),
+    [(1, 4096), (4, 2048), (128, 512), (768, 256), (1536, 128), (8192, 64), (1 << 17, 64)],
 )
 def test_narrow_arrays_have_more_tokens_per_chunk(token_bytes: int, n_tokens: int) -> None:
     assert chunk_tokens(token_bytes) == n_tokens
 
 
 def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
-    scales = StoredArray("kv/key_scale", "uint16", (8, 2, 64), ("block", "layer", "kv_head", "head_dim"), 64, 1)
+    scales = StoredArray(
+        "kv/key_scale", "uint16", (8, 2, 64), ("block", "layer", "kv_head", "head_dim"), 64, 1
+    )
     grid = array_grid(scales, 2, 65536)
     assert grid.shape == (2048, 8, 2, 64)
     assert grid.part_rows == 1024
@@ -89,13 +93,20 @@ def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
     assert grid.shard_shape == (1024, 8, 2, 64)
 
 
-LLAMA_3_8B = (tokens_field(), response_mask_field(), kv_field(32, 8, 128), hidden_field("last", 4096))
+LLAMA_3_8B = (
+    tokens_field(),
+    response_mask_field(),
+    kv_field(32, 8, 128),
+    hidden_field("last", 4096),
+)
 EAGLE_3 = tuple(hidden_field(f"layer_{layer}", 4096) for layer in (2, 16, 29))
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8"])
 @pytest.mark.parametrize("fields", [LLAMA_3_8B, (*LLAMA_3_8B, *EAGLE_3)], ids=["last", "eagle-3"])
-def test_a_full_part_of_an_8b_takes_at_most_16_files(codec: str, fields: tuple[FieldSpec, ...]) -> None:
+def test_a_full_part_of_an_8b_takes_at_most_16_files(
+    codec: str, fields: tuple[FieldSpec, ...]
+) -> None:
     grids = [array_grid(array, 3772, 65_536) for array in StoreCodec(codec, fields).arrays]
     assert sum(grid.shards_per_part for grid in grids) <= 16
 

@@ -40,7 +40,12 @@ from moa_data.tests.storage.codecs import contract
 
 def use(store: Path) -> None:
     """Do all that readers do; only the store's own errors may come of it."""
-    only_own_errors(*(partial(action, store) for action in (summarize_store, verify_everything, read_everything)))
+    only_own_errors(
+        *(
+            partial(action, store)
+            for action in (summarize_store, verify_everything, read_everything)
+        )
+    )
 
 
 def verify_everything(store: Path) -> None:
@@ -57,7 +62,9 @@ def read_everything(store: Path) -> None:
 @pytest.fixture(scope="module")
 def believed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store without checksums of store.json and plan.parquet, so that what they say is believed so far."""
-    store = make_recipe((70, 3, 130, 64), part_tokens=256).write(tmp_path_factory.mktemp("hostile") / "store")
+    store = make_recipe((70, 3, 130, 64), part_tokens=256).write(
+        tmp_path_factory.mktemp("hostile") / "store"
+    )
     (store / "commits/store.json").unlink()
     return store
 
@@ -77,13 +84,17 @@ def check_plan_values(store: Path, data: Any) -> None:
     """A plan whose file is whole and whose numbers are not."""
     path = store / "plan.parquet"
     plan = read_plan(path)
-    name = data.draw(st.sampled_from(["source_row", "n_tokens", "n_response_tokens", "part", "first_token"]))
+    name = data.draw(
+        st.sampled_from(["source_row", "n_tokens", "n_response_tokens", "part", "first_token"])
+    )
     values = plan[name].to_pylist()
     high = 2**31 - 1 if plan.schema.field(name).type == pa.int32() else 2**63 - 1
     at = data.draw(st.integers(0, len(values) - 1))
     values[at] = data.draw(st.sampled_from([None, -1, 0, 1, 63, 64, 2**20, high, -high - 1]))
     column = plan.schema.get_field_index(name)
-    changed = plan.set_column(column, PLAN_SCHEMA.field(name), pa.array(values, PLAN_SCHEMA.field(name).type))
+    changed = plan.set_column(
+        column, PLAN_SCHEMA.field(name), pa.array(values, PLAN_SCHEMA.field(name).type)
+    )
     sink = pa.BufferOutputStream()
     pq.write_table(changed, sink)
     with replaced(path, sink.getvalue().to_pybytes()):
@@ -94,7 +105,9 @@ def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
     """Index entries and chunk headers that lie, under checksums that hold."""
     path = store / "parts/kv/c.0.0.0.0.0"
     content = bytearray(path.read_bytes())
-    number = data.draw(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(0, len(content)))
+    number = data.draw(
+        st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(0, len(content))
+    )
     with ActivationStore(store) as reader:
         shard = reader._shards.shard(0, reader.codec.fields["kv"].arrays[0], 0)
     if data.draw(st.booleans()):
@@ -137,7 +150,9 @@ def expect_refusal(store: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("has_seal", [True, False])
-def test_files_that_never_end_are_not_read(tmp_path: Path, name: str, kind: str, has_seal: bool) -> None:
+def test_files_that_never_end_are_not_read(
+    tmp_path: Path, name: str, kind: str, has_seal: bool
+) -> None:
     store = make_recipe((70, 3)).write(tmp_path / "store")
     if not has_seal:
         if name == "commits/store.json":
@@ -151,7 +166,9 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
     """One long id packs to some kilobytes; the metadata says so before the page is unpacked."""
     ids = pa.array(["x" * (1 << 26)], pa.string())
     numbers = [pa.array(np.zeros(1), field.type) for field in list(PLAN_SCHEMA)[1:]]
-    pq.write_table(pa.table([ids, *numbers], schema=PLAN_SCHEMA), tmp_path / "plan.parquet", compression="zstd")
+    pq.write_table(
+        pa.table([ids, *numbers], schema=PLAN_SCHEMA), tmp_path / "plan.parquet", compression="zstd"
+    )
     assert (tmp_path / "plan.parquet").stat().st_size < 1 << 20
     with bounded_memory(), pytest.raises(StoreDamaged, match="1 rows"):
         read_plan(tmp_path / "plan.parquet")
@@ -170,7 +187,9 @@ def use_believing(store: Path, basis: bytes) -> None:
     manifest["codec"]["basis_sha256"] = hashlib.sha256(basis).hexdigest()
     with (
         replaced(store / "codec/basis.safetensors", basis),
-        replaced(store / "store.json", StoreManifest.from_json(json.dumps(manifest)).to_json().encode()),
+        replaced(
+            store / "store.json", StoreManifest.from_json(json.dumps(manifest)).to_json().encode()
+        ),
         replaced(store / "commits/store.json", (store / "commits/store.json").read_bytes()),
     ):
         write_manifest_commit(store)
@@ -184,7 +203,11 @@ def changed_basis(draw: Callable[..., Any], content: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(sorted(arrays)))
         array = arrays[name].copy()
-        kind = draw(st.sampled_from(["remove", "cut", "flatten", "widen", "dtype", "fill", "number", "empty"]))
+        kind = draw(
+            st.sampled_from(
+                ["remove", "cut", "flatten", "widen", "dtype", "fill", "number", "empty"]
+            )
+        )
         number = draw(st.sampled_from([np.nan, np.inf, -np.inf, -1.0, 0.0, 1.0, 3.0, 7e4, 1e30]))
         if kind == "remove":
             arrays.pop(name)
@@ -195,12 +218,18 @@ def changed_basis(draw: Callable[..., Any], content: bytes) -> bytes:
             "cut": array[: len(array) // 2] if array.ndim else array,
             "flatten": array.reshape(-1),
             "widen": array[None],
-            "dtype": array.astype(draw(st.sampled_from([np.int8, np.float64, np.int64, np.float16]))),
+            "dtype": array.astype(
+                draw(st.sampled_from([np.int8, np.float64, np.int64, np.float16]))
+            ),
             "fill": np.full_like(array, number),
             "number": array,
             "empty": np.zeros((0, *array.shape[1:]), array.dtype),
         }[kind]
-    return bytes(safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+    return bytes(
+        safetensors.numpy.save(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        )
+    )
 
 
 def check_basis(store: Path, data: Any) -> None:

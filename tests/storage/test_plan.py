@@ -11,11 +11,20 @@ from moa_data.storage.plan import SEQUENCE_SCHEMA, check_plan, part_counts, plan
 
 
 def table(lengths: list[int]) -> pa.Table:
-    columns = [[f"id-{k}" for k in range(len(lengths))], list(range(len(lengths))), lengths, [0] * len(lengths)]
+    columns = [
+        [f"id-{k}" for k in range(len(lengths))],
+        list(range(len(lengths))),
+        lengths,
+        [0] * len(lengths),
+    ]
     return pa.table(dict(zip(SEQUENCE_SCHEMA.names, columns, strict=True)), schema=SEQUENCE_SCHEMA)
 
 
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 1000), st.sampled_from([1, 16, 64]))
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=40),
+    st.integers(1, 1000),
+    st.sampled_from([1, 16, 64]),
+)
 def test_rules_hold(lengths: list[int], part_tokens: int, alignment: int) -> None:
     plan = plan_parts(table(lengths), part_tokens, alignment)
     check_plan(plan, alignment)
@@ -44,7 +53,10 @@ def test_the_order_of_the_table_does_not_matter() -> None:
         (table([]), "The dataset gave no sequences to plan"),
         (table([3, 0]), "at least one token"),
         (table([3]).drop_columns(["n_tokens"]), r"lacks the columns \['n_tokens'\]"),
-        (pa.concat_tables([table([3]), table([3])]), "1 sequence ids appear twice, the first is id-0"),
+        (
+            pa.concat_tables([table([3]), table([3])]),
+            "1 sequence ids appear twice, the first is id-0",
+        ),
     ],
 )
 def test_broken_tables_are_refused(broken: pa.Table, message: str) -> None:

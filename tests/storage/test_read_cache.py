@@ -53,7 +53,9 @@ class Reader:
         """Read and compare; returns what was fetched meanwhile."""
         before = len(self.fetched)
         found = fetch_ranges([(self.files[name], start, stop) for name, start, stop in pieces])
-        assert [bytes(each) for each in found] == [FILES[name][start:stop] for name, start, stop in pieces]
+        assert [bytes(each) for each in found] == [
+            FILES[name][start:stop] for name, start, stop in pieces
+        ]
         return self.fetched[before:]
 
 
@@ -127,7 +129,9 @@ def test_threads_and_processes_share_a_folder(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in blocks(tmp_path / "threads")) <= 1500 + 8 * 104
 
 
-def test_a_second_epoch_of_a_store_asks_for_nothing(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_epoch_of_a_store_asks_for_nothing(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = make_recipe((70, 3, 200, 64)).write(tmp_path / "local")
     remote = copy_up(local, f"{s3}/store")
     asked: list[tuple[str, int, int]] = []
@@ -144,7 +148,9 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(tmp_path: Path, s3: str, mon
     for epoch in range(2):
         with ActivationStore(remote) as store:
             assert isinstance(store.path, RemotePath)
-            found = pickle.loads(pickle.dumps(store)).read_batch(range(len(store)), list(store.fields))
+            found = pickle.loads(pickle.dumps(store)).read_batch(
+                range(len(store)), list(store.fields)
+            )
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values)
         assert bool(asked) is (epoch == 0)
@@ -153,7 +159,10 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(tmp_path: Path, s3: str, mon
     make_recipe((71, 3, 200, 64)).write(tmp_path / "other")
     remote.backend.delete(remote.names())
     copy_up(tmp_path / "other", f"{s3}/store")
-    with ActivationStore(open_path(str(remote))) as store, ActivationStore(tmp_path / "other") as other:
+    with (
+        ActivationStore(open_path(str(remote))) as store,
+        ActivationStore(tmp_path / "other") as other,
+    ):
         np.testing.assert_array_equal(store.read(0, "kv"), other.read(0, "kv"))
 
 

@@ -41,13 +41,28 @@ def test_round_trip(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        *(({"schema_version": version}, SchemaVersionError, f"{version}") for version in (1, 3, 2.0, None)),
+        *(
+            ({"schema_version": version}, SchemaVersionError, f"{version}")
+            for version in (1, 3, 2.0, None)
+        ),
         ({"format": "x"}, StoreDamaged, "not the manifest of an activation store"),
-        ({"conventions": CONVENTIONS | {"kv_keys": "before RoPE"}}, StoreDamaged, "'kv_keys' is 'before RoPE'"),
-        ({"fields": [asdict(kv_field(1, 1, 2)) | {"dtype": "int77"}]}, StoreDamaged, "dtype 'int77'"),
+        (
+            {"conventions": CONVENTIONS | {"kv_keys": "before RoPE"}},
+            StoreDamaged,
+            "'kv_keys' is 'before RoPE'",
+        ),
+        (
+            {"fields": [asdict(kv_field(1, 1, 2)) | {"dtype": "int77"}]},
+            StoreDamaged,
+            "dtype 'int77'",
+        ),
         ({"fields": [asdict(kv_field(1, 1, 2))] * 2}, StoreDamaged, "Fields appear twice: kv"),
         *(
-            ({"fields": [asdict(kv_group_field("kv/latent", (3,), 1, 4, 2)) | wrong]}, StoreDamaged, message)
+            (
+                {"fields": [asdict(kv_group_field("kv/latent", (3,), 1, 4, 2)) | wrong]},
+                StoreDamaged,
+                message,
+            )
             for wrong, message in (
                 ({"layers": 3}, "fields.0.layers: Input should be a valid array"),
                 ({"layers": ["x"]}, "fields.0.layers.0: Input should be a valid integer"),
@@ -60,8 +75,14 @@ def test_round_trip(recipe: Recipe) -> None:
         ("[]", StoreDamaged, "a JSON list, expected an object"),
     ],
 )
-def test_what_would_be_misread_is_refused(recipe: Recipe, changes: Any, kind: type[Exception], message: str) -> None:
-    text = changes if isinstance(changes, str) else json.dumps(json.loads(recipe.manifest.to_json()) | changes)
+def test_what_would_be_misread_is_refused(
+    recipe: Recipe, changes: Any, kind: type[Exception], message: str
+) -> None:
+    text = (
+        changes
+        if isinstance(changes, str)
+        else json.dumps(json.loads(recipe.manifest.to_json()) | changes)
+    )
     with pytest.raises(kind, match=message):
         StoreManifest.from_json(text)
 
@@ -101,6 +122,8 @@ def test_rounding_to_bfloat16_equals_torch() -> None:
 
 
 def test_finite_bits_equal_numpy() -> None:
-    np.testing.assert_array_equal(is_finite(all_bits(), "bfloat16"), np.isfinite(to_float32(all_bits(), "bfloat16")))
+    np.testing.assert_array_equal(
+        is_finite(all_bits(), "bfloat16"), np.isfinite(to_float32(all_bits(), "bfloat16"))
+    )
     assert is_finite(np.array([1, 2], np.int32), "int32").all()
     assert is_finite(np.array([1, np.nan], np.float16), "float16").tolist() == [True, False]

@@ -41,7 +41,9 @@ def damage(path: Path, how: str, at: float) -> None:
     elif how == "cut":
         path.write_bytes(content[:place])
     else:
-        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
+        path.write_bytes(
+            content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :]
+        )
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -143,7 +145,9 @@ class StoreMachine(RuleBasedStateMachine):
         with ActivationStore(out, require_complete=True) as reader:
             row = RECIPE.plan.slice(0, 1).to_pylist()[0]
             wanted = to_float32(RECIPE.values(FIELDS[3], row), "bfloat16")
-            np.testing.assert_allclose(to_float32(reader.read(0, "hidden/last"), "bfloat16"), wanted, atol=0.05)
+            np.testing.assert_allclose(
+                to_float32(reader.read(0, "hidden/last"), "bfloat16"), wanted, atol=0.05
+            )
 
     @invariant()
     def verify(self) -> None:
@@ -172,7 +176,9 @@ class StoreMachine(RuleBasedStateMachine):
         with ActivationStore(self.store, parts=parts) as reader:
             for i, row in enumerate(reader.sequences.to_pylist()):
                 for spec in FIELDS:
-                    np.testing.assert_array_equal(reader.read(i, spec.name), RECIPE.values(spec, row))
+                    np.testing.assert_array_equal(
+                        reader.read(i, spec.name), RECIPE.values(spec, row)
+                    )
             return set(reader.commits)
 
     def look(self, found: set[int] | None) -> None:
@@ -205,7 +211,9 @@ def whole() -> dict[str, bytes]:
 
 
 _ANY_TIME = settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
 

@@ -15,7 +15,9 @@ from moa_data.trainer.export import find_target
 from moa_data.trainer.fit import train
 
 
-def test_training_from_a_bucket_with_a_cache(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_from_a_bucket_with_a_cache(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = build_store(tmp_path / "store", ("hidden:last",), n_sequences=12)
     remote = copy_up(local, f"{s3}/store")
     asked: list[tuple[str, int, int]] = []

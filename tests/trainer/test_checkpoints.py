@@ -44,8 +44,16 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
         "numbers": [1, -2.5, float("inf"), True, None, 10**30, 1e-45],
         "pair": (0.9, "ä"),
         3: {"empty": {}, "text": ""},
-        "weights": [torch.arange(6).reshape(2, 3), torch.randn(3, 2).T, torch.tensor(2.0), torch.zeros(0, 4)],
-        "others": {t: torch.ones(3).to(getattr(torch, t)) for t in ("bfloat16", "float16", "float64", "int8", "bool")},
+        "weights": [
+            torch.arange(6).reshape(2, 3),
+            torch.randn(3, 2).T,
+            torch.tensor(2.0),
+            torch.zeros(0, 4),
+        ],
+        "others": {
+            t: torch.ones(3).to(getattr(torch, t))
+            for t in ("bfloat16", "float16", "float64", "int8", "bool")
+        },
     }
     file = tmp_path / "checkpoints" / "last.ckpt"
     CheckpointFiles().save_checkpoint(state, file)
@@ -53,7 +61,11 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
     os.umask(mask)
     assert file.stat().st_mode & 0o777 == 0o666 & ~mask
     found: dict[Any, Any] = CheckpointFiles().load_checkpoint(file)
-    assert (found["numbers"], found["pair"], found[3]) == (state["numbers"], state["pair"], state[3])
+    assert (found["numbers"], found["pair"], found[3]) == (
+        state["numbers"],
+        state["pair"],
+        state[3],
+    )
     for name in ("weights", "others"):
         torch.testing.assert_close(found[name], state[name], rtol=0, atol=0)  # of the same dtype
 
@@ -113,7 +125,11 @@ def _after_a_kill(out: Any) -> Any:
     if last_of(out).exists():
         values[0] = read_checkpoint(last_of(out))["weights"].unique().tolist()
     if (out / "drafter").exists():
-        values[1] = torch.cat([weight.flatten() for weight in load_drafter(out).parameters()]).unique().tolist()
+        values[1] = (
+            torch.cat([weight.flatten() for weight in load_drafter(out).parameters()])
+            .unique()
+            .tolist()
+        )
     [[weights], [exported]] = values
     return weights, exported
 
@@ -155,7 +171,9 @@ HOSTILE: dict[str, Any] = {
     "no state": header(b'{"__metadata__":{"format":"pt"}}'),
     "deep": header(b'{"__metadata__":{"state":"' + b"[" * 200_000 + b'"}}'),
     "a number": header(b'{"__metadata__":{"state":"3"}}'),
-    "absent tensors": header(b'{"__metadata__":{"state":"{\\"dict\\":[[1,{\\"tensor\\":\\"b\\"}]]}"}}'),
+    "absent tensors": header(
+        b'{"__metadata__":{"state":"{\\"dict\\":[[1,{\\"tensor\\":\\"b\\"}]]}"}}'
+    ),
 }
 
 

@@ -24,31 +24,48 @@ def config(**changes: Any) -> Any:
     return TrainConfig.of(store="", out="", **({"batch_size": 4, "reader_threads": 2} | changes))
 
 
-def stream_of(store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_ranks: int = 1) -> Any:
+def stream_of(
+    store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_ranks: int = 1
+) -> Any:
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     return TrainingStream(
-        BatchReader(store, settings, torch.device("cpu")), np.arange(len(store)), lengths, max_steps, rank, n_ranks
+        BatchReader(store, settings, torch.device("cpu")),
+        np.arange(len(store)),
+        lengths,
+        max_steps,
+        rank,
+        n_ranks,
     )
 
 
 @pytest.fixture(scope="module")
 def int8_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_store(tmp_path_factory.mktemp("int8") / "store", n_sequences=30, dtype="bfloat16", codec="int8")
+    return build_store(
+        tmp_path_factory.mktemp("int8") / "store", n_sequences=30, dtype="bfloat16", codec="int8"
+    )
 
 
-@pytest.mark.parametrize(("dtype", "codec"), [("float32", "lossless"), ("bfloat16", "lossless"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("float32", "lossless"), ("bfloat16", "lossless"), ("bfloat16", "int8")]
+)
 def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: str) -> None:
     """Codes travel, and are decoded to what the store reads."""
-    store = ActivationStore(build_store(tmp_path / "store", n_sequences=12, dtype=dtype, codec=codec))
+    store = ActivationStore(
+        build_store(tmp_path / "store", n_sequences=12, dtype=dtype, codec=codec)
+    )
     rows = np.array([5, 0, 11])
     reader = BatchReader(store, config(target_layer_inference=1), torch.device("meta"))
-    batch = reader.batch(rows, store.lengths[rows].astype(np.int64), Draws(None, torch.zeros(3, dtype=torch.bool)))
+    batch = reader.batch(
+        rows, store.lengths[rows].astype(np.int64), Draws(None, torch.zeros(3, dtype=torch.bool))
+    )
     assert bool(batch.encoded) == (codec == "int8")
     inputs: Any = batch.to(torch.device("cpu")).decode().inputs
     read = {"kv": inputs.kv, "hidden/last": inputs.hidden, "hidden/layer_1": inputs.entering_hidden}
     if batch.encoded:
         assert batch.encoded["kv"].rows["kv/key_codes"].dtype == torch.int8
-        n_code_bytes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
+        n_code_bytes = sum(
+            rows.nbytes for item in batch.encoded.values() for rows in item.rows.values()
+        )
         assert n_code_bytes < 0.75 * sum(values.nbytes for values in read.values())
     read |= {"tokens": inputs.tokens, "response_mask": inputs.response_mask}
     for name, values in read.items():
@@ -67,14 +84,22 @@ def test_who_decodes(int8_path: Path, device: str) -> None:
     store, rows = ActivationStore(int8_path), np.arange(8)
     reader = BatchReader(store, config(), torch.device(device))
     lengths = store.lengths[rows].astype(np.int64)
-    for batches in (TrainingStream(reader, rows, lengths, 10, 0, 1), data.ValidationBatches(reader, rows, lengths, 4)):
+    for batches in (
+        TrainingStream(reader, rows, lengths, 10, 0, 1),
+        data.ValidationBatches(reader, rows, lengths, 4),
+    ):
         batch: Any = next(iter(batches))
         assert bool(batch.encoded) == (device != "cpu")
         assert batch.decode().inputs.kv.numel() > 0
 
 
 def test_a_drafter_trains_from_codes(int8_path: Path, tmp_path: Path) -> None:
-    assert run(int8_path, tmp_path / "run", max_steps=2, validate_every=2).best_expected_acceptance_length >= 1
+    assert (
+        run(
+            int8_path, tmp_path / "run", max_steps=2, validate_every=2
+        ).best_expected_acceptance_length
+        >= 1
+    )
 
 
 def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> None:
@@ -100,7 +125,9 @@ def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_rank
         iterator = iter(stream_of(store, config(micro_batch_size=1), rank=rank, n_ranks=n_ranks))
         parts += [next(iterator) for _ in range(4 // n_ranks)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
-    n_positions = [data.sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts]
+    n_positions = [
+        data.sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts
+    ]
     assert sum(n_positions) == whole.denominator
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
@@ -111,7 +138,9 @@ def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) 
     fields = ["tokens", *data.needed_fields(ActivationStore(store_path), config()).values()]
     for rank in range(n_ranks):
         store = ActivationStore(store_path)
-        stream = stream_of(store, config(batch_size=8, prefetch_batches=1), rank=rank, n_ranks=n_ranks)
+        stream = stream_of(
+            store, config(batch_size=8, prefetch_batches=1), rank=rank, n_ranks=n_ranks
+        )
         for step, batch in zip(range(3), stream, strict=False):
             order = data.epoch_order(store.lengths.astype(np.int64), 8, 0, 0)[step]
             alone = ActivationStore(store_path)
@@ -140,7 +169,9 @@ def test_the_split_follows_content_not_order() -> None:
     assert 300 < len(held_out) < 500
     assert not set(train) & set(held_out)
     shuffled = ids[::-1]
-    assert {ids[i] for i in held_out} == {shuffled[i] for i in data.split_sequences(shuffled, 0.1)[1]}
+    assert {ids[i] for i in held_out} == {
+        shuffled[i] for i in data.split_sequences(shuffled, 0.1)[1]
+    }
 
 
 def test_draws_cover_their_range_and_the_curriculum() -> None:
@@ -207,10 +238,17 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
 
     def batches(rank: int = 0, n_ranks: int = 1) -> list[Any]:
         reader = BatchReader(store, config(), torch.device("cpu"))
-        return list(data.ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks))
+        return list(
+            data.ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks)
+        )
 
     whole, shares = batches(), [batches(rank, n_ranks) for rank in range(n_ranks)]
-    assert [(batch.index, len(batch.inputs.tokens)) for batch in whole] == [(0, 4), (1, 4), (2, 4), (3, 3)]
+    assert [(batch.index, len(batch.inputs.tokens)) for batch in whole] == [
+        (0, 4),
+        (1, 4),
+        (2, 4),
+        (3, 3),
+    ]
     assert {len(share) for share in shares} == {-(-4 // n_ranks)}
     assert {batch.index for share in shares for batch in share} == {0, 1, 2, 3}
     for batch in (batch for share in shares for batch in share):
@@ -236,10 +274,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def small_batch() -> Batch:
     hidden = torch.empty(2, 5, 8, dtype=torch.bfloat16)
     text = torch.zeros(2, 5, dtype=torch.int64)
-    return Batch(TrainingInputs(text, text.bool(), None, hidden), Draws(None, text[:, 0].bool()), 1.0, 10)
+    return Batch(
+        TrainingInputs(text, text.bool(), None, hidden), Draws(None, text[:, 0].bool()), 1.0, 10
+    )
 
 
-def test_the_stream_of_the_step_waits_for_the_copy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_of_the_step_waits_for_the_copy(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited, recorded = [], []
 
     class Stream:
@@ -247,11 +289,15 @@ def test_the_stream_of_the_step_waits_for_the_copy(device: torch.device, monkeyp
             waited.append(event)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.shape))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.shape)
+    )
     side: Any = SimpleNamespace(device=device)
     moved = start_copy(small_batch(), side)
     arrived = data.await_copy(moved)
     assert waited == [moved.copied]
     assert arrived.copied is None
-    assert sorted(recorded) == [(2,), (2, 5), (2, 5), (2, 5, 8)], "each tensor, or its memory is used again too early"
+    assert sorted(recorded) == [(2,), (2, 5), (2, 5), (2, 5, 8)], (
+        "each tensor, or its memory is used again too early"
+    )
     assert data.await_copy(arrived) is arrived

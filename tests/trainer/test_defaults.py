@@ -72,18 +72,24 @@ def test_few_tokens_are_seen_several_times_in_small_steps() -> None:
 
 
 @pytest.mark.parametrize("facts", [TOY, REAL, LARGE])
-@pytest.mark.parametrize("given", [{}, {"epochs": 0.1}, {"epochs": 40}, {"max_steps": 1}, {"max_steps": 100_000}])
+@pytest.mark.parametrize(
+    "given", [{}, {"epochs": 0.1}, {"epochs": 40}, {"max_steps": 1}, {"max_steps": 100_000}]
+)
 def test_what_is_chosen_fits_the_length_of_the_run(facts: RunFacts, given: dict[str, Any]) -> None:
     config, _ = choose_settings(config_of(**given), facts)
     steps_per_epoch = facts.n_sequences // config.named()["batch_size"]
     n_steps = config.schedule.n_steps(steps_per_epoch)
-    assert not any("warm-up" in warning or "rate" in warning for warning in schedule_warnings(config, steps_per_epoch))
+    assert not any(
+        "warm-up" in warning or "rate" in warning
+        for warning in schedule_warnings(config, steps_per_epoch)
+    )
     assert 10 * config.named()["warmup_steps"] <= max(n_steps, 0)
     assert n_steps // config.named()["validate_every"] >= min(10, n_steps)
     assert n_steps // config.named()["log_every"] >= min(20, n_steps)
 
 
-VOCABULARY = {"draft_vocabulary"}  # is chosen from the tokens of the responses, of large vocabularies alone
+# is chosen from the tokens of the responses, of large vocabularies alone
+VOCABULARY = {"draft_vocabulary"}
 GIVEN = {
     "epochs": 3.0, "max_steps": 77, "optimizer": "adamw", "learning_rate": 7e-5, "matrix_learning_rate": 7e-3,
     "peak_multiplier": 3.0, "warmup_steps": 7, "decay_steps": 70, "batch_size": 3, "validation_fraction": 0.5,
@@ -102,7 +108,11 @@ def test_what_is_given_stays(name: str, facts: RunFacts) -> None:
 
 def test_muon_for_a_large_target_keeps_the_rates_that_suit_it() -> None:
     found = chosen_for(LARGE, optimizer="muon")
-    assert (found["learning_rate"], found["matrix_learning_rate"], found["peak_multiplier"]) == (1e-4, 2e-3, 10)
+    assert (found["learning_rate"], found["matrix_learning_rate"], found["peak_multiplier"]) == (
+        1e-4,
+        2e-3,
+        10,
+    )
 
 
 def test_a_batch_divides_over_the_devices_and_is_no_larger_than_the_split() -> None:
@@ -115,7 +125,10 @@ def test_a_batch_divides_over_the_devices_and_is_no_larger_than_the_split() -> N
     ("given", "words"),
     [
         ({"max_steps": 54, "warmup_steps": 50}, ["warm-up takes 50 of 54"]),
-        ({"max_steps": 6, "warmup_steps": 50, "decay_steps": 6}, ["6 steps teach", "warm-up takes 6 of 6"]),
+        (
+            {"max_steps": 6, "warmup_steps": 50, "decay_steps": 6},
+            ["6 steps teach", "warm-up takes 6 of 6"],
+        ),
         ({"max_steps": 60, "warmup_steps": 20, "decay_steps": 6}, ["the learning rate drops"]),
         ({"max_steps": 60, "decay_steps": 600}, ["before the learning rate has fallen"]),
         ({"max_steps": 60, "decay_steps": 600, "peak_multiplier": 1}, []),
@@ -133,7 +146,14 @@ def test_a_schedule_that_does_not_fit_is_told(given: dict[str, Any], words: list
 
 @pytest.mark.parametrize(
     ("n_sequences", "n_positions", "fraction"),
-    [(221, 130, 0.2), (430, 130, 0.125), (221, 2000, 0.02), (100, 10, 0.2), (2000, 130, 0.027), (1_000_000, 300, 0.02)],
+    [
+        (221, 130, 0.2),
+        (430, 130, 0.125),
+        (221, 2000, 0.02),
+        (100, 10, 0.2),
+        (2000, 130, 0.027),
+        (1_000_000, 300, 0.02),
+    ],
 )
 def test_enough_is_held_out(n_sequences: int, n_positions: int, fraction: float) -> None:
     choice = choose_validation_fraction(n_sequences, n_sequences * n_positions)
@@ -141,7 +161,9 @@ def test_enough_is_held_out(n_sequences: int, n_positions: int, fraction: float)
     assert choice.value == fraction
 
 
-def test_a_run_without_settings_records_what_it_chose_and_can_be_resumed(store_path: Path, tmp_path: Path) -> None:
+def test_a_run_without_settings_records_what_it_chose_and_can_be_resumed(
+    store_path: Path, tmp_path: Path
+) -> None:
     config = config_of(max_steps=21, drafter="eagle", draft_length=3).replaced(
         store=str(store_path), out=str(tmp_path / "run"), batch_size=4
     )
@@ -157,9 +179,14 @@ def test_a_run_without_settings_records_what_it_chose_and_can_be_resumed(store_p
     widths = [width for _, width in metrics["val/expected_acceptance_half_width"]]
     assert report.best_half_width in [pytest.approx(width) for width in widths]
     assert report.n_validation_sequences > 0
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["best_half_width"] == report.best_half_width
+    assert (
+        json.loads((tmp_path / "run" / "report.json").read_text())["best_half_width"]
+        == report.best_half_width
+    )
     shown = _printed(train_view(report))
-    assert "±" in next(line for line in shown.splitlines() if line.startswith("best expected acceptance length"))
+    assert "±" in next(
+        line for line in shown.splitlines() if line.startswith("best expected acceptance length")
+    )
     with pytest.raises(OutputOccupied, match="learning_rate"):
         train(config.replaced(resume=True, learning_rate=0.5))
 
@@ -172,7 +199,9 @@ def _printed(view: Any) -> str:
 
 
 def test_a_plan_shows_what_was_chosen_and_why(store_path: Path, tmp_path: Path) -> None:
-    plan = plan_run(config_of(learning_rate=1e-3).replaced(store=str(store_path), out=str(tmp_path / "run")))
+    plan = plan_run(
+        config_of(learning_rate=1e-3).replaced(store=str(store_path), out=str(tmp_path / "run"))
+    )
     shown = _printed(run_plan_view(plan))
     names = {setting.name for setting in plan.chosen}
     assert names == set(CHOOSABLE) - {"max_steps", "learning_rate"} - VOCABULARY
@@ -184,19 +213,34 @@ def test_a_plan_shows_what_was_chosen_and_why(store_path: Path, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_warns_of_a_schedule_that_does_not_fit(store_path: Path, tmp_path: Path) -> None:
-    own = [str(store_path), "--out", str(tmp_path / "run"), "--max-steps", "40", "--warmup-steps", "39", "--dry-run"]
+def test_the_command_warns_of_a_schedule_that_does_not_fit(
+    store_path: Path, tmp_path: Path
+) -> None:
+    own = [
+        str(store_path),
+        "--out",
+        str(tmp_path / "run"),
+        "--max-steps",
+        "40",
+        "--warmup-steps",
+        "39",
+        "--dry-run",
+    ]
     result = run_command("train", *own)
     assert result.exit_code == 0
     assert "warning: the warm-up takes 39 of 40 steps" in result.stderr
 
 
-def test_a_cpu_takes_no_more_tokens_at_once_than_are_faster(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_takes_no_more_tokens_at_once_than_are_faster(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = ActivationStore(store_path)
     longest = int(store.lengths.max())
 
     def sizes(**given: Any) -> list[int]:
-        config = config_of(batch_size=8, validation_fraction=0.0, **given).replaced(store=str(store_path))
+        config = config_of(batch_size=8, validation_fraction=0.0, **given).replaced(
+            store=str(store_path)
+        )
         return StoreDataModule(store, config).micro_batch_sizes(8)
 
     assert sizes() == [8, 4, 2, 1]
@@ -210,10 +254,16 @@ def test_a_cpu_takes_no_more_tokens_at_once_than_are_faster(store_path: Path, mo
     assert sizes() == [8, 4, 2, 1]
 
 
-@pytest.mark.parametrize(("recorded", "is_own"), [("ab" * 32, True), ("cd" * 32, False), (None, False)])
-def test_answers_are_the_targets_own_where_a_record_says_so(tmp_path: Path, recorded: Any, is_own: bool) -> None:
+@pytest.mark.parametrize(
+    ("recorded", "is_own"), [("ab" * 32, True), ("cd" * 32, False), (None, False)]
+)
+def test_answers_are_the_targets_own_where_a_record_says_so(
+    tmp_path: Path, recorded: Any, is_own: bool
+) -> None:
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "20260101T000000.000000Z.json").write_text(json.dumps({"answers_by": recorded}))
+    (tmp_path / "runs" / "20260101T000000.000000Z.json").write_text(
+        json.dumps({"answers_by": recorded})
+    )
     (tmp_path / "runs" / "20260102T000000.000000Z.json").write_text("torn")
     manifest = SimpleNamespace(identities={"target.weights_sha256": "ab" * 32})
     store: Any = SimpleNamespace(path=tmp_path, manifest=manifest)

@@ -21,10 +21,21 @@ from moa_data.tests.kit.runs import SIZES, last_state, run, settings
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.fit import read_metrics, train
 
-STEPS: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "validate_every": 2, "log_every": 1, "micro_batch_size": 2}
+STEPS: dict[str, Any] = {
+    "max_steps": 4,
+    "warmup_steps": 1,
+    "validate_every": 2,
+    "log_every": 1,
+    "micro_batch_size": 2,
+}
 DRAFTERS: dict[str, dict[str, Any]] = SIZES | {
     "moa with a target layer": {"target_layer_inference": 1},
-    "dspark on keys and values": {"context": "kv", "fused_layers": (1,), "block_layers": 1, "markov_rank": 8},
+    "dspark on keys and values": {
+        "context": "kv",
+        "fused_layers": (1,),
+        "block_layers": 1,
+        "markov_rank": 8,
+    },
     "dflash on a memory": {"context": "memory", "block_layers": 1, "block_size": 8},
 }
 MOST_OFF = 1e-5
@@ -41,7 +52,13 @@ def train_all(configs: list[TrainConfig]) -> None:
 
 
 def losses(out: Path) -> dict[str, list[tuple[int, float]]]:
-    names = ("train/loss", "train/forward_kl", "val/kl", "val/top1_agreement", "val/expected_acceptance_length")
+    names = (
+        "train/loss",
+        "train/forward_kl",
+        "val/kl",
+        "val/top1_agreement",
+        "val/expected_acceptance_length",
+    )
     return {name: points for name, points in read_metrics(out).items() if name in names}
 
 
@@ -51,10 +68,14 @@ def assert_like(out: Path, one: Path, init: dict[str, torch.Tensor]) -> None:
     assert expected.keys() == got.keys()
     for name, points in expected.items():
         assert [step for step, _ in got[name]] == [step for step, _ in points]
-        assert [value for _, value in got[name]] == pytest.approx([value for _, value in points], rel=MOST_OFF), name
+        assert [value for _, value in got[name]] == pytest.approx(
+            [value for _, value in points], rel=MOST_OFF
+        ), name
     weights, others = last_state(one)["state_dict"], last_state(out)["state_dict"]
     for name, weight in weights.items():
-        off, way = (float((weight.float() - other[name].float()).norm()) for other in (others, init))
+        off, way = (
+            float((weight.float() - other[name].float()).norm()) for other in (others, init)
+        )
         assert off <= min(MOST_OFF * float(weight.float().norm()), MOST_OFF_OF_WAY * way), name
     exported = load_drafter(out).state_dict()
     for name, weight in load_drafter(one).state_dict().items():
@@ -63,7 +84,11 @@ def assert_like(out: Path, one: Path, init: dict[str, torch.Tensor]) -> None:
 
 def initial_weights(store: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
     """The weights of a run before its first step: a step at a rate of almost nothing."""
-    run(store, out, **changes | {"max_steps": 1, "learning_rate": 1e-30, "matrix_learning_rate": 1e-30})
+    run(
+        store,
+        out,
+        **changes | {"max_steps": 1, "learning_rate": 1e-30, "matrix_learning_rate": 1e-30},
+    )
     return dict(last_state(out)["state_dict"])
 
 
@@ -97,7 +122,9 @@ def test_every_drafter_on_two_devices(store_of_all: Path, tmp_path: Path, optimi
         two = {"devices": 2}
         runs.append(settings(store_of_all, tmp_path / name / "two", **two, **own))
         runs.append(settings(store_of_all, tmp_path / name / "half-two", resume=True, **two, **own))
-        runs.append(settings(store_of_all, tmp_path / name / "two-half", stop_after_steps=2, **two, **own))
+        runs.append(
+            settings(store_of_all, tmp_path / name / "two-half", stop_after_steps=2, **two, **own)
+        )
         resumed.append((tmp_path / name / "two-half", own))
     run_ranks(2, train_all, runs, folder=tmp_path)
     for out, own in resumed:
@@ -120,7 +147,12 @@ def test_two_machines_by_launchers(store_path: Path, tmp_path: Path, launcher: s
     (tmp_path / "two.yaml").write_text(config.to_yaml())
     command = ["-m", "moa_data", "train", "--config", str(tmp_path / "two.yaml")]
     running = [
-        subprocess.Popen([sys.executable, *prefix, *command], env=os.environ | more, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, *prefix, *command],
+            env=os.environ | more,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for prefix, more in launches(launcher)
     ]
     ended = [process.communicate(timeout=300)[1] for process in running]
@@ -138,7 +170,14 @@ def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
     port = str(free_port())
     for machine in ("0", "1"):
         if launcher == "torchrun":
-            found = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1"]
+            found = [
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{port}",
+                "--nproc-per-node",
+                "1",
+            ]
             yield ["-m", "torch.distributed.run", "--nnodes", "2", *found], {}
         elif launcher == "slurm":
             yield [], {
@@ -154,8 +193,15 @@ def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(TrainingError, match="32 does not divide over 6 devices"):
         run(store_path, tmp_path / "run", num_nodes=2, devices=3, batch_size=32)
     # Two processes of one device each would otherwise train the same run twice, in one folder.
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     for n_devices in (1, 3):
-        with pytest.raises(TrainingError, match=f"2 processes were launched for the {n_devices} devices"):
+        with pytest.raises(
+            TrainingError, match=f"2 processes were launched for the {n_devices} devices"
+        ):
             run(store_path, tmp_path / "run", devices=n_devices, batch_size=6)

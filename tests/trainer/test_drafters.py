@@ -19,7 +19,14 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.runs import SIZES, assert_same_run, assert_same_weights, last_state, run, settings
+from moa_data.tests.kit.runs import (
+    SIZES,
+    assert_same_run,
+    assert_same_weights,
+    last_state,
+    run,
+    settings,
+)
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer import data as data_module
@@ -51,7 +58,9 @@ def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, ["eagle", "glide", "dflash"]))
-def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
+def test_it_learns_resumes_and_decodes(
+    store_path: Path, hidden_store: Path, tmp_path: Path, kind: str
+) -> None:
     store = store_path if kind == "glide" else hidden_store
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     changes = {"max_steps": 40, "validate_every": 5} | own(kind)
@@ -66,7 +75,9 @@ def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp
     metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
     assert metrics["val/kl"][-1] < 0.85 * metrics["val/kl"][0]
     assert ("train/feature_loss" in metrics) == (kind in ("eagle", "glide"))
-    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    assert report.best_expected_acceptance_length == pytest.approx(
+        max(metrics["val/expected_acceptance_length"])
+    )
     drafter = load_drafter(parts)
     assert type(drafter) is DRAFTERS[kind]
     assert drafter.config.target == {"weights_sha256": "ab" * 32}
@@ -79,25 +90,39 @@ def check_decoding(drafter: Any) -> None:
     target, prompts = Target(tiny_model()), [[1, 2, 3, 4], [10, 12, 14], [5]]
     plain = generate_batch(target, prompts, max_new_tokens=12)
     for tree in (TreeShape(3), TreeShape(3, 2, 6)):
-        fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)
+        fast = generate_batch(
+            target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree
+        )
         assert [one.tokens for one in fast] == [one.tokens for one in plain]
 
 
-@pytest.mark.parametrize("kind", quick(["moa", "moa with a target layer", *KINDS], ["moa", "eagle", "dspark"]))
-def test_in_parts_and_in_low_precision(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", quick(["moa", "moa with a target layer", *KINDS], ["moa", "eagle", "dspark"])
+)
+def test_in_parts_and_in_low_precision(
+    store_path: Path, hidden_store: Path, tmp_path: Path, kind: str
+) -> None:
     """The noise of EAGLE belongs to the sequence, however the batch is split."""
     own = KINDS.get(kind, {}) | ({"target_layer_inference": 1} if kind.endswith("layer") else {})
     store = store_path if kind.startswith(("moa", "glide")) else hidden_store
     own |= {"drafter": kind.split()[0], "max_steps": 4, "validate_every": 4, "log_every": 1}
-    for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
+    for name, changes in (
+        ("one", {}),
+        ("parts", {"micro_batch_size": 2}),
+        ("bf16", {"precision": "bf16-mixed"}),
+    ):
         run(store, tmp_path / name, **own, **changes)
     assert_same_weights(tmp_path / "one", tmp_path / "parts", rtol=1e-3, atol=2e-5)
     full, low, split = (read_metrics(tmp_path / name) for name in ("one", "bf16", "parts"))
     assert full.keys() == low.keys()
     for name in full.keys() & {"train/loss", "train/forward_kl", "train/feature_loss"}:
-        assert [v for _, v in split[name]] == pytest.approx([v for _, v in full[name]], rel=1e-4), "of whole steps"
+        assert [v for _, v in split[name]] == pytest.approx([v for _, v in full[name]], rel=1e-4), (
+            "of whole steps"
+        )
     for name in full.keys() & {"train/loss", "train/forward_kl", "train/feature_loss", "val/kl"}:
-        assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
+        assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), (
+            name
+        )
 
 
 def test_noise_changes_the_run(hidden_store: Path, tmp_path: Path) -> None:
@@ -139,7 +164,9 @@ READS: list[tuple[dict[str, Any], list[int], list[str]]] = [
 ]
 
 
-def check_reads(path: Path, changes: dict[str, Any], layers: list[int], states: list[str]) -> dict[str, EncodedField]:
+def check_reads(
+    path: Path, changes: dict[str, Any], layers: list[int], states: list[str]
+) -> dict[str, EncodedField]:
     """Compare what is read for a drafter with the store; returns what came encoded."""
     store, config, sequences = ActivationStore(path), settings(path, **changes), np.array(ROWS)
     assert set(data_module.needed_fields(store, config).values()) == {
@@ -147,18 +174,26 @@ def check_reads(path: Path, changes: dict[str, Any], layers: list[int], states: 
         *states,
         *(["kv"] if layers else []),
     }
-    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(
+        sequences, store.lengths[sequences]
+    )
     read = Batch(inputs, draw(config, 0, 10), encoded=encoded).decode().inputs
     entering = [] if read.entering_hidden is None else [read.entering_hidden]
-    found = dict(zip(["hidden/last", *states], [read.hidden, *entering, *read.layer_outputs], strict=True))
+    found = dict(
+        zip(["hidden/last", *states], [read.hidden, *entering, *read.layer_outputs], strict=True)
+    )
     assert (read.kv is None) == (not layers)
     for name, values in (found if read.kv is None else found | {"kv": read.kv}).items():
         for row, i in enumerate(ROWS):
             n_tokens = int(store.lengths[i])
             expected = store.read(i, name, layers=layers if name == "kv" else None)
-            np.testing.assert_allclose(values[row, :n_tokens], expected.reshape(n_tokens, *values.shape[2:]), atol=1e-4)
+            np.testing.assert_allclose(
+                values[row, :n_tokens], expected.reshape(n_tokens, *values.shape[2:]), atol=1e-4
+            )
             assert not values[row, n_tokens:].any()
-    assert data_module.sequence_bytes(store, config, 10) == 10 * 4 * (len(layers) * 2 * 2 * 8 + 32 * len(found))
+    assert data_module.sequence_bytes(store, config, 10) == 10 * 4 * (
+        len(layers) * 2 * 2 * 8 + 32 * len(found)
+    )
     return encoded
 
 
@@ -170,7 +205,9 @@ def test_what_a_drafter_needs_is_read_and_nothing_else(
 
 
 @pytest.mark.parametrize("codec", ["int8", "transform:2@layer", "transform:2,tokens@all"])
-def test_codes_of_what_a_drafter_needs_are_read(store_of_all: Path, tmp_path: Path, codec: str) -> None:
+def test_codes_of_what_a_drafter_needs_are_read(
+    store_of_all: Path, tmp_path: Path, codec: str
+) -> None:
     recode(store_of_all, codec, tmp_path / "store")
     assert check_reads(tmp_path / "store", EAGLE3, *READS[3][1:]).keys() > {"hidden"}
     encoded = check_reads(tmp_path / "store", {"drafter": "glide"}, [2], [])
@@ -192,12 +229,22 @@ def test_codes_of_what_a_drafter_needs_are_read(store_of_all: Path, tmp_path: Pa
     ],
     ids=str,
 )
-def test_each_variant_trains_and_decodes(store_path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
-    report = run(store_path, tmp_path / "run", max_steps=3, micro_batch_size=4, validate_every=3, **changes)
+def test_each_variant_trains_and_decodes(
+    store_path: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    report = run(
+        store_path, tmp_path / "run", max_steps=3, micro_batch_size=4, validate_every=3, **changes
+    )
     assert report.best_expected_acceptance_length >= 1
-    assert all(torch.isfinite(weight).all() for weight in last_state(tmp_path / "run")["state_dict"].values())
+    assert all(
+        torch.isfinite(weight).all()
+        for weight in last_state(tmp_path / "run")["state_dict"].values()
+    )
     drafter = load_drafter(tmp_path / "run")
-    expected = {name: drafter.config.vocab_size if value == "all" else value for name, value in changes.items()}
+    expected = {
+        name: drafter.config.vocab_size if value == "all" else value
+        for name, value in changes.items()
+    }
     assert all(getattr(drafter.config, name, value) == value for name, value in expected.items())
     check_decoding(drafter)
 
@@ -215,9 +262,19 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
         (hidden_store, {}, SelectionInvalid, "lacks kv; add with `moa-data add"),
         (store_path, EAGLE3, SelectionInvalid, r"--activations hidden:layer:0`"),
         (imported, {}, SelectionInvalid, "imported from eagle"),
-        (hidden_store, {"drafter": "eagle3", "fused_layers": None}, DrafterError, "--fused-layers 0,1,2"),
+        (
+            hidden_store,
+            {"drafter": "eagle3", "fused_layers": None},
+            DrafterError,
+            "--fused-layers 0,1,2",
+        ),
         (hidden_store, {"drafter": "eagle3", "fused_layers": (0, 7)}, DrafterError, "0,7"),
-        (hidden_store, {"drafter": "medusa", "medusa_heads": 2}, TrainingError, "more levels than the 2"),
+        (
+            hidden_store,
+            {"drafter": "medusa", "medusa_heads": 2},
+            TrainingError,
+            "more levels than the 2",
+        ),
     ]
     for store, changes, error, message in cases:
         with pytest.raises(error, match=message):

@@ -38,7 +38,9 @@ def test_a_run_takes_the_planned_disk(
     assert 0 < least_s < most_s
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset"
+)
 def test_a_run_takes_the_planned_memory(store_of_all: Path, tmp_path: Path) -> None:
     config = config_of(store_of_all, tmp_path / "run", drafter="moa")
     Path("/proc/self/clear_refs").write_text("5")
@@ -50,29 +52,42 @@ def test_a_run_takes_the_planned_memory(store_of_all: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_plan_before_a_run_changes_no_weight(store_of_all: Path, tmp_path: Path, optimizer: str) -> None:
+def test_a_plan_before_a_run_changes_no_weight(
+    store_of_all: Path, tmp_path: Path, optimizer: str
+) -> None:
     changes = {"optimizer": optimizer, "drafter": "eagle", "max_steps": 3, "feature_noise": 0.2}
     plans: list[Any] = []
     train(config_of(store_of_all, tmp_path / "silent", **changes))
     train(config_of(store_of_all, tmp_path / "announced", **changes), announce=plans.append)
     assert plans[0].cost.seconds is not None
-    silent, announced = (load_drafter(tmp_path / name / DRAFTER).state_dict() for name in ("silent", "announced"))
+    silent, announced = (
+        load_drafter(tmp_path / name / DRAFTER).state_dict() for name in ("silent", "announced")
+    )
     assert all(torch.equal(weight, announced[name]) for name, weight in silent.items())
 
 
-def test_on_an_accelerator_only_a_dry_run_measures(store_of_all: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_on_an_accelerator_only_a_dry_run_measures(
+    store_of_all: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Others would wait for the first of several processes."""
     monkeypatch.setattr("moa_data.trainer.fit.trains_on_cpu", lambda _: False)
     plans: list[Any] = []
-    train(config_of(store_of_all, tmp_path / "run", drafter="eagle", max_steps=1), announce=plans.append)
+    train(
+        config_of(store_of_all, tmp_path / "run", drafter="eagle", max_steps=1),
+        announce=plans.append,
+    )
     assert (plans[0].cost.seconds, plans[0].cost.memory_bytes) == (None, None)
 
 
-def test_a_longer_run_takes_longer(store_of_all: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moa_data.trainer.estimate._measure", lambda *_: ([1.0, 3.0, 2.0], 1000))  # seconds a token
+def test_a_longer_run_takes_longer(
+    store_of_all: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # seconds a token
+    monkeypatch.setattr("moa_data.trainer.estimate._measure", lambda *_: ([1.0, 3.0, 2.0], 1000))
     changes: dict[str, Any] = {"drafter": "eagle", "validation_fraction": 0.0}
     short, long = (
-        plan_run(config_of(store_of_all, tmp_path / "run", max_steps=n_steps, **changes)) for n_steps in (10, 20)
+        plan_run(config_of(store_of_all, tmp_path / "run", max_steps=n_steps, **changes))
+        for n_steps in (10, 20)
     )
     assert short.cost.seconds is not None
     assert long.cost.seconds is not None

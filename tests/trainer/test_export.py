@@ -47,7 +47,10 @@ def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str
     build = drafter_class(kind)
     drafter: Drafter = build(build.config_class.from_target(config, identity, **KINDS[kind]))
     drafter.initialize(torch.Generator().manual_seed(0))
-    drafter.adopt(FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)), lambda: torch.zeros(0))
+    drafter.adopt(
+        FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)),
+        lambda: torch.zeros(0),
+    )
     save_drafter(drafter, folder / "drafter")
     (folder / "run.yaml").write_text(yaml.safe_dump({"store": str(store), "drafter": kind}))
     return folder
@@ -59,7 +62,9 @@ def runs(target: Path, store: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_format_from_a_run(runs: dict[str, Path], target: Path, tmp_path: Path, name: str) -> None:
+def test_every_format_from_a_run(
+    runs: dict[str, Path], target: Path, tmp_path: Path, name: str
+) -> None:
     run, out = runs[LAYOUTS[name].kind], tmp_path / "out"
     given: dict[str, Any] = {"drafter": str(run), "format": name, "out": str(out)}
     if name.startswith("speculators"):  # whose folders name the target's
@@ -76,55 +81,89 @@ def test_every_format_from_a_run(runs: dict[str, Path], target: Path, tmp_path: 
     assert f"loaded again and equal\n{'note' if report.notes else ''}".strip() in report.describe()
     before, after = load_drafter(run), load_drafter(out)
     assert before.config == after.config
-    assert all(torch.equal(value, after.state_dict()[key]) for key, value in before.state_dict().items())
+    assert all(
+        torch.equal(value, after.state_dict()[key]) for key, value in before.state_dict().items()
+    )
     # From one format to the next, without the run.
     if name == "vllm-eagle":
         export_drafter(
-            DrafterExportConfig(drafter=str(out), format="sglang-eagle", out=str(tmp_path / "next"), dtype="bfloat16")
+            DrafterExportConfig(
+                drafter=str(out),
+                format="sglang-eagle",
+                out=str(tmp_path / "next"),
+                dtype="bfloat16",
+            )
         )
         assert load_drafter(tmp_path / "next").config == before.config
 
 
-def test_embeddings_are_the_targets_from_store_or_model(runs: dict[str, Path], target: Path, tmp_path: Path) -> None:
+def test_embeddings_are_the_targets_from_store_or_model(
+    runs: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
     for name, model in (("store", None), ("model", str(target))):
         export_drafter(
             DrafterExportConfig(
-                drafter=str(runs["eagle"]), format="eagle", out=str(tmp_path / name), model=model, dtype="bfloat16"
+                drafter=str(runs["eagle"]),
+                format="eagle",
+                out=str(tmp_path / name),
+                model=model,
+                dtype="bfloat16",
             )
         )
-    from_store, from_model = (load_file(tmp_path / name / "model.safetensors") for name in ("store", "model"))
+    from_store, from_model = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("store", "model")
+    )
     assert torch.equal(from_store["embed_tokens.weight"], from_model["embed_tokens.weight"])
     weights = load_file(target / "model.safetensors")
     assert torch.equal(from_store["embed_tokens.weight"], weights["model.embed_tokens.weight"])
     for name, model in (("head of the store", None), ("head of the model", str(target))):
         out = str(tmp_path / name)
-        export_drafter(DrafterExportConfig(drafter=str(runs["dspark"]), format="dspark", out=out, model=model))
+        export_drafter(
+            DrafterExportConfig(drafter=str(runs["dspark"]), format="dspark", out=out, model=model)
+        )
         copied = load_file(tmp_path / name / "model.safetensors")
         assert torch.equal(copied["lm_head.weight"], weights["lm_head.weight"].float())
-        assert torch.equal(copied["embed_tokens.weight"], weights["model.embed_tokens.weight"].float())
+        assert torch.equal(
+            copied["embed_tokens.weight"], weights["model.embed_tokens.weight"].float()
+        )
 
 
 def test_what_cannot_be_exported_is_named(
-    runs: dict[str, Path], target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: dict[str, Path],
+    target: Path,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     eagle, out = str(runs["eagle"]), str(tmp_path / "out")
-    with pytest.raises(OptionInvalid, match=r"format is 'eagle4', expected one of .*moa, moa-vllm.*; dtype is 'int8'"):
+    with pytest.raises(
+        OptionInvalid,
+        match=r"format is 'eagle4', expected one of .*moa, moa-vllm.*; dtype is 'int8'",
+    ):
         DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
     with pytest.raises(DrafterError, match="holds drafters of kind moa, this one is of kind eagle"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with pytest.raises(DrafterError, match="does not exist"):
-        export_drafter(DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out))
+        export_drafter(
+            DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out)
+        )
     with pytest.raises(OutputOccupied, match="is not an empty folder"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=eagle))
     with pytest.raises(TargetError, match="neither a folder nor a Hub id"):
-        export_drafter(DrafterExportConfig(drafter=eagle, format="eagle", out=out, model="/nowhere"))
+        export_drafter(
+            DrafterExportConfig(drafter=eagle, format="eagle", out=out, model="/nowhere")
+        )
     other = make_run(tmp_path / "other", target, store, "eagle", weights_sha256="ef" * 32)
     for model in (str(target), str(store), None):
         with pytest.raises(TargetError, match="weights efefefefefef"):
-            export_drafter(DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model))
+            export_drafter(
+                DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model)
+            )
     gone = make_run(tmp_path / "gone", target, tmp_path / "no-store", "eagle")
-    with pytest.raises(TargetError, match=r"no-store' of .*gone is not there\. Give the target with --model"):
+    with pytest.raises(
+        TargetError, match=r"no-store' of .*gone is not there\. Give the target with --model"
+    ):
         export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
     (gone / "run.yaml").unlink()
     with pytest.raises(TargetError, match="drafter is not a run"):
@@ -144,41 +183,68 @@ def test_what_cannot_be_exported_is_named(
     assert {path.name for path in tmp_path.iterdir()} == {*KINDS, "other", "gone"}
 
 
-def test_the_command_says_what_it_did_and_how_it_failed(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_command_says_what_it_did_and_how_it_failed(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    arguments = ["export-drafter", str(runs["eagle"]), "--format", "sglang-eagle", "--out", str(out)]
+    arguments = [
+        "export-drafter",
+        str(runs["eagle"]),
+        "--format",
+        "sglang-eagle",
+        "--out",
+        str(out),
+    ]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     assert "eagle drafter for SGLang (sglang-eagle), 19 tensors" in done.output
-    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
+    assert json.loads((out / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLMEagle"
+    ]
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 2
     assert "is not an empty folder. Choose another --out." in again.output
 
 
-def test_formats_without_embeddings_are_refused_where_the_target_scales_them(tmp_path: Path) -> None:
+def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
+    tmp_path: Path,
+) -> None:
     """An engine would feed the drafter what it looks up in the target, without the scale."""
     target = tmp_path / "gemma"
     build_family("gemma3_text", head_dim=12).save_pretrained(target)
     run = make_run(tmp_path / "run", target, tmp_path / "none", "eagle")
-    given: dict[str, Any] = {"drafter": str(run), "model": str(target), "out": str(tmp_path / "out")}
+    given: dict[str, Any] = {
+        "drafter": str(run),
+        "model": str(target),
+        "out": str(tmp_path / "out"),
+    }
     with pytest.raises(
-        DrafterError, match=r"gemma3_text multiplies its embeddings, and vLLM .* Formats that do: .*eagle"
+        DrafterError,
+        match=r"gemma3_text multiplies its embeddings, and vLLM .* Formats that do: .*eagle",
     ):
         export_drafter(DrafterExportConfig.of(format="vllm-eagle", **given))
     assert not (tmp_path / "out").exists()
     export_drafter(DrafterExportConfig.of(format="eagle", **given))
     held = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
-    seen = FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)).embed(torch.arange(len(held)))
+    seen = FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)).embed(
+        torch.arange(len(held))
+    )
     torch.testing.assert_close(held, seen)
 
 
 @pytest.mark.parametrize("name", quick(FEATURES, ("deepseek_v3", "gemma2")))
 def test_formats_of_families(name: str, tmp_path: Path) -> None:
     """All that the list names are written, of heads that fill the width; the others are refused."""
-    target, sizes = tmp_path / "target", dict[str, Any](num_attention_heads=3, num_key_value_heads=3, head_dim=16)
-    sizes |= {"global_head_dim": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 16} if name in GROUPED else {}
+    target, sizes = (
+        tmp_path / "target",
+        dict[str, Any](num_attention_heads=3, num_key_value_heads=3, head_dim=16),
+    )
+    sizes |= (
+        {"global_head_dim": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 16}
+        if name in GROUPED
+        else {}
+    )
     if name in ("gpt_oss", "ministral3"):  # scaled by default
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     build_family(name, **sizes).save_pretrained(target)

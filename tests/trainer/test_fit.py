@@ -45,11 +45,20 @@ def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path
     assert {"train/feature_loss", "train/tokens_per_s", "train/data_wait_share"} <= metrics.keys()
     assert last_state(out)["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-3)
     assert metrics["val/top1_agreement"][-1] > metrics["val/top1_agreement"][0] + 0.05
-    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    assert report.best_expected_acceptance_length == pytest.approx(
+        max(metrics["val/expected_acceptance_length"])
+    )
     assert report.n_steps == 150
     assert report.n_pending_parts == 0
     assert 0 <= report.data_wait_share < 1
-    for name in ("curves.png", "metrics.csv", "run.yaml", "provenance.json", "checkpoints/best.ckpt", "drafter"):
+    for name in (
+        "curves.png",
+        "metrics.csv",
+        "run.yaml",
+        "provenance.json",
+        "checkpoints/best.ckpt",
+        "drafter",
+    ):
         assert (out / name).exists(), name
     assert list((out / "tensorboard").glob("events*"))
     drafter = load_drafter(out)
@@ -58,7 +67,9 @@ def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path
     assert not any("frozen" in key for key in last_state(out)["state_dict"])
 
 
-def test_no_target_is_ever_loaded(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_target_is_ever_loaded(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the target's classes out of reach, training goes on, target layer inference included."""
     real_import = builtins.__import__
 
@@ -76,7 +87,9 @@ def test_no_target_is_ever_loaded(store_path: Path, tmp_path: Path, monkeypatch:
     assert run(store_path, tmp_path / "run", max_steps=3, target_layer_inference=1).n_steps == 3
 
 
-def test_resume_with_another_accumulation(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_with_another_accumulation(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with another number of devices: steps, validations and the log still fall on whole batches."""
     settings = {"max_steps": 14, "checkpoint_every": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -119,22 +132,33 @@ def test_the_last_step_is_validated(
     torch.testing.assert_close(dict(exported), saved, rtol=0, atol=0)
 
     run(store_path, tmp_path / "parts", **settings, stop_after_steps=6)
-    assert [step for step, _ in read_metrics(tmp_path / "parts")["val/kl"]] == [4], "a run to go on with has no end yet"
+    assert [step for step, _ in read_metrics(tmp_path / "parts")["val/kl"]] == [4], (
+        "a run to go on with has no end yet"
+    )
     strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
     with pytest.raises(Interrupted, match="stopped at step 7"):
         run(store_path, tmp_path / "parts", **settings, resume=True)
     monkeypatch.undo()
     again = run(store_path, tmp_path / "parts", **settings, resume=True)
     assert again.best_expected_acceptance_length == report.best_expected_acceptance_length
-    torch.testing.assert_close(exported, load_drafter(tmp_path / "parts").state_dict(), rtol=0, atol=0)
-    assert read_metrics(tmp_path / "parts")["val/kl"][-1][1] == read_metrics(tmp_path / "whole")["val/kl"][-1][1]
+    torch.testing.assert_close(
+        exported, load_drafter(tmp_path / "parts").state_dict(), rtol=0, atol=0
+    )
+    assert (
+        read_metrics(tmp_path / "parts")["val/kl"][-1][1]
+        == read_metrics(tmp_path / "whole")["val/kl"][-1][1]
+    )
     facts = json.loads((tmp_path / "parts" / "report.json").read_text())
     assert (facts["n_steps"], facts["metrics"]["val/kl"]) == (7, report.metrics["val/kl"])
     assert facts["tokens_per_s"] > 0, "speed is that of an invocation that trained"
     whole, parts = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
-    assert parts["optimizer_states"][0]["state"].keys() == whole["optimizer_states"][0]["state"].keys()
-    assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, "nothing is left to do"
+    assert (
+        parts["optimizer_states"][0]["state"].keys() == whole["optimizer_states"][0]["state"].keys()
+    )
+    assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, (
+        "nothing is left to do"
+    )
 
 
 @pytest.mark.usefixtures("heeded_signals")
@@ -184,7 +208,9 @@ def test_refusals(store_path: Path, tmp_path: Path) -> None:
     for error, name, changes in cases:
         with pytest.raises(error):
             run(store_path, tmp_path / name, max_steps=2, **changes)
-    assert not any((tmp_path / name).exists() for name in ("none", "big", "deep")), "a refusal leaves nothing behind"
+    assert not any((tmp_path / name).exists() for name in ("none", "big", "deep")), (
+        "a refusal leaves nothing behind"
+    )
 
 
 def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None:
@@ -201,7 +227,8 @@ def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None
             assert other.stdout.readline() == "held\n"
             before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
             with pytest.raises(
-                OutputOccupied, match=rf"is being trained by process {other.pid} on .*; wait until it ends"
+                OutputOccupied,
+                match=rf"is being trained by process {other.pid} on .*; wait until it ends",
             ):
                 run(store_path, out, max_steps=4, resume=resume)
             assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -248,7 +275,9 @@ def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_
 # A run that goes on beyond its end, or starts from the weights of another
 
 
-def test_a_longer_run_equals_one_that_was_that_long_from_the_start(store_path: Path, tmp_path: Path) -> None:
+def test_a_longer_run_equals_one_that_was_that_long_from_the_start(
+    store_path: Path, tmp_path: Path
+) -> None:
     settings = {"drafter": "eagle", "decay_steps": 6}
     run(store_path, tmp_path / "whole", max_steps=8, **settings)
     run(store_path, tmp_path / "parts", max_steps=4, **settings)
@@ -263,7 +292,9 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
     """Its earlier steps would have been taken at other rates; the two ways on are named, and both are ways."""
     out = tmp_path / "run"
     run(store_path, out, max_steps=4)
-    with pytest.raises(OutputOccupied, match=r"falls until step 4, not 8.*--decay-steps 4 .*--init-from") as refusal:
+    with pytest.raises(
+        OutputOccupied, match=r"falls until step 4, not 8.*--decay-steps 4 .*--init-from"
+    ) as refusal:
         run(store_path, out, max_steps=8, resume=True)
     assert str(out) in str(refusal.value)
     assert run(store_path, out, max_steps=6, decay_steps=4, resume=True).n_steps == 6
@@ -274,24 +305,37 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
 def test_weights_are_taken_and_nothing_else(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "first", max_steps=3)
     # A rate of next to nothing leaves the weights where they start.
-    still = {"learning_rate": 1e-30, "max_steps": 2, "validation_fraction": 0.0, "init_from": str(tmp_path / "first")}
+    still = {
+        "learning_rate": 1e-30,
+        "max_steps": 2,
+        "validation_fraction": 0.0,
+        "init_from": str(tmp_path / "first"),
+    }
     run(store_path, tmp_path / "second", stop_after_steps=1, seed=7, **still)
     first, second = load_drafter(tmp_path / "first"), load_drafter(tmp_path / "second")
     torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)
     state = last_state(tmp_path / "second")
     assert state["global_step"] == 1
-    assert {float(moments["step"]) for moments in state["optimizer_states"][0]["state"].values()} == {1.0}
+    assert {
+        float(moments["step"]) for moments in state["optimizer_states"][0]["state"].values()
+    } == {1.0}
     shutil.rmtree(tmp_path / "first")
-    assert run(store_path, tmp_path / "second", resume=True, seed=7, **still).n_steps == 2, "it asks for them no more"
+    assert run(store_path, tmp_path / "second", resume=True, seed=7, **still).n_steps == 2, (
+        "it asks for them no more"
+    )
 
 
 def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "first", max_steps=1)
     first = str(tmp_path / "first")
-    with pytest.raises(TrainingError, match=r"kind moa, this run trains eagle. Give --drafter moa\."):
+    with pytest.raises(
+        TrainingError, match=r"kind moa, this run trains eagle. Give --drafter moa\."
+    ):
         run(store_path, tmp_path / "other", max_steps=1, drafter="eagle", init_from=first)
     other = {"max_steps": 1, "layer_groups": 1, "unrotated_keys": False, "init_from": first}
-    with pytest.raises(TrainingError, match=r"--set drafter.layer_groups=2 --set drafter.unrotated_keys=true"):
+    with pytest.raises(
+        TrainingError, match=r"--set drafter.layer_groups=2 --set drafter.unrotated_keys=true"
+    ):
         run(store_path, tmp_path / "other", **other)
     with pytest.raises(DrafterError, match="does not exist"):
         run(store_path, tmp_path / "other", max_steps=1, init_from=str(tmp_path / "nope"))
@@ -309,7 +353,9 @@ def test_the_draft_vocabulary_is_chosen_by_default(
         settings["fused_layers"] = (0, 1)
     run(store_of_all, tmp_path / "small", **settings)
     small = load_drafter(tmp_path / "small")
-    assert small.config.draft_vocabulary in (0, small.config.vocab_size), "the vocabulary of the target is small"
+    assert small.config.draft_vocabulary in (0, small.config.vocab_size), (
+        "the vocabulary of the target is small"
+    )
     monkeypatch.setattr(vocabulary, "_FEWEST_TOKENS", 1)
     monkeypatch.setattr(vocabulary, "_SMALLEST_CHOICE", 16)
     monkeypatch.setattr(vocabulary, "_LEAST_GAIN", 0.0)
@@ -320,7 +366,10 @@ def test_the_draft_vocabulary_is_chosen_by_default(
     assert load_drafter(tmp_path / "large").config.draft_vocabulary == chosen.value
     recorded = yaml.safe_load((tmp_path / "large" / "run.yaml").read_text())
     assert recorded["drafter"]["draft_vocabulary"] == chosen.value
-    assert run(store_of_all, tmp_path / "large", **settings | {"max_steps": 2}, resume=True).n_steps == 2
+    assert (
+        run(store_of_all, tmp_path / "large", **settings | {"max_steps": 2}, resume=True).n_steps
+        == 2
+    )
     run(store_of_all, tmp_path / "all", draft_vocabulary="all", **settings)
     assert not load_drafter(tmp_path / "all").config.draft_tokens
     assert load_drafter(tmp_path / "all").config.draft_vocabulary == small.config.vocab_size
@@ -330,21 +379,32 @@ def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) 
     model, settings = build_model(), Eagle3Settings()
     fresh, other = (build("eagle3", model, norm_before_residual=flag) for flag in (False, True))
     save_drafter(other, tmp_path)
-    with pytest.raises(TrainingError, match="has norm_before_residual, which can be run and not be trained"):
+    with pytest.raises(
+        TrainingError, match="has norm_before_residual, which can be run and not be trained"
+    ):
         initial_drafter(str(tmp_path), fresh, settings, target_sizes(model.config))
 
 
-def test_resume_needs_no_setting_twice(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_needs_no_setting_twice(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the run recorded counts, its store in whatever folder the command is given, and flags win over it."""
     monkeypatch.chdir(room)
     options = ("--preset", "small", "--drafter", "eagle", "--set", "schedule.decay_steps=2", *TRAIN)
-    begun = run_command("train", "store", "--out", tmp_path / "run", *options, "--stop-after-steps", "1")
+    begun = run_command(
+        "train", "store", "--out", tmp_path / "run", *options, "--stop-after-steps", "1"
+    )
     assert begun.exit_code == 0, begun.output
-    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["store"] == str(room / "store")
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["store"] == str(
+        room / "store"
+    )
     monkeypatch.chdir(tmp_path)
     again = run_command("train", "--out", "run", "--resume")
     assert again.exit_code == 0, again.output
     assert last_state(tmp_path / "run")["global_step"] == 2
     assert run_command("train", "--out", "run", "--resume", "--epochs", "1").exit_code == 0
     assert last_state(tmp_path / "run")["global_step"] > 2
-    refused(run_command("train", "--out", "run", "--resume", "--batch-size", "4"), "batch_size was 2, now 4")
+    refused(
+        run_command("train", "--out", "run", "--resume", "--batch-size", "4"),
+        "batch_size was 2, now 4",
+    )

@@ -34,14 +34,17 @@ def train(store: Any, out: Any, **changes: Any) -> Any:
     return fit.train(settings(store, out, **(SETTINGS | changes)))
 
 
-def test_a_signal_in_each_phase(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any) -> None:
+def test_a_signal_in_each_phase(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
+) -> None:
     """One run is stopped in each phase in turn, and ends as one that was not."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(store_path, whole)
     phases = [
         (data.StoreDataModule, "train_dataloader", 1, signal.SIGTERM, 0),  # before the first step
         (data.TrainingStream, "_read", 2, signal.SIGHUP, 0),  # in the thread that reads
-        (muon, "orthogonalize", 5, signal.SIGTERM, 1),  # some matrices of a step are updated, others are not
+        # some matrices of a step are updated, others are not
+        (muon, "orthogonalize", 5, signal.SIGTERM, 1),
         (DrafterModule, "training_step", 3, signal.SIGINT, 2),
         (checkpoints, "write_tensors", 1, signal.SIGHUP, 4),
         (DrafterModule, "validation_step", 2, signal.SIGTERM, 6),
@@ -55,15 +58,21 @@ def test_a_signal_in_each_phase(store_path: Path, tmp_path: Path, monkeypatch: p
         with pytest.raises(Interrupted) as stop:
             train(store_path, parts, resume=index > 0)
         monkeypatch.undo()
-        assert str(stop.value) == f"stopped at step {step}; go on with the same command and --resume.", name
+        assert (
+            str(stop.value) == f"stopped at step {step}; go on with the same command and --resume."
+        ), name
         assert stop.value.signum == signum, name
-        assert {signum: signal.getsignal(signum) for signum in STOPS} == before, "handlers are given back"
+        assert {signum: signal.getsignal(signum) for signum in STOPS} == before, (
+            "handlers are given back"
+        )
     assert train(store_path, parts, resume=True).n_steps == 12
     assert_same_run(whole, parts)
     assert json.loads((parts / "report.json").read_text())["n_steps"] == 12
 
 
-def test_a_second_ctrl_c_ends_at_once(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_ends_at_once(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within a step that does not end; the checkpoint before is what is left."""
     real, calls = DrafterModule.training_step, []
 
@@ -81,7 +90,9 @@ def test_a_second_ctrl_c_ends_at_once(store_path: Path, tmp_path: Path, monkeypa
         return real(*args)
 
     monkeypatch.setattr(DrafterModule, "training_step", stuck)
-    with pytest.raises(Interrupted, match="stopped without saving; go on from the checkpoint of step 4 with"):
+    with pytest.raises(
+        Interrupted, match="stopped without saving; go on from the checkpoint of step 4 with"
+    ):
         train(store_path, tmp_path / "run")
     monkeypatch.undo()
     assert train(store_path, tmp_path / "run", resume=True).n_steps == 12
@@ -98,15 +109,21 @@ def test_ignored_signals_stay_ignored(store_path: Path, tmp_path: Path, strike: 
         signal.signal(signal.SIGHUP, before)
 
 
-def test_before_the_first_checkpoint_the_line_says_so(store_path: Path, tmp_path: Path, strike: Any) -> None:
+def test_before_the_first_checkpoint_the_line_says_so(
+    store_path: Path, tmp_path: Path, strike: Any
+) -> None:
     strike(fit, "build_module", 1, signal.SIGINT)
-    with pytest.raises(Interrupted, match=r"stopped before the first checkpoint; run the same command again\.$"):
+    with pytest.raises(
+        Interrupted, match=r"stopped before the first checkpoint; run the same command again\.$"
+    ):
         train(store_path, tmp_path / "run")
 
 
 def command(store: Any, out: Any, *more: Any) -> Any:
     """The arguments of a run that takes some seconds."""
-    changes = SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
+    changes = (
+        SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
+    )
     file = Path(out).with_suffix(".yaml")
     file.write_text(settings(store, out, **changes).to_yaml())
     return ["-m", "moa_data", "train", "--config", str(file)]
@@ -143,7 +160,12 @@ def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: st
     if launcher == "torchrun":
         prefix += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     begun = time.monotonic()
-    assert subprocess.run([*prefix, *command(store_path, whole, *more)], capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            [*prefix, *command(store_path, whole, *more)], capture_output=True
+        ).returncode
+        == 0
+    )
     seconds, rng = time.monotonic() - begun, random.Random(1)
     n_spoke = 0
     ways = [(signum, to_group) for to_group in (False, True) for signum in STOPS] * 2
@@ -157,8 +179,11 @@ def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: st
                 (os.killpg if to_group else os.kill)(process.pid, signum)
             _, stderr = process.communicate(timeout=300)
         if process.returncode:
-            # A signal before the program's first line is Python's; torchrun's own imports take seconds.
-            begun_at_all = process.returncode != -signum if launcher == "lightning" else bool(said(stderr))
+            # A signal before the program's first line is Python's; torchrun's own imports take
+            # seconds.
+            begun_at_all = (
+                process.returncode != -signum if launcher == "lightning" else bool(said(stderr))
+            )
             if launcher == "lightning" and begun_at_all:
                 assert process.returncode == STOPS[signum], stderr
             if begun_at_all:
@@ -171,6 +196,8 @@ def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: st
             time.sleep(0.2)
         assert not processes_of(parts)
     assert n_spoke
-    done = subprocess.run([*prefix, *command(store_path, parts, *more), *go_on(parts)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*prefix, *command(store_path, parts, *more), *go_on(parts)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert_same_run(whole, parts)

@@ -41,21 +41,33 @@ def test_writing_checkpoints_is_no_waiting_for_data(
     monkeypatch.setattr(L.Trainer, "save_checkpoint", taking(100, L.Trainer.save_checkpoint))
     monkeypatch.setattr(callbacks, "write_drafter", taking(100, checkpoints.write_drafter))
     monkeypatch.setattr(DrafterModule, "training_step", taking(1, DrafterModule.training_step))
-    settings = {"max_steps": 4, "micro_batch_size": 4, "checkpoint_every": 1, "validate_every": 2, "log_every": 1}
+    settings = {
+        "max_steps": 4,
+        "micro_batch_size": 4,
+        "checkpoint_every": 1,
+        "validate_every": 2,
+        "log_every": 1,
+    }
     report = run(store_path, tmp_path / "run", **settings)
     assert clock[0] > 400
     assert (report.data_wait_share, report.tokens_per_s) == (0, report.n_tokens / 8)
     logged = read_metrics(tmp_path / "run")
     assert [value for _, value in logged["train/data_wait_share"]] == [0] * 4
-    assert sum(2 * value for _, value in logged["train/tokens_per_s"]) == pytest.approx(report.n_tokens)
+    assert sum(2 * value for _, value in logged["train/tokens_per_s"]) == pytest.approx(
+        report.n_tokens
+    )
 
 
-def test_waiting_is_the_time_until_a_batch_comes(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_the_time_until_a_batch_comes(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, settings = [0.0], TrainConfig.of(store="", out="", batch_size=4)
     monkeypatch.setattr(data, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     store = ActivationStore(store_path)
     reader = BatchReader(store, settings, torch.device("cpu"))
-    stream = data.TrainingStream(reader, np.arange(len(store)), store.lengths.astype(np.int64), 9, 0, 1)
+    stream = data.TrainingStream(
+        reader, np.arange(len(store)), store.lengths.astype(np.int64), 9, 0, 1
+    )
 
     def slowly(batches: Any) -> Iterator[Any]:
         for batch in batches:
@@ -77,7 +89,9 @@ def test_a_report_without_validation_is_valid_json(store_path: Path, tmp_path: P
 
     report = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0)
     facts = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
-    assert facts["best_expected_acceptance_length"] is report.best_expected_acceptance_length is None
+    assert (
+        facts["best_expected_acceptance_length"] is report.best_expected_acceptance_length is None
+    )
     assert facts["tokens_per_s"] == report.tokens_per_s > 0
     (tmp_path / "run" / "report.json").unlink()
     again = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0, resume=True)
@@ -88,7 +102,9 @@ def test_a_report_without_validation_is_valid_json(store_path: Path, tmp_path: P
 
 def test_steps_are_reported_once_each(store_path: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    config = settings(store_path, tmp_path / "run", max_steps=3, micro_batch_size=2, validate_every=2, log_every=1)
+    config = settings(
+        store_path, tmp_path / "run", max_steps=3, micro_batch_size=2, validate_every=2, log_every=1
+    )
     train(config, progress=lambda *state: told.append(state))
     assert {total for _, total, _ in told} == {3}
     steps = [done for done, _, _ in told]
@@ -124,7 +140,9 @@ def test_a_run_is_logged_to_a_tracker(
     assert "train/loss" in rows.read_text()
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("no wandb"), RuntimeError("no API key configured\nmore")])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("no wandb"), RuntimeError("no API key configured\nmore")]
+)
 def test_a_tracker_that_cannot_be_used_is_one_line(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -149,7 +167,9 @@ def test_training_and_validation_divergence_have_panels_of_their_own(
     monkeypatch.setattr(plt, "close", figures.append)
     fit.plot_curves(tmp_path, tmp_path / "curves.png")
     (figure,) = figures
-    shown = {axis.get_title(): [list(line.get_ydata()) for line in axis.lines] for axis in figure.axes}
+    shown = {
+        axis.get_title(): [list(line.get_ydata()) for line in axis.lines] for axis in figure.axes
+    }
     monkeypatch.undo()
     plt.close(figure)
     for value in (4.5, 0.13, 0.9):
@@ -160,7 +180,16 @@ def test_training_and_validation_divergence_have_panels_of_their_own(
 
 def test_torn_lines_and_what_is_no_figure_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics-000.csv").write_bytes(b"step,train/loss\r\n0,2.5\r\n1,1.5\r\n,1")
-    lines = [b"step,train/loss", b"2,1.25", b"1,\xff\xfe", b"x,1.5", b"\0\0\0", b"3,1,9", b"inf,3", b""]
+    lines = [
+        b"step,train/loss",
+        b"2,1.25",
+        b"1,\xff\xfe",
+        b"x,1.5",
+        b"\0\0\0",
+        b"3,1,9",
+        b"inf,3",
+        b"",
+    ]
     (tmp_path / "metrics.csv").write_bytes(b"\r\n".join(lines))
     assert fit.read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (1, 1.5), (2, 1.25), (3, 1.0)]}
 

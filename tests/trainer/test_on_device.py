@@ -25,7 +25,12 @@ from moa_data.trainer.step import Choice, Trial, validate_batch
 
 KINDS: dict[str, dict[str, Any]] = SIZES | {
     "moa with a target layer": {"target_layer_inference": 1},
-    "dspark on keys and values": {"context": "kv", "fused_layers": (1,), "block_layers": 1, "markov_rank": 8},
+    "dspark on keys and values": {
+        "context": "kv",
+        "fused_layers": (1,),
+        "block_layers": 1,
+        "markov_rank": 8,
+    },
     "dspark on a memory": {"context": "memory", "block_layers": 1, "markov_rank": 8},
     "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
 }
@@ -66,12 +71,20 @@ class Run:
     """A run without Lightning: the same reader, stream, module and optimizer."""
 
     def __init__(self, path: Path, kind: str, device: str, **changes: Any) -> None:
-        own: dict[str, Any] = {"drafter": kind.split()[0], "validation_fraction": 0.0} | KINDS[kind] | changes
-        self.device, self.config, self.store = torch.device(device), settings(path, **own), ActivationStore(path)
+        own: dict[str, Any] = (
+            {"drafter": kind.split()[0], "validation_fraction": 0.0} | KINDS[kind] | changes
+        )
+        self.device, self.config, self.store = (
+            torch.device(device),
+            settings(path, **own),
+            ActivationStore(path),
+        )
         self.data = StoreDataModule(self.store, self.config)
         self.module = build_module(self.store, self.data).to(self.device)
         self.module.frozen.to(self.device)
-        vars(self.module).update(log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer())
+        vars(self.module).update(
+            log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer()
+        )
         self.reader = data_module.BatchReader(self.store, self.data.config, self.device)
         self.sequences = self.data.train_sequences
         self.lengths = self.store.lengths.astype(np.int64)[self.sequences]
@@ -91,14 +104,20 @@ class Run:
             optimizer.zero_grad()
             n_launches, n_waits, worst = counts.launches, counts.waits, counts.worst()
             yield Step(
-                float(loss.detach()), {name: one.cpu() for name, one in gradients.items()}, n_launches, n_waits, worst
+                float(loss.detach()),
+                {name: one.cpu() for name, one in gradients.items()},
+                n_launches,
+                n_waits,
+                worst,
             )
 
     def validated(self) -> list[float]:
         """Measure drafts on the first sequences."""
         batches = ValidationBatches(self.reader, self.sequences[:8], self.lengths[:8], 8)
         batch = self.data.on_after_batch_transfer(next(iter(batches)), 0)
-        return validate_batch(self.module.drafter, self.module.frozen, batch, self.config.validation.draft_length)
+        return validate_batch(
+            self.module.drafter, self.module.frozen, batch, self.config.validation.draft_length
+        )
 
 
 def assert_equal(found: Sequence[Step], expected: Sequence[Step]) -> None:
@@ -106,11 +125,15 @@ def assert_equal(found: Sequence[Step], expected: Sequence[Step]) -> None:
         assert own.loss == pytest.approx(other.loss, rel=1e-5)
         assert own.gradients.keys() == other.gradients.keys()
         for name, gradient in own.gradients.items():
-            torch.testing.assert_close(gradient, other.gradients[name], rtol=1e-3, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                gradient, other.gradients[name], rtol=1e-3, atol=1e-6, msg=name
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_the_cpu_and_wait_rarely(store_of_all: Path, device: Counts, kind: str) -> None:
+def test_steps_are_those_of_the_cpu_and_wait_rarely(
+    store_of_all: Path, device: Counts, kind: str
+) -> None:
     own, expected = Run(store_of_all, kind, "cuda"), Run(store_of_all, kind, "cpu")
     assert all(isinstance(weight, CudaTensor) for weight in own.module.drafter.parameters())
     steps = list(own.steps(device))
@@ -122,7 +145,9 @@ def test_steps_are_those_of_the_cpu_and_wait_rarely(store_of_all: Path, device: 
 
 
 @pytest.mark.parametrize("codec", ["int8", "transform:2,tokens@all"])
-def test_codes_are_decoded_on_the_device(store_of_all: Path, tmp_path: Path, device: Counts, codec: str) -> None:
+def test_codes_are_decoded_on_the_device(
+    store_of_all: Path, tmp_path: Path, device: Counts, codec: str
+) -> None:
     recode(store_of_all, codec, tmp_path / "store")
     steps = list(Run(tmp_path / "store", "moa", "cuda").steps(device))
     assert_equal(steps, list(Run(tmp_path / "store", "moa", "cpu").steps(device)))
@@ -139,7 +164,10 @@ def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.Monk
     expected = [step.loss for step in Run(store_of_all, "moa", "cpu").steps(device, 6)]
 
     def losses() -> list[float]:
-        return [step.loss for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 6)]
+        return [
+            step.loss
+            for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 6)
+        ]
 
     assert losses() == pytest.approx(expected, rel=1e-5)
     monkeypatch.setattr(data_module, "await_copy", use_without_waiting)
@@ -150,7 +178,9 @@ def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.Monk
     assert found != pytest.approx(expected, rel=1e-3)
 
 
-def test_trial_steps_run_on_the_device(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_steps_run_on_the_device(
+    store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     run = Run(store_of_all, "eagle", "cuda")
     trial = Trial(run.module, run.data.longest_sequence(), run.device, nullcontext)

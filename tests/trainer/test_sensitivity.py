@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from moa_data.errors import DrafterError, OptionInvalid, SelectionInvalid, StoreMismatch, TrainingError
+from moa_data.errors import (
+    DrafterError,
+    OptionInvalid,
+    SelectionInvalid,
+    StoreMismatch,
+    TrainingError,
+)
 from moa_data.moa.drafters.training import Draws
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.pipeline.forwards.calibrate import target_rope
@@ -36,7 +42,9 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def codec_of(model: Any, scope: str) -> TransformCodec:
     config = model.config
     spec = kv_field(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    return TransformCodec(spec, TransformSettings.parse(f"transform:1@{scope}"), target_rope(config))
+    return TransformCodec(
+        spec, TransformSettings.parse(f"transform:1@{scope}"), target_rope(config)
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,25 +52,39 @@ def codec_of(model: Any, scope: str) -> TransformCodec:
     [
         ("moa", {}),
         pytest.param(
-            "moa", {"layer_groups": 2, "unrotated_keys": True, "cross_attention_drafts": True}, marks=pytest.mark.slow
+            "moa",
+            {"layer_groups": 2, "unrotated_keys": True, "cross_attention_drafts": True},
+            marks=pytest.mark.slow,
         ),
-        pytest.param("dspark", {"context": "kv", "block_layers": 1, "fused_layers": (1,)}, marks=pytest.mark.slow),
+        pytest.param(
+            "dspark",
+            {"context": "kv", "block_layers": 1, "fused_layers": (1,)},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(kind: str, form: dict[str, Any]) -> None:
+def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(
+    kind: str, form: dict[str, Any]
+) -> None:
     model = build_model()
     drafter, codec = build(kind, model, **form), codec_of(model, "layer")
-    frozen, layers = frozen_for(drafter, model), type(drafter).reads(len(codec.groups), drafter.config).kv_layers
+    frozen, layers = (
+        frozen_for(drafter, model),
+        type(drafter).reads(len(codec.groups), drafter.config).kv_layers,
+    )
     tokens = torch.randint(5, 60, (1, 8), generator=torch.Generator().manual_seed(0))
     kv = stored(build_drafter(model), model, tokens, torch.ones_like(tokens)).kv  # of all layers
     assert kv is not None
     kv = kv.float().unflatten(-1, codec.spec.token_shape[1:])
     inputs = dataclasses.replace(stored(drafter, model, tokens, torch.ones_like(tokens)), kv=kv)
-    draws = Draws(torch.tensor([4]), torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
+    draws = Draws(
+        torch.tensor([4]), torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    )
     parts = [part for group in codec.parts(kv[0]) for part in group]
     sizes = [part.shape[1] for part in parts]
 
-    def logits(rows: torch.Tensor) -> torch.Tensor:  # of keys before RoPE and values of all layers, side by side
+    # of keys before RoPE and values of all layers, side by side
+    def logits(rows: torch.Tensor) -> torch.Tensor:
         cut = list(rows.split(sizes, dim=1))
         kv = codec.whole([cut[i : i + 2] for i in range(0, len(cut), 2)]).flatten(2)[None]
         kv = kv if layers is None else kv[:, :, list(layers)]
@@ -79,7 +101,9 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(ki
     drawn, generator = torch.zeros_like(exact), torch.Generator().manual_seed(1)
     for _ in range(N_DRAWS):
         gradients = drawn_gradients(drafter, frozen, inputs, draws, codec, layers, generator)
-        assert [[part.shape[1] for part in group] for group in gradients] == [sizes[:2]] * len(codec.groups)
+        assert [[part.shape[1] for part in group] for group in gradients] == [sizes[:2]] * len(
+            codec.groups
+        )
         own = torch.cat([part for group in gradients for part in group], dim=1)
         drawn += own.T @ own / N_DRAWS
     assert (drawn - exact).norm() < 0.15 * exact.norm()
@@ -95,12 +119,16 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(ki
         ("dspark", {"context": "kv", "block_layers": 1, "fused_layers": (1,)}),
     ],
 )
-def test_metrics_of_what_a_drafter_reads(store_path: Path, kind: str, sizes: dict[str, Any]) -> None:
+def test_metrics_of_what_a_drafter_reads(
+    store_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
     model = tiny_model()
     drafter, codec, seen = build(kind, model, **sizes), codec_of(model, "layer"), []
     with ActivationStore(store_path) as store:
         sequences = [1, 5, 6]
-        metrics = DrafterMetrics(drafter, lambda *progress: seen.append(progress[:2]))(store, codec, sequences)
+        metrics = DrafterMetrics(drafter, lambda *progress: seen.append(progress[:2]))(
+            store, codec, sequences
+        )
     assert seen == [(0, 3), (1, 3), (2, 3)]
     assert [len(group) for group in metrics] == [2] * 3
     for group in metrics:
@@ -113,7 +141,9 @@ def test_metrics_of_what_a_drafter_reads(store_path: Path, kind: str, sizes: dic
     assert felt == ([0, 1, 2] if reads is None else sorted(layer % 3 for layer in reads))
 
 
-def test_what_cannot_be_measured_is_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured_is_refused(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model()
     codec, stranger, broken = codec_of(model, "all"), build_drafter(model), build("glide", model)
     stranger.config = dataclasses.replace(stranger.config, target={"weights_sha256": "cd" * 32})
@@ -131,7 +161,9 @@ def test_what_cannot_be_measured_is_refused(store_path: Path, monkeypatch: pytes
             with pytest.raises(error, match=text):
                 DrafterMetrics(drafter)(store, codec, [0])
         read = ActivationStore.read
-        monkeypatch.setattr(ActivationStore, "read", lambda *given: read(*given) * np.float32(np.nan))
+        monkeypatch.setattr(
+            ActivationStore, "read", lambda *given: read(*given) * np.float32(np.nan)
+        )
         monkeypatch.setattr("moa_data.trainer.sensitivity.to_float32", lambda values, dtype: values)
         with pytest.raises(TrainingError, match="sequence 0"):
             DrafterMetrics(build("glide", model))(store, codec, [0])
@@ -161,16 +193,25 @@ def test_a_store_for_a_drafter(store_path: Path, tmp_path: Path) -> None:
             described = coded.manifest.codec["transform"]["kv"]["error_metric"]
             assert described == ("plain" if metrics is None else "given")
             wrong = [exact.read(i, "kv") - coded.read(i, "kv") for i in range(len(exact))]
-        errors[name] = np.square(np.concatenate(wrong), dtype=np.float64).mean(axis=(0, 2, 3, 4))  # [layer]
+        # [layer]
+        errors[name] = np.square(np.concatenate(wrong), dtype=np.float64).mean(axis=(0, 2, 3, 4))
     assert errors["own"][2] < 0.2 * errors["even"][2]
     assert errors["own"][0] > 2 * errors["even"][0]
 
-    again = recode(store_path, "transform:2@layer", tmp_path / "own", kv_metrics=DrafterMetrics(drafter))
+    again = recode(
+        store_path, "transform:2@layer", tmp_path / "own", kv_metrics=DrafterMetrics(drafter)
+    )
     assert again.n_parts_done == 0
     with ActivationStore(tmp_path / "own") as coded:
-        assert coded.manifest.identities["drafter.weights_sha256"] == DrafterMetrics(drafter).identity
+        assert (
+            coded.manifest.identities["drafter.weights_sha256"] == DrafterMetrics(drafter).identity
+        )
     other = build("glide", tiny_model(), seed=2)
-    for folder, given in (("own", None), ("own", DrafterMetrics(other)), ("even", DrafterMetrics(drafter))):
+    for folder, given in (
+        ("own", None),
+        ("own", DrafterMetrics(other)),
+        ("even", DrafterMetrics(drafter)),
+    ):
         with pytest.raises(StoreMismatch, match=r"drafter\.weights_sha256"):
             recode(store_path, "transform:2@layer", tmp_path / folder, kv_metrics=given)
 
@@ -180,8 +221,14 @@ def test_the_command_refuses_in_one_line(store_path: Path, tmp_path: Path) -> No
         save_drafter(build(kind, tiny_model()), tmp_path / kind)
     out = ("--out", tmp_path / "new")
     given = ("recode", store_path, *out, "--drafter")
-    refused(run_command(*given, tmp_path / "moa", "--codec", "int8"), "int8 gives all keys and values the same bits")
-    refused(run_command(*given, tmp_path / "eagle", "--codec", "transform:2"), "eagle with these settings reads no")
+    refused(
+        run_command(*given, tmp_path / "moa", "--codec", "int8"),
+        "int8 gives all keys and values the same bits",
+    )
+    refused(
+        run_command(*given, tmp_path / "eagle", "--codec", "transform:2"),
+        "eagle with these settings reads no",
+    )
     refused(run_command(*given, tmp_path / "none", "--codec", "transform:2"), "none")
     assert not (tmp_path / "new").exists()
     done = run_command(*given, tmp_path / "moa", "--codec", "transform:2")

@@ -30,8 +30,16 @@ from moa_data.trainer.step import Choice, DrafterModule, Trial, recomputed_layer
 CPU = torch.device("cpu")
 
 
-def module_of(store: Path, kind: str = "moa", **changes: Any) -> tuple[DrafterModule, StoreDataModule]:
-    own: dict[str, Any] = {"batch_size": 8, "accelerator": "cpu", "drafter": kind, "prefetch_mb": 1, "out": "unused"}
+def module_of(
+    store: Path, kind: str = "moa", **changes: Any
+) -> tuple[DrafterModule, StoreDataModule]:
+    own: dict[str, Any] = {
+        "batch_size": 8,
+        "accelerator": "cpu",
+        "drafter": kind,
+        "prefetch_mb": 1,
+        "out": "unused",
+    }
     config = TrainConfig.of(store=str(store), draft_length=3, **(own | SIZES[kind] | changes))
     data = StoreDataModule(opened := ActivationStore(store), config)
     return build_module(opened, data), data
@@ -69,7 +77,9 @@ def test_a_cpu_takes_as_many_as_its_memory_holds(store_of_all: Path) -> None:
     assert chosen(3, [4]).recomputes, "a given size is kept"
 
 
-def test_a_device_that_runs_out_of_memory_takes_fewer(store_of_all: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_runs_out_of_memory_takes_fewer(
+    store_of_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, data = module_of(store_of_all)
     real, sizes = MoADrafter.objective, []
 
@@ -94,7 +104,12 @@ def test_a_device_that_runs_out_of_memory_takes_fewer(store_of_all: Path, monkey
 
 
 def test_a_plan_trains_nothing(store_of_all: Path, tmp_path: Path) -> None:
-    own: dict[str, Any] = {"drafter": "eagle", "batch_size": 8, "epochs": 2, "validation_fraction": 0.0}
+    own: dict[str, Any] = {
+        "drafter": "eagle",
+        "batch_size": 8,
+        "epochs": 2,
+        "validation_fraction": 0.0,
+    }
     plan = plan_run(TrainConfig.of(store=str(store_of_all), out=str(tmp_path / "run"), **own))
     store = ActivationStore(store_of_all)
     steps = len(store) // 8
@@ -107,9 +122,15 @@ def test_a_plan_trains_nothing(store_of_all: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_names_the_formats_that_would_not_hold_the_drafter(store_of_all: Path, tmp_path: Path) -> None:
-    plan = plan_run(TrainConfig.of(store=str(store_of_all), out=str(tmp_path / "run"), drafter="moa"))
-    assert plan.export_problems["moa"], "the default has two layer groups, and the authors' code has one"
+def test_a_plan_names_the_formats_that_would_not_hold_the_drafter(
+    store_of_all: Path, tmp_path: Path
+) -> None:
+    plan = plan_run(
+        TrainConfig.of(store=str(store_of_all), out=str(tmp_path / "run"), drafter="moa")
+    )
+    assert plan.export_problems["moa"], (
+        "the default has two layer groups, and the authors' code has one"
+    )
     console = Console(width=200)
     with console.capture() as shown:
         console.print(run_plan_view(plan))
@@ -169,11 +190,21 @@ def test_compiled_training_equals_eager(
 
     monkeypatch.setattr(DrafterModule, "on_fit_start", watched)
     for name, compile in (("eager", False), ("compiled", True)):
-        run(store_path, tmp_path / name, drafter=kind, max_steps=4, validate_every=4, log_every=1, compile=compile)
+        run(
+            store_path,
+            tmp_path / name,
+            drafter=kind,
+            max_steps=4,
+            validate_every=4,
+            log_every=1,
+            compile=compile,
+        )
     assert compiled[0] == 0 < compiled[1]
     eager, fast = read_metrics(tmp_path / "eager"), read_metrics(tmp_path / "compiled")
     for name in ("train/loss", "train/forward_kl", "val/kl"):
-        assert [v for _, v in fast[name]] == pytest.approx([v for _, v in eager[name]], rel=1e-5), name
+        assert [v for _, v in fast[name]] == pytest.approx([v for _, v in eager[name]], rel=1e-5), (
+            name
+        )
     assert_same_weights(tmp_path / "eager", tmp_path / "compiled", rtol=1e-3, atol=2e-5)
 
 
@@ -184,7 +215,9 @@ def test_runs_of_agreement_per_complete_round() -> None:
         "the cut-off round at the end does not count"
     )
     agree = torch.tensor([[0, 0, 0, 1, 0, 1, 1, 0, 1.0]])
-    assert step_module.accepted_runs(agree, drafted, 2).tolist() == [0, 2], "a later agreement does not undo a miss"
+    assert step_module.accepted_runs(agree, drafted, 2).tolist() == [0, 2], (
+        "a later agreement does not undo a miss"
+    )
     assert step_module.accepted_runs(agree[:, :2], drafted[:, :2], 2).tolist() == []
 
 
@@ -211,7 +244,10 @@ def test_each_batch_counts_once_in_the_order_of_a_single_device() -> None:
 
 
 def test_schedule() -> None:
-    factors = [step_module.zero_peak_constant(step, 50, 20.0, 1000) for step in (0, 25, 50, 525, 1000, 5000)]
+    factors = [
+        step_module.zero_peak_constant(step, 50, 20.0, 1000)
+        for step in (0, 25, 50, 525, 1000, 5000)
+    ]
     assert factors == [0.0, 10.0, 20.0, 10.5, 1.0, 1.0]
     assert [step_module.zero_peak_constant(step, 50, 1.0, 0) for step in (25, 60)] == [0.5, 1.0]
     assert step_module.zero_peak_constant(0, 0, 3.0, 10) == 3.0
@@ -246,13 +282,16 @@ def test_blocks_of_rows_are_orthogonalised_each() -> None:
     weight = torch.nn.Parameter(torch.zeros(20, 12))
     weight.grad = torch.randn(20, 12)
     Muon([weight], lr=1.0, block_rows=8).step()
-    # The first Nesterov direction is a multiple of the gradient, and orthogonalising ignores the scale.
+    # The first Nesterov direction is a multiple of the gradient, and orthogonalising ignores the
+    # scale.
     for block, grad in zip(weight.detach().split(8), weight.grad.split(8), strict=True):
         torch.testing.assert_close(-block, orthogonalize(grad[None])[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("field", ["hidden", "kv", "layer_outputs", "entering_hidden"])
-def test_activations_that_are_not_finite_end_a_step_and_a_validation(store_of_all: Path, field: str) -> None:
+def test_activations_that_are_not_finite_end_a_step_and_a_validation(
+    store_of_all: Path, field: str
+) -> None:
     module, data = module_of(store_of_all, "eagle")
     inputs = data.longest_sequence()
     module._cast(replace(inputs))
@@ -273,7 +312,12 @@ def test_a_store_with_values_that_are_not_finite_is_not_trained_on(
     read = BatchReader.batch
 
     def damaged(
-        reader: BatchReader, sequences: Any, lengths: Any, draws: Any, response: Any = None, **facts: Any
+        reader: BatchReader,
+        sequences: Any,
+        lengths: Any,
+        draws: Any,
+        response: Any = None,
+        **facts: Any,
     ) -> Any:
         batch = read(reader, sequences, lengths, draws, response, **facts)
         if (response is None) == is_validation and facts:
@@ -289,6 +333,8 @@ def test_masks_that_are_zero_everywhere_are_refused(store_path: Path) -> None:
     table = ActivationStore(store_path).sequences
     column = table.schema.get_field_index("n_response_tokens")
     zeros = pa.array([0] * table.num_rows, pa.int32())
-    store: Any = SimpleNamespace(path=store_path, sequences=table.set_column(column, "n_response_tokens", zeros))
+    store: Any = SimpleNamespace(
+        path=store_path, sequences=table.set_column(column, "n_response_tokens", zeros)
+    )
     with pytest.raises(TrainingError, match="response masks of all"):
         StoreDataModule(store, TrainConfig.of(store=str(store_path), out="unused", batch_size=8))

@@ -18,7 +18,12 @@ from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128, "eos_token_id": None}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+}
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=20)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15]]
 CONTEXT: dict[str, Any] = {"block_layers": 2, "fused_layers": (0, 1)}
@@ -45,16 +50,26 @@ BY_DEFAULT = [*(f"{drafter}: 4" for drafter in DRAFTERS if drafter != "dflash"),
 
 
 def generate(
-    device: str, drafter: str | None, shape: str | None, dtype: torch.dtype = torch.float32, **settings: Any
+    device: str,
+    drafter: str | None,
+    shape: str | None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> list[list[int]]:
     target, proposer = Target(build_model(**SIZES).to(device, dtype)), None
     if drafter is not None:
-        built = build(drafter.split(" ")[0].strip(","), build_model(**SIZES), **DRAFTERS[drafter]).to(device, dtype)
-        proposer = DrafterProposer(target, built, sampling=settings.get("sampling", SamplingConfig()))
+        built = build(
+            drafter.split(" ")[0].strip(","), build_model(**SIZES), **DRAFTERS[drafter]
+        ).to(device, dtype)
+        proposer = DrafterProposer(
+            target, built, sampling=settings.get("sampling", SamplingConfig())
+        )
     tree = None if shape is None else TreeShape.parse(shape)
     return [
         found.tokens
-        for found in generate_batch(target, max_new_tokens=12, proposer=proposer, tree=tree, seed=3, **settings)
+        for found in generate_batch(
+            target, max_new_tokens=12, proposer=proposer, tree=tree, seed=3, **settings
+        )
     ]
 
 
@@ -73,13 +88,21 @@ def rounds(counts: Counts, *args: Any, **settings: Any) -> Iterator[tuple[int, i
         yield more_launches - launches, more_waits - waits
 
 
-@pytest.mark.parametrize("case", quick([f"{d}: {s}" for d in DRAFTERS for s in ("4", "3x3x8")], BY_DEFAULT))
-def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(device: Counts, case: str) -> None:
+@pytest.mark.parametrize(
+    "case", quick([f"{d}: {s}" for d in DRAFTERS for s in ("4", "3x3x8")], BY_DEFAULT)
+)
+def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(
+    device: Counts, case: str
+) -> None:
     drafter, shape = case.split(": ")
     found = list(rounds(device, drafter, shape))
     assert max(waits for _, waits in found) <= 1, device.worst()
-    assert max(launches for launches, _ in found) <= (LAUNCHES[drafter] if shape == "4" else 760), device.worst()
-    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)
+    assert max(launches for launches, _ in found) <= (LAUNCHES[drafter] if shape == "4" else 760), (
+        device.worst()
+    )
+    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate(
+        "cpu", drafter, shape, prompts=PROMPTS
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,12 +116,18 @@ def test_sampled_rounds_give_the_tokens_of_the_cpu(
     assert max(waits for _, waits in found) <= 3, device.worst()
     assert max(launches for launches, _ in found) <= most, device.worst()
     settings: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLED}
-    assert generate("cuda", drafter, shape, **settings) == generate("cpu", drafter, shape, **settings)
+    assert generate("cuda", drafter, shape, **settings) == generate(
+        "cpu", drafter, shape, **settings
+    )
 
 
-@pytest.mark.parametrize(("drafter", "most"), [("moa", 50), ("eagle", 36), ("eagle3", 38), ("independent", 55)])
+@pytest.mark.parametrize(
+    ("drafter", "most"), [("moa", 50), ("eagle", 36), ("eagle3", 38), ("independent", 55)]
+)
 def test_launches_of_a_drafted_token(device: Counts, drafter: str, most: int) -> None:
-    few, many = (median(n for n, _ in rounds(device, drafter, shape, torch.bfloat16)) for shape in ("5", "7"))
+    few, many = (
+        median(n for n, _ in rounds(device, drafter, shape, torch.bfloat16)) for shape in ("5", "7")
+    )
     assert (many - few) / 2 <= most, device.worst()
 
 
@@ -112,4 +141,6 @@ def test_a_plain_step_launches_as_much_as_the_model_alone(device: Counts) -> Non
 @pytest.mark.parametrize(("drafter", "shape"), [("eagle", "10@0.000001"), ("dspark", "7c0.01")])
 def test_chains_that_may_stop_ask_seldom(device: Counts, drafter: str, shape: str) -> None:
     assert max(waits for _, waits in rounds(device, drafter, shape)) <= 3, device.worst()
-    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)
+    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate(
+        "cpu", drafter, shape, prompts=PROMPTS
+    )

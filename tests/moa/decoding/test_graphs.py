@@ -39,23 +39,37 @@ BY_DEFAULT = ["moa", "moa, a target layer", "eagle", "eagle3", "independent"]
 
 
 def replays(counts: Counts, file: str) -> int:
-    return sum(n for line, n in counts.launch_lines.items() if line.startswith(file) and line.endswith(" graph"))
+    return sum(
+        n
+        for line, n in counts.launch_lines.items()
+        if line.startswith(file) and line.endswith(" graph")
+    )
 
 
-def proposer_on(device: str, name: str, is_static: bool, family: str = "llama") -> tuple[Target, DrafterProposer]:
+def proposer_on(
+    device: str, name: str, is_static: bool, family: str = "llama"
+) -> tuple[Target, DrafterProposer]:
     kind, settings = DRAFTERS[name]
     target = Target(build_model(family, **SIZES).to(device))
     if is_static:
         target.use_static_calls(N_SLOTS)
-    return target, DrafterProposer(target, build(kind, build_model(family, **SIZES), **settings).to(device))
+    return target, DrafterProposer(
+        target, build(kind, build_model(family, **SIZES), **settings).to(device)
+    )
 
 
 def drafts_of(
-    target: Target, proposer: DrafterProposer, prompts: list[list[int]], around: Callable[[], Any] = lambda: None
+    target: Target,
+    proposer: DrafterProposer,
+    prompts: list[list[int]],
+    around: Callable[[], Any] = lambda: None,
 ) -> list[Any]:
     """Draft in each round of a text of which any number of tokens are accepted, and rows leave on the way."""
     rng, found = random.Random(0), list[Any]()
-    committed, cache = [[*prompt, rng.randrange(97)] for prompt in prompts], target.new_cache(len(prompts))
+    committed, cache = (
+        [[*prompt, rng.randrange(97)] for prompt in prompts],
+        target.new_cache(len(prompts)),
+    )
     proposer.begin(cache)
     prefill(target, cache, prompts, proposer)
     for index in range(8):
@@ -82,7 +96,10 @@ def drafts_of(
 @pytest.mark.parametrize("name", quick(DRAFTERS, BY_DEFAULT))
 def test_graphs_draft_what_is_drafted_without(device: Counts, name: str) -> None:
     """For a row, for rows of other lengths, and for texts that follow; by a handful of launches and no wait."""
-    plain, graphs = proposer_on("cpu", name, is_static=False), proposer_on("cuda", name, is_static=True)
+    plain, graphs = (
+        proposer_on("cpu", name, is_static=False),
+        proposer_on("cuda", name, is_static=True),
+    )
     marks: list[tuple[int, int]] = []
     for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2], PROMPTS):
         marks.clear()
@@ -93,7 +110,8 @@ def test_graphs_draft_what_is_drafted_without(device: Counts, name: str) -> None
         message = device.worst()
         assert found == drafts_of(*plain, prompts)
     rounds = [
-        (after[0] - before[0], after[1] - before[1]) for before, after in zip(marks[::2], marks[1::2], strict=True)
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in zip(marks[::2], marks[1::2], strict=True)
     ]
     # But the first without a graph, the next, which moves the caches, and the one after a row left.
     rounds = [rounds[index] for index in (2, 3, 4, 6, 7)]
@@ -122,7 +140,10 @@ def test_a_whole_round_of_graphs(device: Counts, drafter: str | None, most: int)
             on_round=lambda *_: marks.append((device.launches, device.waits)),
         )  # fmt: skip
         device.launch_lines.clear()
-    rounds = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(marks[2:])]
+    rounds = [
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in itertools.pairwise(marks[2:])
+    ]
     assert max(launches for launches, _ in rounds) <= most, device.worst()
     assert max(waits for _, waits in rounds) <= 1, device.worst()
 
@@ -132,7 +153,10 @@ def test_a_static_call_launches_one_graph_and_little_else(device: Counts, n_toke
     target, _ = proposer_on("cuda", "moa", is_static=True)
     cache = target.new_cache(2)
     prefill(target, cache, PROMPTS[:2])
-    tokens, seen = torch.ones(2, n_tokens, dtype=torch.int64).cuda(), torch.eye(n_tokens, dtype=torch.bool).cuda()
+    tokens, seen = (
+        torch.ones(2, n_tokens, dtype=torch.int64).cuda(),
+        torch.eye(n_tokens, dtype=torch.bool).cuda(),
+    )
     for given in (None, seen.repeat(2, 1, 1)):
         target.forward(tokens, cache, given)  # records
         device.reset()
@@ -145,7 +169,9 @@ HOST_DEPENDENT: dict[str, Callable[[Tensor], object]] = {
     "a number read": lambda tokens: tokens.max().item(),
     "a size that depends on data": lambda tokens: tokens.nonzero(),
     "a mask as index": lambda tokens: tokens[tokens > 3],
-    "a tensor of the host": lambda tokens: torch.tensor([1]).pin_memory().to("cuda", non_blocking=True),
+    "a tensor of the host": lambda tokens: (
+        torch.tensor([1]).pin_memory().to("cuda", non_blocking=True)
+    ),
     "an index of the host": lambda tokens: tokens[[0]],
 }
 

@@ -24,7 +24,11 @@ from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import SIZES, build_model, random_prompts, written_by_transformers
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
-VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
+VOCABULARY, EOS, N_POSITIONS = (
+    SIZES["vocab_size"],
+    SIZES["eos_token_id"],
+    SIZES["max_position_embeddings"],
+)
 Script = Callable[[list[int], list[int]], list[int]]
 """(what the target will say next, a wrong token for each place) -> drafts."""
 
@@ -72,7 +76,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) ->
         yield
 
 
-SCRIPTS: dict[str, tuple[Script, list[int]]] = {  # with what 13 tokens are committed by, four drafts at a time
+# with what 13 tokens are committed by, four drafts at a time
+SCRIPTS: dict[str, tuple[Script, list[int]]] = {
     "never right": (lambda future, wrong: wrong, [1] * 12),
     "always right": (lambda future, wrong: future, [5, 5, 2]),
     "first two right": (lambda future, wrong: future[:2] + wrong[2:], [3] * 4),
@@ -85,7 +90,9 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     eos = frozenset({3, 24, 28})
     target = bigram_target(eos)
     drafter, committed, n_ended_in_accepted = silence(build_drafter(target.model)), list[int](), 0
-    for index, prompt in enumerate([[token] for token in range(4, 12)] + random_prompts(40, seed=2)):
+    for index, prompt in enumerate(
+        [[token] for token in range(4, 12)] + random_prompts(40, seed=2)
+    ):
         limit, draft_length = 1 + index % 16, 2 + index % 5
         runs: list[tuple[list[int], list[bool]]] = []
         plain = plain_generate(target, prompt, max_new_tokens=limit)
@@ -93,7 +100,10 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
             target, drafter, prompt, max_new_tokens=limit, tree=TreeShape(draft_length),
             on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
         )  # fmt: skip
-        assert fast.tokens == plain.tokens == [token for tokens, _ in runs for token in tokens], (index, prompt)
+        assert fast.tokens == plain.tokens == [token for tokens, _ in runs for token in tokens], (
+            index,
+            prompt,
+        )
         assert len(plain.tokens) == limit or plain.tokens[-1] in eos
         stats = fast.stats
         assert stats.n_tokens == len(fast.tokens)
@@ -137,7 +147,9 @@ def test_scripted_drafts_are_counted(
 
 
 @pytest.mark.parametrize("place", [1, 4, 7])
-def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_eos_inside_an_accepted_span_ends_the_answer(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
     target = Target(build_model())
     target.eos_token_ids = frozenset()
     prompt, drafter = [9, 4, 31], build_drafter(target.model)
@@ -153,13 +165,17 @@ def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("script", [None, ALWAYS, FIRST_TWO])
 @pytest.mark.parametrize("n_free", [1, 3, 7])
-def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Script | None, n_free: int) -> None:
+def test_stops_at_the_last_position(
+    monkeypatch: pytest.MonkeyPatch, script: Script | None, n_free: int
+) -> None:
     target = Target(build_model())
     target.eos_token_ids = frozenset()
     largest = 0
     real_forward = target.forward
 
-    def forward(tokens: torch.Tensor, cache: TargetCache, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        tokens: torch.Tensor, cache: TargetCache, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
         nonlocal largest
         hidden = real_forward(tokens, cache, seen)
         largest = max(largest, cache.n_slots)
@@ -176,11 +192,14 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
     assert largest <= N_POSITIONS
 
 
-@pytest.mark.parametrize("case", [*QUICK_FAMILIES, "mistral, a window of one token", "llama, a penalty"])
+@pytest.mark.parametrize(
+    "case", [*QUICK_FAMILIES, "mistral, a window of one token", "llama, a penalty"]
+)
 def test_plain_equals_transformers_generate(case: str) -> None:
     family, _, more = case.partition(", ")
     sizes, settings, sampling = dict[str, Any](), dict[str, Any](), GREEDY
-    if "window" in more:  # its cache keeps all tokens where the window less 1 is 0; without it, it does as we do
+    # its cache keeps all tokens where the window less 1 is 0; without it, it does as we do
+    if "window" in more:
         sizes, settings = {"sliding_window": 1}, {"use_cache": False}
     elif more:
         settings, sampling = {"repetition_penalty": 1.6}, SamplingConfig(repetition_penalty=1.6)
@@ -188,7 +207,9 @@ def test_plain_equals_transformers_generate(case: str) -> None:
     n_ended = 0
     for prompt in [[9], [50, 7], *random_prompts(8, seed=6)]:
         expected = written_by_transformers(target.model, prompt, max_new_tokens=12, **settings)
-        assert plain_generate(target, prompt, max_new_tokens=12, sampling=sampling).tokens == expected
+        assert (
+            plain_generate(target, prompt, max_new_tokens=12, sampling=sampling).tokens == expected
+        )
         n_ended += expected[-1] == EOS
     assert n_ended < 10
 

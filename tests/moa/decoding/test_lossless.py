@@ -28,20 +28,33 @@ def test_a_thousand_prompts() -> None:
     for index, family in enumerate(FAMILIES):
         target, bigrams = Target(build_model(family)), bigram_target(frozenset({3, 24}))
         sometimes += [
-            (target, build(kind, target.model)) for kind in ("medusa", "independent", "eagle3", "eagle", "glide")
+            (target, build(kind, target.model))
+            for kind in ("medusa", "independent", "eagle3", "eagle", "glide")
         ]
         sometimes.append((target, build_drafter(target.model, index % 3, seed=index)))
         often.append((bigrams, silence(build_drafter(bigrams.model, index % 3, seed=index))))
     target = Target(build_model(num_hidden_layers=2))
-    often.append((target, teach(build("eagle3", target.model, test_time_steps=3), target, random_prompts(7, 7), 60)))
+    often.append(
+        (
+            target,
+            teach(
+                build("eagle3", target.model, test_time_steps=3), target, random_prompts(7, 7), 60
+            ),
+        )
+    )
     committed: list[int] = []
     n_done = 0
     while n_done < N_PROMPTS:
         is_often = chance.random() < 0.4
         target, drafter = chance.choice(often if is_often else sometimes)
-        target.eos_token_ids, shape, n_new = frozenset({3, 24}), chance.choice(SHAPES), chance.randint(1, 30)
+        target.eos_token_ids, shape, n_new = (
+            frozenset({3, 24}),
+            chance.choice(SHAPES),
+            chance.randint(1, 30),
+        )
         prompts = [
-            [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))] for _ in range(chance.choice((1, 1, 3, 8)))
+            [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))]
+            for _ in range(chance.choice((1, 1, 3, 8)))
         ]
         proposer = DrafterProposer(target, drafter)
         found = generate_batch(target, prompts, max_new_tokens=n_new, proposer=proposer, tree=shape)

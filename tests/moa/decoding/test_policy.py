@@ -6,7 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from moa_data.moa.decoding.loop import DecodeStats, generate_batch
-from moa_data.moa.decoding.policy import AUTO_SHAPE, MEASURE_EVERY, PATIENCE, AutoPolicy, ShapePolicy
+from moa_data.moa.decoding.policy import (
+    AUTO_SHAPE,
+    MEASURE_EVERY,
+    PATIENCE,
+    AutoPolicy,
+    ShapePolicy,
+)
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter
@@ -18,7 +24,11 @@ PLAIN_S = 0.01
 
 
 def decode(
-    policy: AutoPolicy, n_tokens: int, per_round: float, cost: float, slowness: Callable[[int], float] = lambda _: 1.0
+    policy: AutoPolicy,
+    n_tokens: int,
+    per_round: float,
+    cost: float,
+    slowness: Callable[[int], float] = lambda _: 1.0,
 ) -> float:
     """Plain steps that an answer takes; a round with drafts commits ``per_round`` tokens and takes ``cost`` steps."""
     policy.begin()
@@ -32,12 +42,16 @@ def decode(
 
 
 @pytest.mark.parametrize(("per_round", "cost"), [(4.0, 2.5), (1.0, 2.5), (1.0, 20.0), (4.0, 5.0)])
-def test_drafts_are_used_if_they_pay_and_cost_what_plain_steps_pay_in_if_not(per_round: float, cost: float) -> None:
+def test_drafts_are_used_if_they_pay_and_cost_what_plain_steps_pay_in_if_not(
+    per_round: float, cost: float
+) -> None:
     policy = AutoPolicy()
     spent = sum(decode(policy, 128, per_round, cost) for _ in range(20))
     pays = cost < per_round
     assert spent < (
-        1.01 * 20 * 128 * cost / per_round if pays else 20 * 128 * (1 + 1 / MEASURE_EVERY) + PATIENCE + cost
+        1.01 * 20 * 128 * cost / per_round
+        if pays
+        else 20 * 128 * (1 + 1 / MEASURE_EVERY) + PATIENCE + cost
     )
 
 
@@ -45,7 +59,10 @@ def test_an_answer_on_which_drafts_fail_is_soon_decoded_plainly_and_the_next_one
     policy = AutoPolicy()
     decode(policy, 500, per_round=4.0, cost=2.5)
     for _ in range(5):
-        assert decode(policy, 128, per_round=1.0, cost=2.5) < 128 * (1 + 1 / MEASURE_EVERY) + PATIENCE + 2 * 1.5
+        assert (
+            decode(policy, 128, per_round=1.0, cost=2.5)
+            < 128 * (1 + 1 / MEASURE_EVERY) + PATIENCE + 2 * 1.5
+        )
         assert decode(policy, 128, per_round=4.0, cost=2.5) < 1.02 * 128 * 2.5 / 4.0 + 1
 
 
@@ -53,7 +70,9 @@ def test_neither_a_machine_that_slows_down_nor_a_long_prompt_is_held_against_dra
     """Twice as slow at once: plain steps that were timed before are too fast for a while."""
     policy = AutoPolicy()
     decode(policy, 500, per_round=4.0, cost=2.5)
-    spent = decode(policy, 2000, per_round=4.0, cost=2.5, slowness=lambda n: 1.0 + min(1.0, n / 400))
+    spent = decode(
+        policy, 2000, per_round=4.0, cost=2.5, slowness=lambda n: 1.0 + min(1.0, n / 400)
+    )
     assert spent < 1.02 * 2000 * 2.5 / 4.0
     policy.begin()
     policy.observe(4, 1.0, PLAIN_S * 4 * PATIENCE)  # the drafter has read the prompt
@@ -84,7 +103,9 @@ class Changing(ShapePolicy):
     """Another shape in each round."""
 
     def begin(self) -> None:
-        self.shapes = itertools.cycle([TreeShape(3), None, TreeShape(2, 2, 4), None, None, TreeShape(1)])
+        self.shapes = itertools.cycle(
+            [TreeShape(3), None, TreeShape(2, 2, 4), None, None, TreeShape(1)]
+        )
 
     def next_shape(self) -> TreeShape | None:
         return next(self.shapes)

@@ -20,7 +20,9 @@ from moa_data.tests.kit.models import build_model
 LENGTH = 6
 
 
-def first_round(target: Target, drafter: Drafter, prompts: list[list[int]], shape: TreeShape) -> DraftTree:
+def first_round(
+    target: Target, drafter: Drafter, prompts: list[list[int]], shape: TreeShape
+) -> DraftTree:
     """Drafts behind prompts of equal length and the target's next token."""
     cache = target.new_cache(len(prompts))
     hidden = target.forward(torch.tensor(prompts), cache)
@@ -30,11 +32,15 @@ def first_round(target: Target, drafter: Drafter, prompts: list[list[int]], shap
     proposer.begin(cache)
     proposer.observe(hidden, kept)
     roots = target.logits(hidden[:, -1]).argmax(dim=-1).tolist()
-    return proposer.propose([[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)], shape)
+    return proposer.propose(
+        [[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)], shape
+    )
 
 
 @pytest.mark.parametrize("build", [build_drafter, build_eagle, build_glide])
-@pytest.mark.parametrize("prompts", [[[5, 6, 7]], [[5, 6, 7], [9, 9, 9], [31, 12, 4]]], ids=["alone", "batch"])
+@pytest.mark.parametrize(
+    "prompts", [[[5, 6, 7]], [[5, 6, 7], [9, 9, 9], [31, 12, 4]]], ids=["alone", "batch"]
+)
 def test_a_chain_stops_behind_the_first_draft_that_makes_it_too_unlikely(
     monkeypatch: pytest.MonkeyPatch, build: Callable[..., Drafter], prompts: list[list[int]]
 ) -> None:
@@ -83,17 +89,25 @@ def test_shapes_without_a_meaning_are_refused(text: str) -> None:
 def test_equal_scores_stand_in_the_order_of_their_places() -> None:
     scores = torch.randint(0, 4, (3, 5, 40), generator=torch.Generator().manual_seed(2)).float()
     values, places = most_likely(scores, 12)
-    for row, found, at in zip(*(one.flatten(0, 1).tolist() for one in (scores, values, places)), strict=True):
+    for row, found, at in zip(
+        *(one.flatten(0, 1).tolist() for one in (scores, values, places)), strict=True
+    ):
         assert found == sorted(row, reverse=True)[:12]
         assert [row[place] for place in at] == found
-        assert all(one < other for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False) if a == b)
+        assert all(
+            one < other
+            for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False)
+            if a == b
+        )
 
 
 # Prompt lookup
 
 
 def proposed(*rows: list[int], length: int = 3) -> list[list[int]]:
-    return PromptLookupProposer(torch.device("cpu")).propose(rows, TreeShape(length)).tokens.tolist()
+    return (
+        PromptLookupProposer(torch.device("cpu")).propose(rows, TreeShape(length)).tokens.tolist()
+    )
 
 
 def test_the_longest_and_latest_occurrence_wins() -> None:
@@ -105,7 +119,9 @@ def test_the_longest_and_latest_occurrence_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingConfig(0.8, top_k=3), SamplingConfig(repetition_penalty=1.1), GREEDY], ids=str
+    "sampling",
+    [SamplingConfig(0.8, top_k=3), SamplingConfig(repetition_penalty=1.1), GREEDY],
+    ids=str,
 )
 def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
     """Also where it finds fewer drafts than its neighbours, or none."""
@@ -123,6 +139,9 @@ def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
         if sampling.temperature:  # greedy decoding cuts drafts to what any row has use for
             assert found.stats.n_drafted == alone.stats.n_drafted
         else:
-            assert found.tokens == plain_generate(target, prompt, max_new_tokens=30, sampling=sampling).tokens
+            assert (
+                found.tokens
+                == plain_generate(target, prompt, max_new_tokens=30, sampling=sampling).tokens
+            )
     # Greedy decoding of a small random model soon goes in circles.
     assert sampling.temperature or sum(one.stats.n_target_calls for one in together) < 4 * 29

@@ -21,7 +21,13 @@ from moa_data.errors import DrafterError
 from moa_data.moa.decoding import sampling
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, accept_sampled, choose, distribution
+from moa_data.moa.decoding.sampling import (
+    GREEDY,
+    SamplingConfig,
+    accept_sampled,
+    choose,
+    distribution,
+)
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
@@ -34,7 +40,9 @@ V = 4
 Pick = Callable[[Sequence[float]], int]
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, procedure: Callable[[Pick], Any]) -> Iterator[tuple[Any, float]]:
+def outcomes(
+    monkeypatch: pytest.MonkeyPatch, procedure: Callable[[Pick], Any]
+) -> Iterator[tuple[Any, float]]:
     """Every outcome of the draws of a procedure, with its probability."""
     pending: list[list[int]] = [[]]  # the first draws of the runs to come
     forced, taken, probability = list[int](), list[int](), 1.0
@@ -49,7 +57,9 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, procedure: Callable[[Pick], Any]) 
         probability *= weights[taken[-1]] / sum(weights)
         return taken[-1]
 
-    monkeypatch.setattr(sampling, "_accepts", lambda ratio, _: pick([1 - min(1, ratio), min(1, ratio)]) == 1)
+    monkeypatch.setattr(
+        sampling, "_accepts", lambda ratio, _: pick([1 - min(1, ratio), min(1, ratio)]) == 1
+    )
     monkeypatch.setattr(sampling, "draw_rows", lambda weights, _: pick(weights[0].tolist()))
     while pending:
         forced, taken, probability = pending.pop(), [], 1.0
@@ -66,7 +76,9 @@ CONFIGS = [
     SamplingConfig(1.0),
     SamplingConfig(0.7, top_p=0.8),
     SamplingConfig(1.3, top_k=2, repetition_penalty=1.5),
-    SamplingConfig(1.2, min_p=0.1, presence_penalty=0.9, frequency_penalty=0.4, logit_bias=((3, 1.5),)),
+    SamplingConfig(
+        1.2, min_p=0.1, presence_penalty=0.9, frequency_penalty=0.4, logit_bias=((3, 1.5),)
+    ),
 ]
 
 
@@ -78,7 +90,9 @@ def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_picked_trees_give_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
+def test_picked_trees_give_the_targets_distribution(
+    monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any
+) -> None:
     # Two children of the root, two and one grandchildren.
     tree = DraftTree(torch.tensor([[0, 2, 1, 3, 0]]), torch.tensor([[-1, -1, 0, 0, 1]]))
     got: Counter[Any] = Counter()
@@ -97,7 +111,9 @@ def test_picked_trees_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
-def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
+def test_drawn_chains_give_the_targets_distribution(
+    monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any
+) -> None:
     """The draft itself is drawn from q, so its draw belongs to the enumeration."""
     proposal = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.0, 0.5, 0.4]], dtype=torch.float64)
 
@@ -115,24 +131,36 @@ def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
 
 def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
     """Chi-square of unnormalised rows; a row alone draws what it draws among others."""
-    weights = torch.tensor([[0.0, 3.0, 1.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0, 0.1]], dtype=torch.float64)
+    weights = torch.tensor(
+        [[0.0, 3.0, 1.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0, 0.1]], dtype=torch.float64
+    )
     generators, n_draws = [torch.Generator().manual_seed(seed) for seed in (1, 2)], 4000
     drawn = torch.stack([sampling.draw_rows(weights, generators) for _ in range(n_draws)])
     for row, weight in enumerate(weights):
         counts = torch.bincount(drawn[:, row], minlength=5)
-        assert chi_square(counts, weight / weight.sum()) < 20  # at most two degrees of freedom: p = 5e-5
+        # at most two degrees of freedom: p = 5e-5
+        assert chi_square(counts, weight / weight.sum()) < 20
         again = torch.Generator().manual_seed(row + 1)
-        assert [int(sampling.draw_rows(weight[None], [again])) for _ in range(9)] == drawn[:9, row].tolist()
+        assert [int(sampling.draw_rows(weight[None], [again])) for _ in range(9)] == drawn[
+            :9, row
+        ].tolist()
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 2), (1 - 2**-53, 2)])
 def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
     monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
 ) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *_args, **_kwargs: torch.tensor([uniform], dtype=torch.float64))
+    monkeypatch.setattr(
+        torch, "rand", lambda *_args, **_kwargs: torch.tensor([uniform], dtype=torch.float64)
+    )
     for total in (1.0, 1.7, 1 / 3):
         assert (
-            int(sampling.draw_rows(torch.tensor([[0.0, 0.5, 0.5, 0.0]], dtype=torch.float64) * total, [None])) == token
+            int(
+                sampling.draw_rows(
+                    torch.tensor([[0.0, 0.5, 0.5, 0.0]], dtype=torch.float64) * total, [None]
+                )
+            )
+            == token
         )
 
 
@@ -140,10 +168,14 @@ def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
     ("n_words", "scale"), [(50, 1.0), (3000, 0.0), (3000, 0.3), (3000, 3.0)], ids=str
 )  # whether few tokens of a large vocabulary hold the mass or nearly all are needed
 def test_distribution_follows_transformers(n_words: int, scale: float) -> None:
-    logits = scale * torch.randn(n_words, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    logits = scale * torch.randn(
+        n_words, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     logits += torch.linspace(0, 1e-6, n_words, dtype=torch.float64)  # no ties
     given, previous = logits.clone(), [3, 9, 9, 14]
-    for temperature, top_k, top_p, penalty in itertools.product((0.6, 1.7), (0, 8), (0.5, 0.9, 1.0), (1.0, 1.4)):
+    for temperature, top_k, top_p, penalty in itertools.product(
+        (0.6, 1.7), (0, 8), (0.5, 0.9, 1.0), (1.0, 1.4)
+    ):
         warpers = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
         warpers += [TopKLogitsWarper(top_k)] if top_k else []
         warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -167,16 +199,23 @@ def test_bias_penalties_and_min_p_as_vllm_defines_them() -> None:
         for token, value in enumerate(scores)
     ]
     times = Counter(previous[n_prompt:])
-    scores = [value - presence * (times[token] > 0) - frequency * times[token] for token, value in enumerate(scores)]
+    scores = [
+        value - presence * (times[token] > 0) - frequency * times[token]
+        for token, value in enumerate(scores)
+    ]
     p = (torch.tensor(scores, dtype=torch.float64) / 0.7).softmax(-1)
     p = torch.where(p >= 0.05 * p.max(), p, 0.0)
-    torch.testing.assert_close(distribution(logits, previous, config, n_prompt), p / p.sum(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        distribution(logits, previous, config, n_prompt), p / p.sum(), rtol=1e-6, atol=1e-9
+    )
     greedy = replace(config, temperature=0.0)
     assert choose(logits, previous, greedy, 0, 0, n_prompt) == int(torch.tensor(scores).argmax())
     assert not greedy.is_argmax
 
 
-@pytest.mark.parametrize("tree", quick([TreeShape(3), TreeShape(2, 2, 5)], [TreeShape(2, 2, 5)]), ids=str)
+@pytest.mark.parametrize(
+    "tree", quick([TreeShape(3), TreeShape(2, 2, 5)], [TreeShape(2, 2, 5)]), ids=str
+)
 def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
     """Chi-square of the second and third token of many answers against the exact distribution."""
     target = Target(build_model(num_hidden_layers=2))
@@ -187,9 +226,14 @@ def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
         target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, config),
         tree=tree, sampling=config, seed=11,
     )  # fmt: skip
-    counts, exact = Counter(tuple(run.tokens) for run in runs), exact_answers(target, prompt, config, 3)
+    counts, exact = (
+        Counter(tuple(run.tokens) for run in runs),
+        exact_answers(target, prompt, config, 3),
+    )
     assert counts.keys() <= exact.keys()
-    found = chi_square(torch.tensor([counts[answer] for answer in exact]), torch.tensor(list(exact.values())))
+    found = chi_square(
+        torch.tensor([counts[answer] for answer in exact]), torch.tensor(list(exact.values()))
+    )
     # Mean n - 1, variance 2 (n - 1): five standard deviations.
     assert found < len(exact) - 1 + 5 * (2 * (len(exact) - 1)) ** 0.5
 
@@ -203,7 +247,11 @@ def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
             path = [*prompt, *answer]
             hidden = target.forward(torch.tensor([path]), target.new_cache())
             following = distribution(target.logits(hidden[0, -1]), path, config, len(prompt))
-            longer |= {(*answer, t): probability * float(p) for t, p in enumerate(following.tolist()) if p > 0}
+            longer |= {
+                (*answer, t): probability * float(p)
+                for t, p in enumerate(following.tolist())
+                if p > 0
+            }
         answers = longer
     return answers
 
@@ -219,7 +267,9 @@ def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
         {"min_p": 1.1},
     ],
 )
-def test_settings_without_a_meaning_are_refused(settings: dict[str, float] | dict[str, int]) -> None:
+def test_settings_without_a_meaning_are_refused(
+    settings: dict[str, float] | dict[str, int],
+) -> None:
     with pytest.raises(DrafterError, match=next(iter(settings))):
         SamplingConfig(**settings)
 
@@ -238,7 +288,12 @@ def logits_of(seed: int) -> torch.Tensor:
 def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
     logits, previous = logits_of(0), [1, 4, 4]
     chosen = [
-        choose(logits, previous, SAMPLED, *((7, index) if over == "positions" else (index - N_DRAWS // 2, 7)))
+        choose(
+            logits,
+            previous,
+            SAMPLED,
+            *((7, index) if over == "positions" else (index - N_DRAWS // 2, 7)),
+        )
         for index in range(N_DRAWS)
     ]
     counts = torch.bincount(torch.tensor(chosen), minlength=N_WORDS).double()
@@ -249,7 +304,9 @@ def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
 def noise_of_all(seed: int, position: int, n_words: int) -> torch.Tensor:
     """The noise of every token, as it is defined."""
     key = np.array([seed % 2**64, position], dtype=np.uint64)
-    uniform = ((np.random.Philox(key=key).random_raw(n_words) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    uniform = (
+        (np.random.Philox(key=key).random_raw(n_words) >> np.uint64(12)).astype(np.float64) + 0.5
+    ) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
 
@@ -274,7 +331,13 @@ def test_noise_is_a_function_of_seed_position_and_token() -> None:
 def some_logits(index: int, n_words: int) -> torch.Tensor:
     """Logits of several kinds: flat, steep, with ties as in bfloat16, with tokens that cannot come, and equal ones."""
     logits = torch.randn(n_words, generator=torch.Generator().manual_seed(index))
-    kinds = [logits, 8 * logits, (3 * logits).bfloat16(), logits.masked_fill(logits < 0.5, -torch.inf), 0 * logits]
+    kinds = [
+        logits,
+        8 * logits,
+        (3 * logits).bfloat16(),
+        logits.masked_fill(logits < 0.5, -torch.inf),
+        0 * logits,
+    ]
     return kinds[index % len(kinds)].float()
 
 
@@ -292,7 +355,11 @@ def test_the_choice_is_that_of_noise_for_every_token(
         config = SamplingConfig(temperature, top_p, top_k, penalty)
         for _ in range(4):
             index += 1
-            logits, seed, position = some_logits(index, n_words), 977 * index * (-1) ** index, index % 300
+            logits, seed, position = (
+                some_logits(index, n_words),
+                977 * index * (-1) ** index,
+                index % 300,
+            )
             log_p = distribution(logits, [3, 7, 7], config).log()
             expected = int((log_p + noise_of_all(seed, position, n_words)).argmax())
             assert choose(logits, [3, 7, 7], config, seed, position) == expected, (config, index)
@@ -300,14 +367,19 @@ def test_the_choice_is_that_of_noise_for_every_token(
 
 def test_the_choice_is_that_of_noise_for_every_token_of_a_large_vocabulary() -> None:
     for index in range(50):
-        logits, config = some_logits(index, 128_256), SamplingConfig(0.8, 1.0, 0 if index % 3 else 400)
+        logits, config = (
+            some_logits(index, 128_256),
+            SamplingConfig(0.8, 1.0, 0 if index % 3 else 400),
+        )
         log_p = distribution(logits, [], config).log()
         expected = int((log_p + noise_of_all(index, 2 * index, 128_256)).argmax())
         assert choose(logits, [], config, index, 2 * index) == expected
 
 
 @pytest.mark.parametrize("n_plain", [0, 8192])
-def test_logits_that_are_no_numbers_give_a_token(n_plain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_no_numbers_give_a_token(
+    n_plain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampling, "_N_PLAIN", n_plain)
     for config in (SamplingConfig(1.0), SamplingConfig(1.0, top_p=0.5)):
         assert choose(torch.full((300,), torch.nan), [], config, 1, 2) == 0
@@ -320,12 +392,17 @@ def test_two_models_agree_more_often_than_by_independent_draws() -> None:
         drafter = target + gap * logits_of(2) / 2
         p, q = (distribution(logits, [], sampling) for logits in (target, drafter))
         agreed = (
-            sum(choose(target, [], sampling, 0, at) == choose(drafter, [], sampling, 0, at) for at in range(N_DRAWS))
+            sum(
+                choose(target, [], sampling, 0, at) == choose(drafter, [], sampling, 0, at)
+                for at in range(N_DRAWS)
+            )
             / N_DRAWS
         )
         overlap = float(torch.minimum(p, q).sum())
         assert agreed > float((p * q).sum()) + 0.1, "independent draws"
-        assert overlap / (2 - overlap) - 0.03 < agreed <= overlap + 0.03, "the known bounds of the Gumbel coupling"
+        assert overlap / (2 - overlap) - 0.03 < agreed <= overlap + 0.03, (
+            "the known bounds of the Gumbel coupling"
+        )
 
 
 def test_without_temperature_it_is_the_argmax() -> None:

@@ -26,7 +26,13 @@ from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, distribution
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
-from moa_data.moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import (
+    Draws,
+    LossTerms,
+    LossWeights,
+    TrainingInputs,
+    TrainingStep,
+)
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.nn import losses, masks, packed
 from moa_data.moa.nn.layers import DecoderBlock
@@ -114,7 +120,9 @@ class Receiver:
     @torch.inference_mode()
     def chain(self, text: list[int], root: int, n_levels: int) -> tuple[Tensor, list[int]]:
         """Draft from a root, fed with the text where it is known: features [1 + n_levels, E], and the tokens fed."""
-        features = [self.drafter.draft_root(self.state, self.frozen, [text[: root + 1]], self.cache)]
+        features = [
+            self.drafter.draft_root(self.state, self.frozen, [text[: root + 1]], self.cache)
+        ]
         fed: list[int] = []
         for depth in range(1, n_levels + 1):
             drafted = int(self.drafter.draft_logits(self.frozen, features[-1][:, 0]).argmax())
@@ -140,7 +148,10 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
     sender.cache.commit([range(len(text))])
     kv = sender.cache.packed([0], len(text))[0] if drafter.context_needs_kv else None
     pieces = [(0, 5), (5, 6), (6, len(text))]
-    made = [drafter.encode_context(hidden[a:b], None if kv is None else kv[a:b], torch.arange(a, b)) for a, b in pieces]
+    made = [
+        drafter.encode_context(hidden[a:b], None if kv is None else kv[a:b], torch.arange(a, b))
+        for a, b in pieces
+    ]
     contexts = torch.cat(made)
     assert contexts.shape == (len(text), drafter.context_width)
     assert contexts.dtype == drafter.dtype
@@ -153,18 +164,24 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
             if (most := drafter.config.max_depth) is not None:
                 n_levels = min(n_levels, most - 1)
             got, fed = receiver.chain(text, root, n_levels)
-            # Beside the target the same tokens are fed; contexts that lag are a longer round, as in training.
+            # Beside the target the same tokens are fed; contexts that lag are a longer round, as in
+            # training.
             expected = beside.chain(text[: root + 1] + fed, root, n_levels)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=close)
             logits = [drafter.draft_logits(sender.frozen, features) for features in (got, expected)]
             assert torch.equal(logits[0].argmax(dim=-1), logits[1].argmax(dim=-1))
-    # Beside the target they save their making: those that follow on what is known, and of the others nothing changes.
+    # Beside the target they save their making: those that follow on what is known, and of the
+    # others nothing changes.
     reusing, plain = Rows(drafter, target), Rows(drafter, target)
     for root, start in ((9, 0), (last - 2, 9), (last - 1, 3)):
         reusing.commit([text[:root]])
         plain.commit([text[:root]])
-        drafter.reuse_context(reusing.proposer.state, contexts[None, start:root], [start], [root - start])
-        torch.testing.assert_close(reusing.chain(text, root, 1), plain.chain(text, root, 1), rtol=1e-5, atol=close)
+        drafter.reuse_context(
+            reusing.proposer.state, contexts[None, start:root], [start], [root - start]
+        )
+        torch.testing.assert_close(
+            reusing.chain(text, root, 1), plain.chain(text, root, 1), rtol=1e-5, atol=close
+        )
 
 
 def check_samples(target: Target, drafter: Any, shape: TreeShape) -> int:
@@ -172,7 +189,13 @@ def check_samples(target: Target, drafter: Any, shape: TreeShape) -> int:
     config, prompt, n_runs = SamplingConfig(temperature=0.9, top_k=12), [5, 9, 11], 600
     proposer = DrafterProposer(target, drafter, config)
     runs = generate_batch(
-        target, [prompt] * n_runs, max_new_tokens=2, proposer=proposer, tree=shape, sampling=config, seed=1
+        target,
+        [prompt] * n_runs,
+        max_new_tokens=2,
+        proposer=proposer,
+        tree=shape,
+        sampling=config,
+        seed=1,
     )
 
     def next_token(path: list[int]) -> Tensor:
@@ -180,9 +203,14 @@ def check_samples(target: Target, drafter: Any, shape: TreeShape) -> int:
         return distribution(logits, path, config)
 
     first = next_token(prompt)
-    second = sum(first[token] * next_token([*prompt, token]) for token in first.nonzero()[:, 0].tolist())
+    second = sum(
+        first[token] * next_token([*prompt, token]) for token in first.nonzero()[:, 0].tolist()
+    )
     for place, expected in enumerate((first, second)):
-        found = torch.bincount(torch.tensor([run.tokens[place] for run in runs]), minlength=VOCABULARY) / n_runs
+        found = (
+            torch.bincount(torch.tensor([run.tokens[place] for run in runs]), minlength=VOCABULARY)
+            / n_runs
+        )
         assert 0.5 * (found - expected).abs().sum() < 0.12, place
     return sum(run.stats.n_drafted for run in runs)
 
@@ -197,7 +225,11 @@ def check_batch(
 ) -> list[Generation]:
     """Compare each row of a batch with the same row alone, in tokens and in calls; returns the rows."""
     proposer = DrafterProposer(target, drafter, sampling)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "tree": shape, "sampling": sampling}
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "tree": shape,
+        "sampling": sampling,
+    }
     together = generate_batch(target, prompts, proposer=proposer, seed=3, **options)
     for row, (prompt, got) in enumerate(zip(prompts, together, strict=True)):
         alone = generate(target, drafter, prompt, seed=3 + row, **options)
@@ -209,7 +241,9 @@ def check_batch(
 def weights_times(factor: float) -> LossWeights:
     """The default weights of all terms, times a factor."""
     usual = vars(LossWeights())
-    scaled: dict[str, Any] = {name: factor * usual[name] for name in usual if isinstance(usual[name], float)}
+    scaled: dict[str, Any] = {
+        name: factor * usual[name] for name in usual if isinstance(usual[name], float)
+    }
     return LossWeights(**scaled)
 
 
@@ -241,11 +275,15 @@ class Case:
         self, draws: Draws = ROUNDS["bounded"], weights: LossWeights | None = None, denominator: float | None = None,
         **changes: Any,
     ) -> LossTerms:  # fmt: skip
-        step = TrainingStep(replace(self.inputs, **changes), draws, weights or LossWeights(), denominator)
+        step = TrainingStep(
+            replace(self.inputs, **changes), draws, weights or LossWeights(), denominator
+        )
         return self.drafter.objective(self.frozen, step)
 
 
-def assert_steps_equal_training(target: Target, drafter: Any, draws: Draws, close: float = CLOSE) -> None:
+def assert_steps_equal_training(
+    target: Target, drafter: Any, draws: Draws, close: float = CLOSE
+) -> None:
     """Compare the features of decoding, with rejected drafts between, with those of whole batches."""
     inputs = batch_of(drafter, target.model)
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
@@ -258,7 +296,9 @@ def assert_steps_equal_training(target: Target, drafter: Any, draws: Draws, clos
     context, n_compared = masks.last_context(drafted), 0
     for row in range(2):
         queries = found.queries[row][found.valid[row]].tolist()
-        assert sorted(queries) == drafted[row].nonzero()[:, 0].tolist(), "every drafted position, once"
+        assert sorted(queries) == drafted[row].nonzero()[:, 0].tolist(), (
+            "every drafted position, once"
+        )
         features = dict(zip(queries, found.features[row][found.valid[row]], strict=True))
         rows, text = Rows(drafter, target), inputs.tokens[row].tolist()
         by_root: dict[int, list[int]] = {}
@@ -324,13 +364,21 @@ class DrafterContract:
 
         def drafts() -> list[Tensor]:
             rows, roots = Rows(drafter, target), (5, 9, 10)
-            return [rows.chain(text, root, 3 if drafter.config.max_depth is None else 1) for root in roots]
+            return [
+                rows.chain(text, root, 3 if drafter.config.max_depth is None else 1)
+                for root in roots
+            ]
 
         plain = drafts()
         drafter.prepare()
         blocks = [module for module in drafter.modules() if isinstance(module, DecoderBlock)]
-        are_alike = [not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters for block in blocks]
-        assert [vars(block)["joined"] is not None for block in blocks] == [bool(one) for one in are_alike]
+        are_alike = [
+            not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters
+            for block in blocks
+        ]
+        assert [vars(block)["joined"] is not None for block in blocks] == [
+            bool(one) for one in are_alike
+        ]
         for own, other in zip(drafts(), plain, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-4, atol=10 * self.close)
 
@@ -341,14 +389,19 @@ class DrafterContract:
         drafter = self.build(target.model)
         texts = [list(range(5, 19)), [30, 41, 52]]
         rows = Rows(drafter, target, 2)
-        rows.root([text[:2] for text in texts])  # a round before, so that the rows do not begin alike
+        # a round before, so that the rows do not begin alike
+        rows.root([text[:2] for text in texts])
         root = rows.root(texts)
         first = torch.tensor([[20, 21], [22, 23]])
         seen = torch.tensor([[1, 1, 0], [1, 0, 1]]).bool().expand(2, -1, -1)
         level_1 = rows.level(first, root.expand(-1, 2, -1), seen, 1)
         second = torch.tensor([[24, 25, 26], [27, 28, 29]])
         parents = [0, 0, 1]
-        seen = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]]).bool().expand(2, -1, -1)
+        seen = (
+            torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]])
+            .bool()
+            .expand(2, -1, -1)
+        )
         level_2 = rows.level(second, level_1[:, parents], seen, 2)
         for row, text in enumerate(texts):
             for node, parent in enumerate(parents):
@@ -364,10 +417,19 @@ class DrafterContract:
         drafter = self.build(target.model)
         texts = [list(range(5, 19)), [30, 41, 52], list(range(50, 57))]
         longer = [[*text, 60, 61] for text in texts]
-        pair, single, joined = Rows(drafter, target, 2), Rows(drafter, target), Rows(drafter, target, 3)
+        pair, single, joined = (
+            Rows(drafter, target, 2),
+            Rows(drafter, target),
+            Rows(drafter, target, 3),
+        )
         pair.root([text[:2] for text in texts[:2]])
         root = single.root([texts[2][:4]])
-        single.level(torch.tensor([[7, 8]]), root.expand(-1, 2, -1), torch.tensor([[[1, 1, 0], [1, 0, 1]]]).bool(), 1)
+        single.level(
+            torch.tensor([[7, 8]]),
+            root.expand(-1, 2, -1),
+            torch.tensor([[[1, 1, 0], [1, 0, 1]]]).bool(),
+            1,
+        )
         order = [1, 0, 2]
         joined.commit([texts[row][:-1] for row in order])
         pair.commit([text[:-1] for text in texts[:2]])
@@ -381,7 +443,9 @@ class DrafterContract:
             return torch.cat((root, rows.level(tokens, root, seen[: len(texts)], 1)), dim=1)
 
         together = two_levels(joined, [texts[row] for row in order], tokens[order])
-        apart = torch.cat((two_levels(pair, texts[:2], tokens[:2]), two_levels(single, texts[2:], tokens[2:])))
+        apart = torch.cat(
+            (two_levels(pair, texts[:2], tokens[:2]), two_levels(single, texts[2:], tokens[2:]))
+        )
         torch.testing.assert_close(together, apart[order], rtol=1e-5, atol=self.close)
         joined.commit([longer[row][:-1] for row in order])
         expected = two_levels(pair, longer[:2], tokens[:2])
@@ -397,7 +461,9 @@ class DrafterContract:
     # Decoding
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_a_taught_drafter_changes_speed_alone(self, taught: tuple[Target, Any], shape: TreeShape) -> None:
+    def test_a_taught_drafter_changes_speed_alone(
+        self, taught: tuple[Target, Any], shape: TreeShape
+    ) -> None:
         target, drafter = taught
         committed: list[int] = []
         for prompt in PROMPTS:
@@ -443,10 +509,14 @@ class DrafterContract:
         runs = generate_batch(target, PROMPTS, max_new_tokens=14, proposer=proposer, tree=shape)
         assert sum(n_rows) > 10
         assert len(set(n_rows)) > 1, "rows leave"
-        assert max(count for run in runs for count in run.stats.committed_per_call) > 1, "drafts are accepted"
+        assert max(count for run in runs for count in run.stats.committed_per_call) > 1, (
+            "drafts are accepted"
+        )
 
     @pytest.mark.parametrize("shape", SHAPES[1:4:2], ids=str)
-    def test_samples_have_the_targets_distribution(self, taught: tuple[Target, Any], shape: TreeShape) -> None:
+    def test_samples_have_the_targets_distribution(
+        self, taught: tuple[Target, Any], shape: TreeShape
+    ) -> None:
         check_samples(*taught, shape)
 
     def test_seeds_and_penalties_are_shared(self, taught: tuple[Target, Any]) -> None:
@@ -455,7 +525,9 @@ class DrafterContract:
         for shape in (SHAPES[1], SHAPES[3]):
             check_batch(target, drafter, PROMPTS[:3], shape, 8, config)
             plain = plain_generate(target, PROMPTS[0], max_new_tokens=10, sampling=penalty)
-            fast = generate(target, drafter, PROMPTS[0], max_new_tokens=10, tree=shape, sampling=penalty)
+            fast = generate(
+                target, drafter, PROMPTS[0], max_new_tokens=10, tree=shape, sampling=penalty
+            )
             assert fast.tokens == plain.tokens
 
     def test_ties_are_broken_alike_in_a_batch_and_alone(
@@ -535,17 +607,27 @@ class DrafterContract:
         both, alone, draws = case.terms(denominator=1.0), [], ROUNDS["bounded"]
         for row, n_tokens in ((0, 30), (1, 25)):
             inputs = one_row(case.inputs, row, n_tokens)
-            own = [None if value is None else value[row : row + 1] for value in (draws.step_bound, draws.offset)]
-            step = TrainingStep(inputs, Draws(own[0], draws.staircase_rows[:1], own[1]), denominator=1.0)
+            own = [
+                None if value is None else value[row : row + 1]
+                for value in (draws.step_bound, draws.offset)
+            ]
+            step = TrainingStep(
+                inputs, Draws(own[0], draws.staircase_rows[:1], own[1]), denominator=1.0
+            )
             alone.append(case.drafter.objective(case.frozen, step).total)
         torch.testing.assert_close(both.total, sum(alone), rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(both.total, 2 * case.terms(denominator=2.0).total)
 
     @pytest.mark.parametrize("response", [[], [0]], ids=str)
-    def test_a_batch_without_a_loss_position_adds_nothing(self, case: Case, response: list[int]) -> None:
+    def test_a_batch_without_a_loss_position_adds_nothing(
+        self, case: Case, response: list[int]
+    ) -> None:
         mask = torch.zeros(1, 12, dtype=torch.bool)
         mask[0, response] = True
-        draws, drafter = Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([0])), case.drafter
+        draws, drafter = (
+            Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([0])),
+            case.drafter,
+        )
         if drafter.loss_positions(mask, draws).any():
             assert response, "a drafter that reads tokens alone drafts from the first one"
             return
@@ -584,7 +666,11 @@ class DrafterContract:
             drafter = self.build(model)
             drafter.initialize(torch.Generator().manual_seed(seed))
             states.append(torch.cat([weight.detach().flatten() for weight in drafter.parameters()]))
-            norms = [weight for name, weight in drafter.named_parameters() if name.endswith("norm.weight")]
+            norms = [
+                weight
+                for name, weight in drafter.named_parameters()
+                if name.endswith("norm.weight")
+            ]
             assert all(torch.equal(weight, torch.ones_like(weight)) for weight in norms)
         assert torch.equal(states[0], states[1])
         assert torch.equal(states[0], states[2]) != self.draws_weights
@@ -597,13 +683,17 @@ class DrafterContract:
             DrafterProposer(frozen_for(drafter, model), drafter.bfloat16())
         target = Target(model.bfloat16())
         inputs = batch_of(drafter, target.model)
-        terms = drafter.objective(frozen_for(drafter, target.model), TrainingStep(inputs, UNBOUNDED))
+        terms = drafter.objective(
+            frozen_for(drafter, target.model), TrainingStep(inputs, UNBOUNDED)
+        )
         terms.total.backward()
         assert all(weight.grad.isfinite().all() for weight in drafter.parameters())
         rows = Rows(drafter, target, 2)
         root = rows.root([[5, 6, 7], [8, 9]])
         assert root.dtype == torch.bfloat16
-        level = rows.level(torch.tensor([[10], [11]]), root, torch.ones(2, 1, 2, dtype=torch.bool), 1)
+        level = rows.level(
+            torch.tensor([[10], [11]]), root, torch.ones(2, 1, 2, dtype=torch.bool), 1
+        )
         assert level.dtype == torch.bfloat16
         with torch.inference_mode():
             assert drafter.draft_logits(rows.frozen, level).shape == (2, 1, VOCABULARY)
@@ -618,7 +708,10 @@ class DrafterContract:
         assert type(again) is DRAFTERS[self.kind]
         assert again.config == drafter.config
         assert again.state_dict().keys() == drafter.state_dict().keys()
-        assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in drafter.state_dict().items())
+        assert all(
+            torch.equal(weight, again.state_dict()[name])
+            for name, weight in drafter.state_dict().items()
+        )
         check_drafter_matches(again, Target(model))
         with pytest.raises(TargetError, match="vocab_size"):
             check_drafter_matches(again, Target(build_model(vocab_size=80)))

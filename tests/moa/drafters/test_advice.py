@@ -54,7 +54,10 @@ def test_the_figures_are_those_that_were_measured() -> None:
     assert f"{processor_time:.1f} times the processor time" in by_topic(1, True)["drafter"].reason
     speeds = {row["what"].split(",")[0]: row["tokens_per_s"] for row in rows("training-gpu")}
     ratio = speeds["EAGLE"] / speeds["Mixture of Attentions"]
-    few, many = by_topic(1, False)["drafter"].reason, by_topic(10 * FEW_TOKENS, False)["drafter"].reason
+    few, many = (
+        by_topic(1, False)["drafter"].reason,
+        by_topic(10 * FEW_TOKENS, False)["drafter"].reason,
+    )
     assert f"{cost['EAGLE-2']['l2']} of moa's" in few
     assert f"{ratio:.1f} times as long" in few
     assert f"{cost['EAGLE-2']['l8']} of its acceptance length" in many

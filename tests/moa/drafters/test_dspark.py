@@ -40,7 +40,9 @@ class TestDSpark(DrafterContract):
             drafter.confidence_head.proj.bias.fill_(0.5)
         return taught[0], drafter
 
-    def test_chains_that_confidence_cuts_change_speed_alone(self, unsure: tuple[Target, Any]) -> None:
+    def test_chains_that_confidence_cuts_change_speed_alone(
+        self, unsure: tuple[Target, Any]
+    ) -> None:
         """Rows of a batch are cut each by itself; where all are cut at once, a round is a plain step."""
         target, drafter = unsure
         together = check_batch(target, drafter, PROMPTS, TreeShape(7, cut_below=0.4), 14)
@@ -50,7 +52,9 @@ class TestDSpark(DrafterContract):
         assert len(n_drafted) > 1
         assert min(n_drafted) < 6
 
-    def test_samples_of_cut_chains_have_the_targets_distribution(self, unsure: tuple[Target, Any]) -> None:
+    def test_samples_of_cut_chains_have_the_targets_distribution(
+        self, unsure: tuple[Target, Any]
+    ) -> None:
         """The cut before a draft knows only what was drawn before it, so that nothing is told by it."""
         shape = TreeShape(4, cut_below=0.4)
         assert 0 < check_samples(*unsure, shape) < 4 * 600
@@ -69,9 +73,20 @@ class TestDFlash(DrafterContract):
     sizes = SMALL
 
 
-KV: dict[str, Any] = {"context": "kv", "fused_layers": (1,), "block_layers": 1, "block_size": 7, "markov_rank": 8}
+KV: dict[str, Any] = {
+    "context": "kv",
+    "fused_layers": (1,),
+    "block_layers": 1,
+    "block_size": 7,
+    "markov_rank": 8,
+}
 SEVERAL: dict[str, Any] = KV | {"fused_layers": (0, 1)}
-MEMORY: dict[str, Any] = {"context": "memory", "fused_layers": None, "block_layers": 1, "block_size": 7}
+MEMORY: dict[str, Any] = {
+    "context": "memory",
+    "fused_layers": None,
+    "block_layers": 1,
+    "block_size": 7,
+}
 
 
 @pytest.mark.slow
@@ -96,7 +111,11 @@ def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
     target = Target(build_model(num_hidden_layers=2))
     with pytest.raises(DrafterError):
         generate(
-            target, build("dflash", target.model, **SMALL), [5, 6], max_new_tokens=9, tree=TreeShape(4, cut_below=0.2)
+            target,
+            build("dflash", target.model, **SMALL),
+            [5, 6],
+            max_new_tokens=9,
+            tree=TreeShape(4, cut_below=0.2),
         )
 
 
@@ -112,7 +131,9 @@ def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
     ],
     ids=["dspark", "dflash", "kv", "several", "memory"],
 )
-def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, Any], d_pace: float | None) -> None:
+def test_blocks_of_a_text_equal_rounds_one_by_one(
+    kind: str, sizes: dict[str, Any], d_pace: float | None
+) -> None:
     """The loss is that of each block alone, after its own context, weighed by place; rows with fewer have padding."""
     model = build_model()
     drafter = build(kind, model, **sizes)
@@ -124,7 +145,9 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, An
     assert valid.sum(dim=1).tolist() == [5, 5]
     padded = torch.nn.functional.pad(inputs.response_mask, (0, 9))
     assert torch.equal(anchors, blocks.draw_anchors(padded, draws)[0]), "whatever follows a row"
-    weights = LossWeights(forward_kl=0.5, cross_entropy=0.25, l1=0.125, confidence=0.75, d_pace=d_pace)
+    weights = LossWeights(
+        forward_kl=0.5, cross_entropy=0.25, l1=0.125, confidence=0.75, d_pace=d_pace
+    )
     both = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=2.0))
     alone, n_weight = 0.0, 0.0
     for row in range(2):
@@ -132,35 +155,61 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, An
             one = replace(chosen, anchors=torch.tensor([[anchor]]))
             own = one_row(inputs, row, 24)
             unseen = torch.arange(24)[None, :, None] >= anchor
-            own = replace(own, layer_outputs=tuple(states.masked_fill(unseen, 9.0) for states in own.layer_outputs))
+            own = replace(
+                own,
+                layer_outputs=tuple(
+                    states.masked_fill(unseen, 9.0) for states in own.layer_outputs
+                ),
+            )
             own.kv = None if own.kv is None else own.kv.masked_fill(unseen[..., None], 9.0)
-            step = TrainingStep(own, Draws(None, torch.zeros(1, dtype=torch.bool), blocks=one), weights, 2.0)
+            step = TrainingStep(
+                own, Draws(None, torch.zeros(1, dtype=torch.bool), blocks=one), weights, 2.0
+            )
             alone += drafter.objective(frozen, step).total.item()
             n_weight += float(drafter.loss_positions(own.response_mask, step.draws).sum())
     assert both.total.item() == pytest.approx(alone, rel=1e-5)
-    assert float(drafter.loss_positions(inputs.response_mask, draws).sum()) == pytest.approx(n_weight)
+    assert float(drafter.loss_positions(inputs.response_mask, draws).sum()) == pytest.approx(
+        n_weight
+    )
     other = replace(draws, seeds=(5, 6))
-    assert anchors.tolist() != blocks.draw_anchors(inputs.response_mask, other)[0].tolist(), "drawn anew"
+    assert anchors.tolist() != blocks.draw_anchors(inputs.response_mask, other)[0].tolist(), (
+        "drawn anew"
+    )
 
 
 def test_d_pace_weighs_drafts_by_what_the_drafter_says_of_them() -> None:
     """The loss is that with the weights as they are computed apart, block by block."""
     model = build_model()
     drafter = build("dspark", model, **SMALL)
-    frozen, inputs, n_drafts = frozen_for(drafter, model), batch_of(drafter, model, 24), drafter.config.n_drafts
+    frozen, inputs, n_drafts = (
+        frozen_for(drafter, model),
+        batch_of(drafter, model, 24),
+        drafter.config.n_drafts,
+    )
     anchors = torch.tensor([[13, 17], [4, -1]])
 
-    draws = Draws(None, torch.zeros(2, dtype=torch.bool), blocks=BlockDraws(n_drafts, anchors=anchors))
+    draws = Draws(
+        None, torch.zeros(2, dtype=torch.bool), blocks=BlockDraws(n_drafts, anchors=anchors)
+    )
     weights = LossWeights(forward_kl=0.0, cross_entropy=1.0, l1=0.0, confidence=0.0, d_pace=0.5)
-    got = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=1.0)).total.item()
+    got = drafter.objective(
+        frozen, TrainingStep(inputs, draws, weights, denominator=1.0)
+    ).total.item()
     valid = anchors >= 0
     hidden = drafter.text_hidden(frozen, inputs, anchors.clamp(min=0), valid)
-    features = drafter.text_features(hidden, drafter.tokens_before(inputs.tokens, anchors.clamp(min=0)))
+    features = drafter.text_features(
+        hidden, drafter.tokens_before(inputs.tokens, anchors.clamp(min=0))
+    )
     labels = (blocks.draft_positions(anchors, n_drafts) + 1).clamp(0, 23)
     rows = torch.arange(2)[:, None, None]
     logits = drafter.draft_logits(frozen, features)
     wrong = -logits.log_softmax(dim=-1).gather(-1, inputs.tokens[rows, labels][..., None])[..., 0]
-    supervised = blocks.draft_weights(inputs.response_mask, anchors.clamp(min=0), valid, BlockDraws(n_drafts)) > 0
+    supervised = (
+        blocks.draft_weights(
+            inputs.response_mask, anchors.clamp(min=0), valid, BlockDraws(n_drafts)
+        )
+        > 0
+    )
     expected = (d_pace_weights(wrong, supervised, 0.5) * wrong).sum().item()
     assert got == pytest.approx(expected, rel=1e-5)
 
@@ -171,9 +220,13 @@ def test_no_block_reaches_into_another_answer() -> None:
     anchors, valid = blocks.draw_anchors(response, draws)
     assert anchors.tolist() == [[1, 2, 5]]
     weights = blocks.draft_weights(response, anchors, valid, draws.blocks)
-    assert (weights > 0).tolist() == [[[True, True, False], [True, False, False], [True, False, False]]]
+    assert (weights > 0).tolist() == [
+        [[True, True, False], [True, False, False], [True, False, False]]
+    ]
     assert weights[0, 0, 1].item() == pytest.approx(0.36788, abs=1e-5)
-    assert BlockDrafter.loss_positions(response, draws)[0].tolist() == pytest.approx([0, 1, 1.36788, 0, 0, 1, 0, 0])
+    assert BlockDrafter.loss_positions(response, draws)[0].tolist() == pytest.approx(
+        [0, 1, 1.36788, 0, 0, 1, 0, 0]
+    )
     mask = blocks.block_mask(anchors, valid, 2, 8).dense[0]
     assert mask[:, :8].sum(dim=1).tolist() == [1, 1, 2, 2, 5, 5], "strictly before the anchor"
     assert torch.equal(mask[:, 8:], torch.block_diag(*[torch.ones(2, 2)] * 3).bool())

@@ -67,7 +67,9 @@ def test_noise_is_the_rows_own() -> None:
 
     def loss(seeds: tuple[int, ...], inputs: TrainingInputs = both, width: float = 0.2) -> float:
         draws = Draws(None, torch.zeros(2, dtype=torch.bool), None, seeds, width)
-        return float(drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0)).total.detach())
+        return float(
+            drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0)).total.detach()
+        )
 
     assert loss((5, 6)) == loss((5, 6)) != loss((5, 7))
     alone = loss((5,), one_row(both, 0, 20)) + loss((6,), one_row(both, 1, 20))
@@ -80,4 +82,6 @@ def test_drafting_before_the_target_was_observed_is_refused(kind: str) -> None:
     target = Target(build_model())
     drafter, cache = build(kind, target.model), target.new_cache()
     with pytest.raises(DrafterError):
-        drafter.draft_root(drafter.new_state(1), FrozenTarget.from_model(target.model), [[5, 6, 7]], cache)
+        drafter.draft_root(
+            drafter.new_state(1), FrozenTarget.from_model(target.model), [[5, 6, 7]], cache
+        )

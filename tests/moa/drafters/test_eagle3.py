@@ -17,7 +17,14 @@ from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, build_eagle3, forward_kl, stored, token_counts
+from moa_data.tests.kit.drafters import (
+    NO_DRAWS,
+    assert_loss,
+    build_eagle3,
+    forward_kl,
+    stored,
+    token_counts,
+)
 from moa_data.tests.kit.models import SIZES, build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
@@ -44,11 +51,15 @@ class TestSmallVocabulary(DrafterContract):
     }  # fmt: skip
 
 
-def unrolled(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: int, root: int, n_steps: int) -> Tensor:
+def unrolled(
+    drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: int, root: int, n_steps: int
+) -> Tensor:
     """Features of one round, token by token, with plain full attention over what it sees: [n_steps, E]."""
     block, features = drafter.midlayer, []
     embeddings = frozen.embed(inputs.tokens[row : row + 1])
-    fused = drafter.true_features(torch.cat([states[row : row + 1] for states in inputs.layer_outputs], dim=-1))
+    fused = drafter.true_features(
+        torch.cat([states[row : row + 1] for states in inputs.layer_outputs], dim=-1)
+    )
     stream = torch.cat((embeddings[:, 1 : root + 1], fused[:, :root]), dim=-1)  # slots 0..root-1
     for step in range(n_steps):
         rotation = drafter.rotary(torch.arange(root + step)[None])
@@ -71,22 +82,31 @@ def test_training_time_test_equals_rounds_one_by_one(
     model = build_model(family, num_hidden_layers=2)
     frozen, n_steps = FrozenTarget.from_model(model), 4
     norms = dict.fromkeys(
-        ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), draft_vocabulary is not None
+        ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
+        draft_vocabulary is not None,
     )
-    drafter = build_eagle3(model, draft_vocabulary=draft_vocabulary, test_time_steps=n_steps, **norms)
+    drafter = build_eagle3(
+        model, draft_vocabulary=draft_vocabulary, test_time_steps=n_steps, **norms
+    )
     inputs = batch_of(drafter, model, 22)
     total, first, n_rounds = torch.zeros(()), torch.zeros(()), 0
     for row in range(2):
         for root in range(1, 22):
             n_alive = 0
-            while n_alive < n_steps and root + n_alive < 22 and inputs.response_mask[row, root + n_alive]:
+            while (
+                n_alive < n_steps
+                and root + n_alive < 22
+                and inputs.response_mask[row, root + n_alive]
+            ):
                 n_alive += 1
             if not n_alive:
                 continue
             n_rounds += 1
             features = unrolled(drafter, frozen, inputs, row, root, n_alive)
             if root % 4 == 0:
-                stepped = Rows(drafter, Target(model)).chain(inputs.tokens[row].tolist(), root, n_alive - 1)
+                stepped = Rows(drafter, Target(model)).chain(
+                    inputs.tokens[row].tolist(), root, n_alive - 1
+                )
                 torch.testing.assert_close(stepped, features.detach(), rtol=0, atol=CLOSE)
             goal = frozen.logits(inputs.hidden[row, root : root + n_alive])
             logits = drafter.draft_logits(frozen, features)
@@ -99,7 +119,12 @@ def test_training_time_test_equals_rounds_one_by_one(
             first = first + kl[0].detach()
     step = TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=0.5, d_pace=d_pace), 3.0)
     terms = assert_loss(drafter, frozen, step, 0.5 * total / 3.0)
-    assert n_rounds == terms.n_positions == int(drafter.loss_positions(inputs.response_mask, NO_DRAWS).sum()) > 20
+    assert (
+        n_rounds
+        == terms.n_positions
+        == int(drafter.loss_positions(inputs.response_mask, NO_DRAWS).sum())
+        > 20
+    )
     assert terms.feature is None
     torch.testing.assert_close(terms.forward_kl, first / 3.0, rtol=1e-5, atol=1e-6)
 
@@ -115,8 +140,12 @@ def test_the_norms_of_speculators() -> None:
     torch.testing.assert_close(fused, scaled @ drafter.fc.weight.T)
     block = drafter.midlayer
     normed = block.hidden_norm(fused)
-    joined, attention = torch.cat((block.input_layernorm(embedding), normed), dim=-1), block.self_attn
-    value = attention.v_proj(joined).unflatten(-1, (2, 12)).repeat_interleave(2, dim=2).flatten(2)  # of one token
+    joined, attention = (
+        torch.cat((block.input_layernorm(embedding), normed), dim=-1),
+        block.self_attn,
+    )
+    # of one token
+    value = attention.v_proj(joined).unflatten(-1, (2, 12)).repeat_interleave(2, dim=2).flatten(2)
     x = normed + attention.o_proj(value)
     expected = x + block.mlp(block.post_attention_layernorm(x))
     stream, rotation = torch.cat((embedding, fused), dim=-1), drafter.rotary(torch.arange(1)[None])
@@ -146,7 +175,9 @@ def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, n_r
     assert counted.call_count > 3 * n_whole
 
 
-def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = Target(build_model("mistral", num_hidden_layers=2))
     drafter, tokens = build_eagle3(target.model), torch.randint(4, VOCABULARY, (1, 30))
     expected = stored(drafter, target.model, tokens, torch.ones(1, 30))
@@ -156,7 +187,9 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytes
         cache.take_layer_outputs()
     DrafterProposer(target, drafter).begin(cache)
     target.forward(tokens, cache)
-    torch.testing.assert_close(cache.take_layer_outputs(), torch.cat(expected.layer_outputs, dim=-1))
+    torch.testing.assert_close(
+        cache.take_layer_outputs(), torch.cat(expected.layer_outputs, dim=-1)
+    )
     assert not any(layer._forward_hooks for layer in target.model.model.layers)
     with pytest.raises(DrafterError):
         cache.take_layer_outputs()
@@ -168,7 +201,9 @@ def test_draft_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
     frozen, counts = FrozenTarget.from_model(model), token_counts()
     drafter = build_eagle3(model, draft_vocabulary=20)
     tokens = drafter.draft_tokens
-    assert tokens.tolist() == sorted(sorted(range(VOCABULARY), key=lambda token: (-counts[token], token))[:20])
+    assert tokens.tolist() == sorted(
+        sorted(range(VOCABULARY), key=lambda token: (-counts[token], token))[:20]
+    )
     assert drafter.t2d.nonzero()[:, 0].tolist() == tokens.tolist()
     features = torch.randn(3, 2, SIZES["hidden_size"])
     with torch.no_grad():

@@ -31,6 +31,8 @@ def test_loss_and_gradient_equal_a_plain_reference() -> None:
     logits = drafter(inputs.tokens, torch.arange(15).expand(2, -1)) @ drafter.embed_tokens.weight.T
     teacher = frozen.logits(inputs.hidden).softmax(dim=-1)
     expected = F.cross_entropy(logits[response], teacher[response], reduction="sum") / 13
-    terms = assert_loss(drafter, frozen, TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0), 13), expected)
+    terms = assert_loss(
+        drafter, frozen, TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0), 13), expected
+    )
     assert terms.n_positions == 13
     assert terms.feature is None

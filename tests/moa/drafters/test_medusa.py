@@ -31,7 +31,10 @@ class TestTwoLayersPerHead(DrafterContract):
 @torch.no_grad()
 def test_untrained_heads_say_what_the_target_says() -> None:
     model = build_model()
-    drafter, hidden = MedusaDrafter(MedusaSizes.from_target(model.config, medusa_layers=2)), torch.randn(3, 48)
+    drafter, hidden = (
+        MedusaDrafter(MedusaSizes.from_target(model.config, medusa_layers=2)),
+        torch.randn(3, 48),
+    )
     drafter.initialize()
     assert len(drafter.heads) == 6
     for head in drafter.heads:
@@ -54,9 +57,12 @@ def plain_loss(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs) -> Te
 
 
 @pytest.mark.parametrize(
-    ("n_heads", "responses"), [(4, [(0, 2, 6), (0, 9, 14), (1, 0, 3), (2, 3, 4)]), (6, [(0, 0, 3), (1, 0, 3)])]
+    ("n_heads", "responses"),
+    [(4, [(0, 2, 6), (0, 9, 14), (1, 0, 3), (2, 3, 4)]), (6, [(0, 0, 3), (1, 0, 3)])],
 )
-def test_loss_and_gradient_equal_a_plain_reference(n_heads: int, responses: list[tuple[int, int, int]]) -> None:
+def test_loss_and_gradient_equal_a_plain_reference(
+    n_heads: int, responses: list[tuple[int, int, int]]
+) -> None:
     """Two responses in one row, a row shorter than the heads reach, and padding."""
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_medusa(model, medusa_heads=n_heads)
@@ -72,4 +78,6 @@ def test_one_distribution_serves_a_level() -> None:
     model = build_model()
     drafter, frozen = build_medusa(model), FrozenTarget.from_model(model)
     for features in (torch.randn(2, 1, 48).expand(-1, 5, -1), torch.randn(2, 5, 48)):
-        torch.testing.assert_close(drafter.draft_logits(frozen, features), frozen.logits(features.contiguous()))
+        torch.testing.assert_close(
+            drafter.draft_logits(frozen, features), frozen.logits(features.contiguous())
+        )

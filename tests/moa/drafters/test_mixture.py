@@ -19,7 +19,14 @@ from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import PAPER, build_drafter, forward_kl, frozen_for, stored, token_counts
+from moa_data.tests.kit.drafters import (
+    PAPER,
+    build_drafter,
+    forward_kl,
+    frozen_for,
+    stored,
+    token_counts,
+)
 from moa_data.tests.kit.models import build_model
 
 from .contract import CLOSE, DrafterContract, Rows, check_contexts
@@ -120,7 +127,9 @@ DRAWS = {
 def inputs_for(drafter: MoADrafter, model: Any, n_rows: int = 1) -> TrainingInputs:
     torch.manual_seed(3)
     tokens = torch.randint(4, 67, (n_rows, N_TOKENS))
-    return stored(drafter, model, tokens, (torch.arange(N_TOKENS) >= PROMPT).expand(n_rows, -1).clone())
+    return stored(
+        drafter, model, tokens, (torch.arange(N_TOKENS) >= PROMPT).expand(n_rows, -1).clone()
+    )
 
 
 @pytest.mark.parametrize("draws", DRAWS)
@@ -145,7 +154,9 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
         torch.testing.assert_close(stepped[-1], trained[query], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize(("n_target_layers", "n_kv_heads", "kv_width"), [(0, 1, 24), (1, 1, 24), (1, 4, 96)])
+@pytest.mark.parametrize(
+    ("n_target_layers", "n_kv_heads", "kv_width"), [(0, 1, 24), (1, 1, 24), (1, 4, 96)]
+)
 @pytest.mark.parametrize("sizes", [{}, {"layer_attention": False}], ids=["paper", "last layer"])
 def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
     n_target_layers: int, n_kv_heads: int, kv_width: int, sizes: dict[str, Any]
@@ -158,26 +169,36 @@ def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
 
 
 @pytest.mark.parametrize(("n_target_layers", "sees_drafts"), [(0, True), (2, False)])
-def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers: int, sees_drafts: bool) -> None:
+def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(
+    n_target_layers: int, sees_drafts: bool
+) -> None:
     """In value and in gradient; the staircase of the on-policy pass does not reach the teacher-forced one."""
     model = build_model()
     drafter = build_drafter(model, n_target_layers, cross_attention_drafts=sees_drafts)
     inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
     inputs.response_mask[1, :12] = False
     draws = Draws(torch.tensor([5, 6]), torch.tensor([True, False]), torch.tensor([2, 1]))
-    only = Draws(None, torch.zeros(2, dtype=torch.bool), on_policy_weight=0.0, teacher_forced_weight=1.0)
+    only = Draws(
+        None, torch.zeros(2, dtype=torch.bool), on_policy_weight=0.0, teacher_forced_weight=1.0
+    )
     both = dataclasses.replace(draws, teacher_forced_weight=0.5)
     found = []
     for one in (draws, only, both):
         terms = drafter.objective(frozen, TrainingStep(inputs, one))
         gradients = torch.autograd.grad(terms.total, list(drafter.parameters()))
         found.append((terms.n_positions, terms.total, gradients))
-    (n_policy, policy, policy_gradients), (n_forced, forced, forced_gradients), (n_both, total, gradients) = found
+    (
+        (n_policy, policy, policy_gradients),
+        (n_forced, forced, forced_gradients),
+        (n_both, total, gradients),
+    ) = found
     assert n_both == n_policy + n_forced
     share = n_policy / (n_policy + 0.5 * n_forced)
     torch.testing.assert_close(total, share * policy + (1 - share) * forced)
     for got, a, b in zip(gradients, policy_gradients, forced_gradients, strict=True):
-        torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
+        torch.testing.assert_close(
+            got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9
+        )
 
 
 def test_passes_share_the_distributions_of_their_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +207,15 @@ def test_passes_share_the_distributions_of_their_teacher(monkeypatch: pytest.Mon
     drafter = build_drafter(model, 0)
     inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
     inputs.response_mask[1, :12] = inputs.response_mask[1, 15] = False
-    draws = Draws(torch.tensor([5, 6]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1]), (), 0.0, 1.0, 0.5)
+    draws = Draws(
+        torch.tensor([5, 6]),
+        torch.zeros(2, dtype=torch.bool),
+        torch.tensor([2, 1]),
+        (),
+        0.0,
+        1.0,
+        0.5,
+    )
     step = TrainingStep(inputs, draws, LossWeights(), 7.0)
     chunked, shared = losses.chunked_losses, training._by_teacher
     shapes: list[tuple[int, ...]] = []
@@ -221,7 +250,15 @@ def test_d_pace_weighs_each_round_by_itself() -> None:
     drafter = build_drafter(model, 0)
     inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
     inputs.response_mask[1, :12] = inputs.response_mask[1, 15] = False
-    draws = Draws(torch.tensor([5, 6]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1]), (), 0.0, 1.0, 0.5)
+    draws = Draws(
+        torch.tensor([5, 6]),
+        torch.zeros(2, dtype=torch.bool),
+        torch.tensor([2, 1]),
+        (),
+        0.0,
+        1.0,
+        0.5,
+    )
     rounds = Rounds.packed(draws, inputs.response_mask)
     features = drafter(frozen, inputs.tokens, inputs.required_kv(), rounds)[1]
     expected = torch.zeros(())
@@ -229,7 +266,9 @@ def test_d_pace_weighs_each_round_by_itself() -> None:
         blocks: dict[tuple[int, int], list[int]] = {}
         for query in range(rounds.queries.shape[1]):
             if rounds.drafted[row, query]:
-                blocks.setdefault((int(rounds.pass_index[query]), int(rounds.context[row, query])), []).append(query)
+                blocks.setdefault(
+                    (int(rounds.pass_index[query]), int(rounds.context[row, query])), []
+                ).append(query)
         assert max(map(len, blocks.values())) >= 3
         for (number, _), queries in blocks.items():
             positions = rounds.queries[row, queries]
@@ -240,13 +279,19 @@ def test_d_pace_weighs_each_round_by_itself() -> None:
             paced = d_pace_weights(wrong, torch.ones(len(queries), dtype=torch.bool), 0.25)
             expected = expected + (kl * (paced if number == 0 else 0.5)).sum()
     step = TrainingStep(inputs, draws, LossWeights(1.0, 0.0, d_pace=0.25), 7.0)
-    torch.testing.assert_close(drafter.objective(frozen, step).total, expected / 7.0, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        drafter.objective(frozen, step).total, expected / 7.0, rtol=1e-5, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize(("stride", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [0, 3]), (4, [3])])
+@pytest.mark.parametrize(
+    ("stride", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [0, 3]), (4, [3])]
+)
 def test_encoded_kv_of_some_layers(stride: int, layers: list[int]) -> None:
     """It depends on these layers alone, so that they are enough, and is of the last one whatever the stride."""
-    drafter = build_drafter(build_model(), layer_stride=stride, layer_groups=1 if stride == 4 else 2)
+    drafter = build_drafter(
+        build_model(), layer_stride=stride, layer_groups=1 if stride == 4 else 2
+    )
     kv = torch.randn(2, 5, 4, 48)
     others = [layer for layer in range(4) if layer not in layers]
     changed = kv.clone()
@@ -260,7 +305,10 @@ def test_encoded_kv_of_some_layers(stride: int, layers: list[int]) -> None:
 
 def test_encoded_kv_in_pieces_equals_that_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = build_drafter(build_model()).double()
-    kv, used = torch.randn(2, 5, 4, 48, dtype=torch.float64), list(drafter.layer_self_attention.parameters())
+    kv, used = (
+        torch.randn(2, 5, 4, 48, dtype=torch.float64),
+        list(drafter.layer_self_attention.parameters()),
+    )
     sizes: list[int] = []
     attend = drafter.layer_self_attention.attend_self_means
 
@@ -283,7 +331,9 @@ def test_equal_content_makes_equal_encoded_kv_wherever_it_stands(layer_attention
     """With keys before RoPE; with those after it the paper's memory depends on the position."""
     model = build_model()
     for unrotated in (True, False):
-        drafter = build_drafter(model, layer_attention=layer_attention, unrotated_keys=unrotated).double()
+        drafter = build_drafter(
+            model, layer_attention=layer_attention, unrotated_keys=unrotated
+        ).double()
         keys, values = torch.randn(2, 4, 1, 2, 5, 12, dtype=torch.float64).unbind()
         memories = []
         for first in (0, 40):
@@ -295,7 +345,9 @@ def test_equal_content_makes_equal_encoded_kv_wherever_it_stands(layer_attention
 
 
 @pytest.mark.parametrize("before", [[6], [6, 3]])
-def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(before: list[int]) -> None:
+def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(
+    before: list[int],
+) -> None:
     view = torch.ones(len(before), 2, 7, 4), torch.ones(len(before), 2, 7, 4)
     nothing = torch.full((len(before), 2, 1, 4), torch.nan)
     write_after(view, before, 1, nothing, nothing)

@@ -9,21 +9,33 @@ from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.trainer.config import AnyDrafter
 
 ROOT = Path(__file__).parents[3]
-# The drafters themselves and their settings; the formats of files, some of which are named like a drafter; methods of
+# The drafters themselves and their settings; the formats of files, some of which are named like a
+# drafter; methods of
 # other engines, by the engines' names.
-NAMING = ("moa/drafters/", "moa/formats/", "pipeline/exchange/", "trainer/config.py", "evaluation/other_side.py")
+NAMING = (
+    "moa/drafters/",
+    "moa/formats/",
+    "pipeline/exchange/",
+    "trainer/config.py",
+    "evaluation/other_side.py",
+)
 OTHERS = ("tests/", "benchmarks/", "docs/", "build/", "site/", ".")
 
 
 def test_chat_names_the_kinds_that_draft_away_from_the_target() -> None:
-    (text,) = (setting.field.description for setting in ChatConfig.settings() if setting.key == "drafter")
+    (text,) = (
+        setting.field.description for setting in ChatConfig.settings() if setting.key == "drafter"
+    )
     assert set(re.findall(r"\w+", str(text))) & DRAFTERS.keys() == set(REMOTE_KINDS)
 
 
 def test_nothing_else_names_a_kind_of_drafter() -> None:
     classes = [one.__name__ for one in (*get_args(AnyDrafter), *DRAFTERS.values())]
     named = re.compile(rf"""["'](?:{"|".join(DRAFTERS)})["']|\b(?:{"|".join(classes)})\b""")
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.glob("[!.]*/**/*.py")}
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in ROOT.glob("[!.]*/**/*.py")
+    }
     texts = {name: text for name, text in texts.items() if not name.startswith((*NAMING, *OTHERS))}
     assert len(texts) > 50
     assert {name: named.findall(text) for name, text in texts.items() if named.search(text)} == {}

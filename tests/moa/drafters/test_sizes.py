@@ -51,7 +51,9 @@ UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("kind", "sizes"), UNFIT, ids=str)
 def test_unfit_sizes_are_refused(kind: str, sizes: dict[str, Any]) -> None:
-    with pytest.raises(DrafterError, match=None if kind == "dspark" else list(sizes)[-1].split("_")[0]):
+    with pytest.raises(
+        DrafterError, match=None if kind == "dspark" else list(sizes)[-1].split("_")[0]
+    ):
         drafter_class(kind).config_class.from_target(build_model().config, **sizes)
 
 
@@ -62,10 +64,16 @@ def test_sizes_of_another_kind_are_refused() -> None:
 
 def test_heads_divide_widths() -> None:
     wide = MoASizes.from_target(build_model(num_attention_heads=6, head_dim=64).config)
-    assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), "256 / 6 is no head dim"
+    assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), (
+        "256 / 6 is no head dim"
+    )
     config = build_model(hidden_size=384, num_attention_heads=6, intermediate_size=1024).config
     sizes = IndependentSizes.from_target(config)
-    assert (sizes.independent_width, sizes.independent_mlp_width, sizes.independent_layers) == (192, 512, 2)
+    assert (sizes.independent_width, sizes.independent_mlp_width, sizes.independent_layers) == (
+        192,
+        512,
+        2,
+    )
     assert (sizes.own_block.n_heads, sizes.own_block.head_dim) == (4, 48)
     narrow = IndependentSizes.from_target(config, independent_width=6)
     assert (narrow.own_block.n_heads, narrow.own_block.head_dim) == (3, 2)
@@ -86,4 +94,6 @@ def test_defaults_follow_from_the_vocabulary(vocab_size: int, expected: int) -> 
     config.vocab_size = vocab_size
     assert Eagle3Sizes.defaults(config, FUSED)["draft_vocabulary"] == expected
     assert SIZES["vocab_size"] == 67
-    assert drafter_class("dspark").config_class.defaults(config, BLOCK)["mask_token"] == vocab_size - 1
+    assert (
+        drafter_class("dspark").config_class.defaults(config, BLOCK)["mask_token"] == vocab_size - 1
+    )

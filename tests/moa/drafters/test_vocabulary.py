@@ -12,7 +12,13 @@ from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.vocabulary import choose_draft_vocabulary, coverage, most_frequent
-from moa_data.moa.formats.checkpoint import LAYOUTS, export_problems, load_drafter, save_drafter, write_layout
+from moa_data.moa.formats.checkpoint import (
+    LAYOUTS,
+    export_problems,
+    load_drafter,
+    save_drafter,
+    write_layout,
+)
 from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import PAPER, build, frozen_for, token_counts
@@ -68,7 +74,9 @@ def test_the_most_frequent_tokens_are_drafted(
         with torch.inference_mode(is_prepared):
             logits = drafter.draft_logits(frozen, features)
         tolerance = 2e-2 if is_prepared else 1e-5  # prepared weights are rounded to float16
-        torch.testing.assert_close(logits[..., chosen], expected[..., chosen], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            logits[..., chosen], expected[..., chosen], rtol=tolerance, atol=tolerance
+        )
         assert bool(torch.isneginf(logits[..., ~chosen]).all())
 
 
@@ -80,12 +88,18 @@ def test_decoding_gives_the_same_tokens(name: str) -> None:
     prompt = random_prompts(7, 7)[0]
     expected = plain_generate(target, prompt, max_new_tokens=12)
     proposer = DrafterProposer(target, drafter)
-    (found,) = generate_batch(target, [prompt], max_new_tokens=12, proposer=proposer, tree=TreeShape(3))
+    (found,) = generate_batch(
+        target, [prompt], max_new_tokens=12, proposer=proposer, tree=TreeShape(3)
+    )
     assert found.tokens == expected.tokens
 
 
-@pytest.mark.parametrize(("kind", "name"), [("eagle", "vllm-eagle"), ("moa", "moa-vllm"), ("dflash", "dflash")])
-def test_formats_of_other_programs_hold_it_all_the_same(kind: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("eagle", "vllm-eagle"), ("moa", "moa-vllm"), ("dflash", "dflash")]
+)
+def test_formats_of_other_programs_hold_it_all_the_same(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     """Their readers draft all tokens by the target's head, which no such drafter has weights of."""
     model, sizes = build_model(), PAPER if kind == "moa" else {}
     of_all = build(kind, model, **sizes)
@@ -133,20 +147,28 @@ def test_a_head_that_is_a_small_part_is_drafted_whole() -> None:
 
 
 def test_text_of_many_different_tokens_needs_more_of_them() -> None:
-    few = choose_draft_vocabulary(zipf_counts(128_256, 10_000_000, 1.5), 4096, 250_000_000, 8_000_000_000)
-    many = choose_draft_vocabulary(zipf_counts(128_256, 10_000_000, 0.9), 4096, 250_000_000, 8_000_000_000)
+    few = choose_draft_vocabulary(
+        zipf_counts(128_256, 10_000_000, 1.5), 4096, 250_000_000, 8_000_000_000
+    )
+    many = choose_draft_vocabulary(
+        zipf_counts(128_256, 10_000_000, 0.9), 4096, 250_000_000, 8_000_000_000
+    )
     assert 0 < few.n_tokens < (many.n_tokens or 128_256)
 
 
 def test_at_most_as_many_tokens_as_a_drafter_has_rows_for() -> None:
     counts = zipf_counts(49_152, 1_000_000, 0.8)
-    assert choose_draft_vocabulary(counts, 576, 4_200_000, 134_500_000, most_tokens=6000).n_tokens in (0, 4096)
+    assert choose_draft_vocabulary(
+        counts, 576, 4_200_000, 134_500_000, most_tokens=6000
+    ).n_tokens in (0, 4096)
 
 
 def test_coverage_is_that_of_further_text() -> None:
     generator = torch.Generator().manual_seed(0)
     shares = (1 + torch.randperm(20_000, generator=generator, dtype=torch.float64)) ** -1.1
-    draws = [torch.multinomial(shares, 5000, replacement=True, generator=generator) for _ in range(3)]
+    draws = [
+        torch.multinomial(shares, 5000, replacement=True, generator=generator) for _ in range(3)
+    ]
     counts, *halves = (torch.bincount(one, minlength=20_000) for one in draws)
     for n_tokens in (500, 2000, 8000):
         real = float(halves[0][most_frequent(counts, n_tokens)].sum()) / 5000

@@ -67,11 +67,19 @@ def build(name: Any, model: Any = None, **sizes: Any) -> Any:
         return kit.build("independent", model, **sizes)
     if LAYOUTS[name].kind in ("dflash", "dspark"):
         return build_block(LAYOUTS[name].kind, model, **sizes)
-    return build_drafter(model, **sizes) if LAYOUTS[name].kind == "moa" else build_eagle(model, **sizes)
+    return (
+        build_drafter(model, **sizes)
+        if LAYOUTS[name].kind == "moa"
+        else build_eagle(model, **sizes)
+    )
 
 
 def write(drafter: Any, name: Any, folder: Path, model: Any, dtype: Any = torch.float32) -> None:
-    pieces = {"config": model.config, EMBEDDINGS: model.model.embed_tokens.weight, LM_HEAD: model.lm_head.weight}
+    pieces = {
+        "config": model.config,
+        EMBEDDINGS: model.model.embed_tokens.weight,
+        LM_HEAD: model.lm_head.weight,
+    }
     write_layout(drafter, LAYOUTS[name], folder, dtype, pieces)
 
 
@@ -88,17 +96,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def without_own_key(folder: Path, **changes: Any) -> dict[str, Any]:
     """Make the folder that of another program, and return its config.json."""
-    config = {name: value for name, value in (read_config(folder) | changes).items() if name != "moa_data"}
+    config = {
+        name: value for name, value in (read_config(folder) | changes).items() if name != "moa_data"
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return config
 
 
 def write_weights(folder: Path, weights: dict[str, Any]) -> None:
     """Replace a file's tensors, by those of which any is there."""
-    save_file({name: value for name, value in weights.items() if value is not None}, folder / "model.safetensors")
+    save_file(
+        {name: value for name, value in weights.items() if value is not None},
+        folder / "model.safetensors",
+    )
 
 
-TWO_LAYERS: dict[str, Any] = {"eagle_layers": 2, "self_attention_kv_heads": 1, "eagle_input_norm": False}
+TWO_LAYERS: dict[str, Any] = {
+    "eagle_layers": 2,
+    "self_attention_kv_heads": 1,
+    "eagle_input_norm": False,
+}
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in LAYOUTS if name != "llama"),
     *((name, TWO_LAYERS) for name in ENGINES),
@@ -110,7 +127,9 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "sizes"), FORMS, ids=str)
-def test_a_folder_computes_the_same_without_our_key(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
+def test_a_folder_computes_the_same_without_our_key(
+    tmp_path: Path, name: str, sizes: dict[str, Any]
+) -> None:
     model = build_model("qwen2" if name in ("moa", "eagle") else "llama")  # with biases
     drafter = build(name, model, **sizes)
     write(drafter, name, tmp_path, model)
@@ -128,7 +147,9 @@ def test_a_folder_computes_the_same_without_our_key(tmp_path: Path, name: str, s
     assert {value.dtype for value in file.values()} <= {torch.bfloat16, torch.int64, torch.bool}
     weights = load_drafter(tmp_path).state_dict()
     for key, value in drafter.state_dict().items():
-        assert torch.equal(weights[key], value.to(torch.bfloat16).float() if value.is_floating_point() else value), key
+        assert torch.equal(
+            weights[key], value.to(torch.bfloat16).float() if value.is_floating_point() else value
+        ), key
 
 
 def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
@@ -176,7 +197,11 @@ def test_transformers_drafts_with_a_block_as_we_do(tmp_path: Path) -> None:
             assistant_model=assistant, speculation_type="dflash",
         )  # fmt: skip
         (own,) = generate_batch(
-            target, [prompt], max_new_tokens=n_new, proposer=DrafterProposer(target, drafter), tree=TreeShape(5)
+            target,
+            [prompt],
+            max_new_tokens=n_new,
+            proposer=DrafterProposer(target, drafter),
+            tree=TreeShape(5),
         )
         assert written[0, len(prompt) :].tolist() == own.tokens
         assert own.stats.n_target_calls - rounds[0] in (0, 1)
@@ -187,10 +212,16 @@ def test_keys_of_each_engine(tmp_path: Path) -> None:
     model = build_model("qwen2")
     keys, configs = {}, {}
     for name, input_norm in itertools.product(ENGINES, (True, False)):
-        write(build(name, model, eagle_input_norm=input_norm, eagle_layers=2), name, tmp_path, model)
-        keys[name], configs[name] = set(load_file(tmp_path / "model.safetensors")), read_config(tmp_path)
+        write(
+            build(name, model, eagle_input_norm=input_norm, eagle_layers=2), name, tmp_path, model
+        )
+        keys[name], configs[name] = (
+            set(load_file(tmp_path / "model.safetensors")),
+            read_config(tmp_path),
+        )
         assert "layers.0.input_layernorm.weight" not in keys[name]
-        assert ("layers.2.input_layernorm.weight" in keys[name]) == input_norm  # else it needs no second layer
+        # else it needs no second layer
+        assert ("layers.2.input_layernorm.weight" in keys[name]) == input_norm
         assert configs[name]["num_hidden_layers"] == 2 + input_norm
     assert keys["eagle"] - keys["vllm-eagle"] == {"embed_tokens.weight"}
     assert keys["sglang-eagle"] - keys["vllm-eagle"] == {"fc.bias"}
@@ -220,7 +251,9 @@ def test_official_eagle_checkpoint(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
-    torch.save({f"model.{name}": value for name, value in weights.items()}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        {f"model.{name}": value for name, value in weights.items()}, tmp_path / "pytorch_model.bin"
+    )
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
@@ -271,7 +304,9 @@ def test_what_the_other_program_would_run_differently_is_refused(
 @pytest.mark.parametrize("name", ["moa", "moa-vllm"])
 def test_groups_of_keys_and_values_have_no_place(name: str) -> None:
     drafter = build_drafter(build_family("deepseek_v3"))
-    assert any("kv_groups is (0, 0, 0, 0)" in text for text in LAYOUTS[name].refusals(drafter.config))
+    assert any(
+        "kv_groups is (0, 0, 0, 0)" in text for text in LAYOUTS[name].refusals(drafter.config)
+    )
 
 
 def test_what_holds_no_drafter_says_what_it_is(tmp_path: Path) -> None:
@@ -281,8 +316,14 @@ def test_what_holds_no_drafter_says_what_it_is(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (run / "run.yaml").touch()
     (store / "plan.parquet").touch()
-    said = {tmp_path / "none": "does not exist", store: "is a store", tmp_path / "other": "holds no drafter: expected"}
-    for folder, text in (said | {run: "was stopped before it wrote a drafter. Run the same command again."}).items():
+    said = {
+        tmp_path / "none": "does not exist",
+        store: "is a store",
+        tmp_path / "other": "holds no drafter: expected",
+    }
+    for folder, text in (
+        said | {run: "was stopped before it wrote a drafter. Run the same command again."}
+    ).items():
         with pytest.raises(DrafterError, match=re.escape(text)):
             load_drafter(folder)
     (run / "checkpoints" / "last.ckpt").touch()
@@ -303,9 +344,15 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
     if not own_key:
         without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    # Of EAGLE's folders the last layer is the drafter's own; the first one may only hand its input on.
+    # Of EAGLE's folders the last layer is the drafter's own; the first one may only hand its input
+    # on.
     key = max(key for key in weights if key.endswith("o_proj.weight"))
-    for change in ({key: None}, {"extra": torch.zeros(1)}, {key: torch.zeros(2, 3)}, {key: weights[key].int()}):
+    for change in (
+        {key: None},
+        {"extra": torch.zeros(1)},
+        {key: torch.zeros(2, 3)},
+        {key: weights[key].int()},
+    ):
         write_weights(tmp_path, weights | change)
         with pytest.raises(DrafterError):
             load_drafter(tmp_path)
@@ -319,7 +366,10 @@ UNUSABLE: list[tuple[str, Any]] = [
     ("sglang-eagle", {"moa_data": 3}),
     ("sglang-eagle", {"moa_data": {"format": "new", "drafter": {}}}),
     ("sglang-eagle", {"moa_data": {"format": "eagle", "drafter": {"a": 1}}}),
-    *(("sglang-eagle", FOREIGN | sizes) for sizes in ({"hidden_size": None}, {"head_dim": -1}, {"hidden_size": 96})),
+    *(
+        ("sglang-eagle", FOREIGN | sizes)
+        for sizes in ({"hidden_size": None}, {"head_dim": -1}, {"hidden_size": 96})
+    ),
     *(("eagle3", FOREIGN | {"eagle_config": {}, IDS: ids}) for ids in (None, "0")),
     ("dflash", FOREIGN | {"layer_types": ["sliding_attention"] * 2}),
     ("dflash", FOREIGN | {"dflash_config": BLOCK}),
@@ -385,14 +435,23 @@ def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Pa
     drafter = build("eagle3", model, fc_norm=True, norm_output=True)
     write(drafter, "eagle3", tmp_path, model)
     weights = load_file(tmp_path / "model.safetensors")
-    assert {name for name in weights if "fc_norm" in name} == {f"fc_norm.{index}.weight" for index in range(3)}
-    assert set(read_config(tmp_path)) - set(read_config(tmp_path / "plain")) == {"fc_norm", "norm_output"}
+    assert {name for name in weights if "fc_norm" in name} == {
+        f"fc_norm.{index}.weight" for index in range(3)
+    }
+    assert set(read_config(tmp_path)) - set(read_config(tmp_path / "plain")) == {
+        "fc_norm",
+        "norm_output",
+    }
     without_own_key(tmp_path)
-    write_weights(tmp_path, {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()})
+    write_weights(
+        tmp_path, {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    )
     again: Any = load_drafter(tmp_path)
     assert (again.kind, again.config.fc_norm, again.config.norm_output) == ("eagle3", True, True)
     frozen = FrozenTarget.from_model(model)
-    assert torch.equal(*(one.draft_logits(frozen, features(one, model)) for one in (again, drafter)))
+    assert torch.equal(
+        *(one.draft_logits(frozen, features(one, model)) for one in (again, drafter))
+    )
 
 
 @pytest.mark.parametrize(
@@ -408,7 +467,12 @@ def test_keys_of_eagle3_that_change_the_computation_are_heeded(
 ) -> None:
     """Those of speculators give their norms, in either place; others are refused by name."""
     model = build_model()
-    write(build("eagle3", model, norm_before_fc=True, norm_before_residual=True), "eagle3", tmp_path, model)
+    write(
+        build("eagle3", model, norm_before_fc=True, norm_before_residual=True),
+        "eagle3",
+        tmp_path,
+        model,
+    )
     without_own_key(tmp_path)
     assert read_config(tmp_path)["norm_before_residual"]
     sizes: Any = load_drafter(tmp_path).config
@@ -430,9 +494,12 @@ def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer:
     without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["t2d"]
-    write_weights(tmp_path, {key.replace("midlayer.", layer): value for key, value in weights.items()})
+    write_weights(
+        tmp_path, {key.replace("midlayer.", layer): value for key, value in weights.items()}
+    )
     assert torch.equal(load_drafter(tmp_path).state_dict()["t2d"], drafter.t2d)
-    write_weights(tmp_path, weights | {"d2t": torch.tensor([1, 4, 65])})  # token ids in the place of offsets
+    # token ids in the place of offsets
+    write_weights(tmp_path, weights | {"d2t": torch.tensor([1, 4, 65])})
     with pytest.raises(DrafterError, match="it holds offsets"):
         load_drafter(tmp_path)
 
@@ -440,18 +507,31 @@ def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        *(("eagle", key) for key in ("num_key_value_heads", "intermediate_size", "num_hidden_layers")),
-        *(("eagle3", key) for key in ("num_key_value_heads", "intermediate_size", "draft_vocab_size")),
-        *(("dflash", key) for key in ("num_key_value_heads", "intermediate_size", "num_hidden_layers")),
+        *(
+            ("eagle", key)
+            for key in ("num_key_value_heads", "intermediate_size", "num_hidden_layers")
+        ),
+        *(
+            ("eagle3", key)
+            for key in ("num_key_value_heads", "intermediate_size", "draft_vocab_size")
+        ),
+        *(
+            ("dflash", key)
+            for key in ("num_key_value_heads", "intermediate_size", "num_hidden_layers")
+        ),
     ],
 )
-def test_sizes_of_the_config_must_be_those_of_the_weights(tmp_path: Path, name: str, key: str) -> None:
+def test_sizes_of_the_config_must_be_those_of_the_weights(
+    tmp_path: Path, name: str, key: str
+) -> None:
     model = build_model()
     write(build(name, model), name, tmp_path, model)
     size = without_own_key(tmp_path)[key]
     load_drafter(tmp_path)
     without_own_key(tmp_path, **{key: 2 * size})
-    with pytest.raises(DrafterError, match=rf"config\.json has {key} {2 * size}, and by .* \[.*\] it is {size}"):
+    with pytest.raises(
+        DrafterError, match=rf"config\.json has {key} {2 * size}, and by .* \[.*\] it is {size}"
+    ):
         load_drafter(tmp_path)
 
 
@@ -466,7 +546,9 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, value: 
         save_drafter(drafter, tmp_path)
     else:
         write(drafter, name, tmp_path, model)
-    with pytest.raises(DrafterError, match=r"values of .* \[\d+.*\] are NaN or infinity in float32"):
+    with pytest.raises(
+        DrafterError, match=r"values of .* \[\d+.*\] are NaN or infinity in float32"
+    ):
         load_drafter(tmp_path)
 
 
@@ -503,7 +585,9 @@ def test_a_wrong_map_of_the_vocabulary_is_refused(d2t: list[int], marked: list[i
     ("family", "input_norm"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", True)]
 )
 @torch.no_grad()
-def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, family: str, input_norm: bool) -> None:
+def test_the_file_computes_the_same_in_an_engines_order_of_work(
+    tmp_path: Path, family: str, input_norm: bool
+) -> None:
     """Transformers' layers, the first without its norm as in vLLM, SGLang and the EAGLE authors' code."""
     model = build_model(family)
     drafter = build_eagle(model, eagle_input_norm=input_norm)
@@ -521,14 +605,20 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, 
         if not index:
             layer.set_submodule("input_layernorm", torch.nn.Identity())
         prefix = f"layers.{index}."
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        own = {
+            key.removeprefix(prefix): value
+            for key, value in weights.items()
+            if key.startswith(prefix)
+        }
         missing, unexpected = layer.load_state_dict(own, strict=False)
         assert not unexpected
         assert set(missing) <= {"self_attn.o_proj.bias"}
         if missing:
             layer.self_attn.o_proj.bias.zero_()
         x = layer(x, attention_mask=mask, position_embeddings=rotation)
-    torch.testing.assert_close(x, drafter(drafter.join(embeddings, hidden), torch.arange(12)[None]), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        x, drafter(drafter.join(embeddings, hidden), torch.arange(12)[None]), rtol=0, atol=2e-5
+    )
 
 
 PUBLISHED = (
@@ -542,16 +632,29 @@ PUBLISHED = (
 def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     """As published: names, and the numbers of layers, which vLLM and speculators count from the embedding on."""
     model = build_model()
-    backbone = {"fc", "hidden_norm", "norm"} | {f"layers.{i}.{name}" for i in (0, 1) for name in PUBLISHED}
+    backbone = {"fc", "hidden_norm", "norm"} | {
+        f"layers.{i}.{name}" for i in (0, 1) for name in PUBLISHED
+    }
     write(build_block("dflash", model), "dflash", tmp_path / "dflash", model)
-    assert set(load_file(tmp_path / "dflash" / "model.safetensors")) == {f"{name}.weight" for name in backbone}
+    assert set(load_file(tmp_path / "dflash" / "model.safetensors")) == {
+        f"{name}.weight" for name in backbone
+    }
     config = read_config(tmp_path / "dflash")
     assert (config["architectures"], config["num_target_layers"]) == (["DFlashDraftModel"], 4)
-    assert config["dflash_config"] == {"block_size": 7, "mask_token_id": 66, "target_layer_ids": [0, 2]}
+    assert config["dflash_config"] == {
+        "block_size": 7,
+        "mask_token_id": 66,
+        "target_layer_ids": [0, 2],
+    }
     drafter = build_block("dspark", model, markov_head=head, confidence_with_markov=head == "gated")
     write(drafter, "dspark", tmp_path / "dspark", model)
     weights = load_file(tmp_path / "dspark" / "model.safetensors")
-    own = {"embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"}
+    own = {
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    }
     own |= {f"markov_head.markov_w{i}.weight" for i in (1, 2) if head != "none"}
     inner = {"gated": "gate_proj", "rnn": "joint_proj"}.get(head)
     own |= {f"markov_head.{inner}.{part}" for part in ("weight", "bias") if inner}
@@ -564,7 +667,10 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     del config["target_layer_ids"], config["dflash_config"]["target_layer_ids"], config["moa_data"]
     config["eagle_aux_hidden_state_layer_ids"] = [1, 3]
     (tmp_path / "dspark" / "config.json").write_text(json.dumps(config))
-    save_file({f"model.{name}": value for name, value in weights.items()}, tmp_path / "dspark" / "model.safetensors")
+    save_file(
+        {f"model.{name}": value for name, value in weights.items()},
+        tmp_path / "dspark" / "model.safetensors",
+    )
     again: Any = load_drafter(tmp_path / "dspark")
     check_drafter_matches(again, Target(model))
     found, expected = features(again, model), features(drafter, model)
@@ -578,7 +684,9 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
 
 def same_weights(one: Any, other: Any) -> bool:
     weights, others = one.state_dict(), other.state_dict()
-    return weights.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in weights.items())
+    return weights.keys() == others.keys() and all(
+        torch.equal(value, others[name]) for name, value in weights.items()
+    )
 
 
 def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
@@ -601,7 +709,9 @@ def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
             load_drafter(tmp_path)
 
 
-def test_drafters_are_named_by_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_are_named_by_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     target = Target(build_model())
     for folder in ("one/drafter", "two", "other/two"):
@@ -617,12 +727,16 @@ def test_drafters_are_named_by_their_folders(tmp_path: Path, monkeypatch: pytest
         *((text, None) for text in (b'{"kind": []}', b'{"hidden": 1}', b"[]", b"null", b"{", b"\xff")),
     ],
 )  # fmt: skip
-def test_descriptions_that_cannot_be_used_are_refused(tmp_path: Path, content: Any, named: str | None) -> None:
+def test_descriptions_that_cannot_be_used_are_refused(
+    tmp_path: Path, content: Any, named: str | None
+) -> None:
     save_drafter(build_drafter(build_model()), tmp_path)
     file = tmp_path / "drafter.json"
     if isinstance(content, dict):
         values = json.loads(file.read_text()) | content
-        content = json.dumps({name: value for name, value in values.items() if value is not None}).encode()
+        content = json.dumps(
+            {name: value for name, value in values.items() if value is not None}
+        ).encode()
     file.write_bytes(content)
     with pytest.raises(DrafterError, match=named):
         load_drafter(tmp_path)
@@ -632,7 +746,11 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
     drafter = build_drafter(build_model())
     save_drafter(drafter, tmp_path)
     weights = load_file(tmp_path / "drafter.safetensors")
-    for change in ({"kv_to_hidden.bias": None}, {"extra": torch.zeros(1)}, {"kv_to_hidden.bias": torch.zeros(2)}):
+    for change in (
+        {"kv_to_hidden.bias": None},
+        {"extra": torch.zeros(1)},
+        {"kv_to_hidden.bias": torch.zeros(2)},
+    ):
         changed = {name: value for name, value in (weights | change).items() if value is not None}
         save_file(changed, tmp_path / "drafter.safetensors")
         with pytest.raises(DrafterError, match=next(iter(change))):

@@ -16,7 +16,12 @@ from transformers import LlamaForCausalLM
 
 from moa_data.errors import DrafterError
 from moa_data.moa.drafters.training import TrainingInputs
-from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, write_layout
+from moa_data.moa.formats.checkpoint import (
+    LAYOUTS,
+    check_drafter_matches,
+    load_drafter,
+    write_layout,
+)
 from moa_data.moa.formats.layout import EMBEDDINGS
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
@@ -37,18 +42,29 @@ def logits_of(drafter: Any, model: Any, vectors: dict[str, Any]) -> dict[str, Te
     outputs = vectors["hidden_states"][None].split(model.config.hidden_size, dim=-1)
     if drafter.kind == "eagle3":
         # Slot s holds the token at s + 1.
-        tokens, outputs = torch.cat((tokens[:, :1], tokens), 1), tuple(torch.cat((x, x[:, :1]), 1) for x in outputs)
+        tokens, outputs = (
+            torch.cat((tokens[:, :1], tokens), 1),
+            tuple(torch.cat((x, x[:, :1]), 1) for x in outputs),
+        )
     mask, no_hidden = torch.ones_like(tokens, dtype=torch.bool), torch.empty(0)
     inputs = TrainingInputs(tokens, mask, hidden=no_hidden, kv=None, layer_outputs=outputs)
     if drafter.kind == "eagle3":
         queries = torch.arange(1, tokens.shape[1])[None]
-        features, _ = drafter.test_time_features(frozen, inputs, queries, torch.ones_like(queries, dtype=torch.bool))
-        return {"logits": torch.stack([drafter.draft_logits(frozen, features[j, 0].roll(-j, 0)) for j in range(3)])}
+        features, _ = drafter.test_time_features(
+            frozen, inputs, queries, torch.ones_like(queries, dtype=torch.bool)
+        )
+        return {
+            "logits": torch.stack(
+                [drafter.draft_logits(frozen, features[j, 0].roll(-j, 0)) for j in range(3)]
+            )
+        }
     anchors = vectors["anchors"].nonzero().T
     before = drafter.tokens_before(tokens, anchors)
     if drafter.config.fused_layers[0] == -1:  # its outputs are the embeddings, which are not given
         inputs = TrainingInputs(tokens, mask, hidden=no_hidden, kv=None, layer_outputs=outputs[1:])
-    hidden = drafter.text_hidden(frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool))
+    hidden = drafter.text_hidden(
+        frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool)
+    )
     features = drafter.text_features(hidden, before)
     found = {"logits": drafter.draft_logits(frozen, features)[0]}
     if (confidence := drafter.confidence_logits(features)) is not None:
@@ -71,7 +87,9 @@ def compare(drafter: Any, model: Any, vectors: dict[str, Tensor]) -> None:
     first = drafter.config.block_size - drafter.config.n_drafts
     torch.testing.assert_close(logits, theirs[:, first:], **CLOSE)
     if "confidence" in found:
-        torch.testing.assert_close(found["confidence"], vectors["confidence"].view(len(theirs), -1)[:, first:], **CLOSE)
+        torch.testing.assert_close(
+            found["confidence"], vectors["confidence"].view(len(theirs), -1)[:, first:], **CLOSE
+        )
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -131,7 +149,9 @@ def test_flags_without_tensors_are_heeded(tmp_path: Path, flag: str) -> None:
         compare(drafter, model, vectors)
 
 
-@pytest.mark.parametrize("name", [name for name in NATIVE if name not in ("dflash-reduced", "dspark-gated")])
+@pytest.mark.parametrize(
+    "name", [name for name in NATIVE if name not in ("dflash-reduced", "dspark-gated")]
+)
 def test_exports_have_the_names_and_the_config_of_native_folders(tmp_path: Path, name: str) -> None:
     """Without what is null or false; a Llama's layers may have keys of a Qwen3's."""
     drafter, model = load_drafter(DATA / name), verifier()
@@ -141,12 +161,24 @@ def test_exports_have_the_names_and_the_config_of_native_folders(tmp_path: Path,
     written, own = (load_file(folder / "model.safetensors") for folder in (tmp_path, DATA / name))
     assert written.keys() == own.keys()
     assert all(torch.equal(value, own[key]) for key, value in written.items())
-    config, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, DATA / name))
-    skipped = {"transformer_layer_config", "speculators_config", "auto_map", "dtype", "transformers_version"}
+    config, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, DATA / name)
+    )
+    skipped = {
+        "transformer_layer_config",
+        "speculators_config",
+        "auto_map",
+        "dtype",
+        "transformers_version",
+    }
     for key in theirs.keys() - skipped:
         assert (config.get(key) or None) == (theirs[key] or None), key
-    for key in config["transformer_layer_config"].keys() & theirs["transformer_layer_config"].keys():
-        assert config["transformer_layer_config"][key] == theirs["transformer_layer_config"][key], key
+    for key in (
+        config["transformer_layer_config"].keys() & theirs["transformer_layer_config"].keys()
+    ):
+        assert config["transformer_layer_config"][key] == theirs["transformer_layer_config"][key], (
+            key
+        )
     found, meant = config["speculators_config"], theirs["speculators_config"]
     assert found["verifier"] == meant["verifier"]
     assert (found["algorithm"], found["default_proposal_method"]) == (meant["algorithm"], "greedy")

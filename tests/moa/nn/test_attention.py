@@ -12,7 +12,13 @@ from torch.nn.attention import flex_attention as flex
 
 from moa_data.moa.drafters.training import Draws, Rounds, block_mask
 from moa_data.moa.nn import attention, masks
-from moa_data.moa.nn.attention import attend, attend_blocks, attend_many_short, expand_heads, needs_equal_heads
+from moa_data.moa.nn.attention import (
+    attend,
+    attend_blocks,
+    attend_many_short,
+    expand_heads,
+    needs_equal_heads,
+)
 from moa_data.tests.kit.memory import LiveBytes
 
 N_TOKENS = 40
@@ -22,7 +28,12 @@ def training_masks() -> dict[str, masks.Mask]:
     """Every mask of training over two rows: a step bound with a teacher-forced pass after it, a staircase row."""
     response = torch.zeros(2, N_TOKENS, dtype=torch.bool)
     response[0, 7:33], response[1, 12:19] = True, True
-    draws = Draws(torch.tensor([5, 3]), torch.tensor([True, False]), torch.tensor([2, 0]), teacher_forced_weight=0.5)
+    draws = Draws(
+        torch.tensor([5, 3]),
+        torch.tensor([True, False]),
+        torch.tensor([2, 0]),
+        teacher_forced_weight=0.5,
+    )
     rounds = Rounds.packed(draws, response)
     queries, context, passes = rounds.queries, rounds.context, rounds.pass_index
     return {
@@ -122,13 +133,19 @@ def test_each_rule_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         blocks = block_mask(anchors, torch.ones_like(anchors, dtype=torch.bool), 7, n_tokens)
         for mask in (blocks, masks.Mask.up_to(torch.arange(n_tokens)[None], n_tokens))[:n_masks]:
             _, n_queries, n_keys = mask.shape
-            q, k, v = (torch.randn(n_rows, h, n, 16) for h, n in ((4, n_queries), (2, n_keys), (2, n_keys)))
-            torch.testing.assert_close(attend_blocks(q, k, v, mask), plain(q, k, v, mask.dense), rtol=1e-4, atol=1e-5)
+            q, k, v = (
+                torch.randn(n_rows, h, n, 16) for h, n in ((4, n_queries), (2, n_keys), (2, n_keys))
+            )
+            torch.testing.assert_close(
+                attend_blocks(q, k, v, mask), plain(q, k, v, mask.dense), rtol=1e-4, atol=1e-5
+            )
 
     call(1, 90)
     call(2, 140)
     functions = ("create_block_mask", "flex_attention")
-    assert {*graphs} == {f"{function}_{rule}" for function in functions for rule in ("block_mask", "Mask")}
+    assert {*graphs} == {
+        f"{function}_{rule}" for function in functions for rule in ("block_mask", "Mask")
+    }
     assert max(graphs.values()) <= 4
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     attention._compiled.cache_clear()
@@ -161,9 +178,13 @@ def test_scores_are_never_held() -> None:
 
 
 @pytest.mark.parametrize("n_heads", [2, 6])
-def test_attention_of_many_short_sequences_equals_the_definition_in_value_and_gradient(n_heads: int) -> None:
+def test_attention_of_many_short_sequences_equals_the_definition_in_value_and_gradient(
+    n_heads: int,
+) -> None:
     q = torch.randn(40, 4, n_heads, 8).transpose(1, 2).requires_grad_()
     k, v = (torch.randn(40, 2, 4, 8, requires_grad=True) for _ in "kv")
     expected = with_gradients(plain(q, k, v, torch.ones(40, 4, 4).bool()), (q, k, v))
-    for one, other in zip(with_gradients(attend_many_short(q, k, v), (q, k, v)), expected, strict=True):
+    for one, other in zip(
+        with_gradients(attend_many_short(q, k, v), (q, k, v)), expected, strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

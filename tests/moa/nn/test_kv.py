@@ -26,22 +26,32 @@ def test_the_inverse_rotation_gives_the_keys_before_rope(rope: Any) -> None:
     assert (rotary.scaling != 1) == (rope == "yarn")
     keys, values = torch.randn(2, 3, 2, 4, 12, dtype=torch.float64).unbind()  # [L, H_kv, n, d]
     rotated = rotate(keys, rotary(at[None]))
-    before, after = (kv_layout.pack_kv(list(k[:, None]), list(values[:, None]))[0] for k in (keys, rotated))
+    before, after = (
+        kv_layout.pack_kv(list(k[:, None]), list(values[:, None]))[0] for k in (keys, rotated)
+    )
     got = kv_layout.rotate_packed_keys(after, rotary.inverse(at))
     torch.testing.assert_close(got, before, rtol=0, atol=2e-6)  # the angles are float32
-    torch.testing.assert_close(kv_layout.rotate_packed_keys(before, rotary(at)), after, rtol=0, atol=2e-6)
-    assert torch.equal(got.unflatten(-1, (2, 2, 12))[..., 1, :], before.unflatten(-1, (2, 2, 12))[..., 1, :])
+    torch.testing.assert_close(
+        kv_layout.rotate_packed_keys(before, rotary(at)), after, rtol=0, atol=2e-6
+    )
+    assert torch.equal(
+        got.unflatten(-1, (2, 2, 12))[..., 1, :], before.unflatten(-1, (2, 2, 12))[..., 1, :]
+    )
     assert not torch.allclose(after, before, atol=0.1)
     assert kv_layout.rotate_packed_keys(after.bfloat16(), rotary(at)).dtype == torch.bfloat16
 
 
 def test_layers_are_committed_packed_taken_and_joined() -> None:
     """Two rows of two layers: some of the pending tokens stay, rows leave and others join."""
-    buffer, (first, second) = KVBuffer(2, 4, 2), torch.randn(2, 2, 3, 5, 4).unbind()  # [B, H_kv, n, d] of two layers
+    # [B, H_kv, n, d] of two layers
+    buffer, (first, second) = KVBuffer(2, 4, 2), torch.randn(2, 2, 3, 5, 4).unbind()
     for layer, values in enumerate((first, second)):
         buffer.reserve(5, values)
         write_slots(
-            buffer.layer_view(layer, buffer.capacity), values, -values, slots_after(buffer.lengths, 5, values.device)
+            buffer.layer_view(layer, buffer.capacity),
+            values,
+            -values,
+            slots_after(buffer.lengths, 5, values.device),
         )
     buffer.commit([[0, 1, 2], [0, 2, 4]])
     kept = [first[0, :, :3], first[1, :, [0, 2, 4]]]

@@ -39,10 +39,16 @@ def test_frozen_layers_equal_the_target(family: str) -> None:
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
 @pytest.mark.parametrize("has_own_norms", [False, True])
-def test_attention_to_itself_equals_forward_on_own_keys(has_own_norms: bool, needs_gradient: bool) -> None:
+def test_attention_to_itself_equals_forward_on_own_keys(
+    has_own_norms: bool, needs_gradient: bool
+) -> None:
     """In value, in the gradient of weights and, where it has one, of the input; and so do means over groups."""
     model = build_model()
-    block = build_eagle3(model).midlayer if has_own_norms else FrozenTarget.from_model(model, 1).blocks[0]
+    block = (
+        build_eagle3(model).midlayer
+        if has_own_norms
+        else FrozenTarget.from_model(model, 1).blocks[0]
+    )
     rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
     x = torch.randn(60, 7, 96 if has_own_norms else 48, requires_grad=needs_gradient)
     inputs = [*block.requires_grad_(True).parameters(), *([x] if needs_gradient else [])]
@@ -53,7 +59,9 @@ def test_attention_to_itself_equals_forward_on_own_keys(has_own_norms: bool, nee
         cases.append((block.attend_self_means(x, rotation, len(sizes)), means))
     for pair in cases:
         torch.testing.assert_close(*pair)
-        gradients = (torch.autograd.grad(one.square().sum(), inputs, retain_graph=True) for one in pair)
+        gradients = (
+            torch.autograd.grad(one.square().sum(), inputs, retain_graph=True) for one in pair
+        )
         for got, goal in zip(*gradients, strict=True):
             torch.testing.assert_close(got, goal, rtol=1e-4, atol=1e-3)
 
@@ -69,10 +77,17 @@ def test_rotary_stays_float32_and_uses_theta() -> None:
 
 
 def test_llama3_rope_scaling_reaches_the_frozen_layers() -> None:
-    rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+    rope: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+    }
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     model = build_model(rope_parameters=rope)
-    torch.testing.assert_close(FrozenTarget.from_model(model).rotary.frequencies[6:], model.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(
+        FrozenTarget.from_model(model).rotary.frequencies[6:], model.model.rotary_emb.inv_freq
+    )
 
 
 def test_only_silu_layers_are_kept() -> None:
@@ -100,7 +115,9 @@ def test_bundle_round_trip(family: str, tied: bool, tmp_path: Path) -> None:
 
 def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient() -> None:
     x = torch.randn(2, 3, 5, 12, dtype=torch.float64, requires_grad=True)
-    cos, sin = (part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None]))
+    cos, sin = (
+        part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None])
+    )
     first, second = x.chunk(2, dim=-1)
     plain = x * cos[:, None] + torch.cat((second, first), dim=-1) * sin[:, None]
     assert torch.equal(sin[..., :6], -sin[..., 6:])
@@ -111,7 +128,9 @@ def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient() -> N
 
     norm = RMSNorm(12, eps=1e-5, dtype=torch.float64)
     norm.weight.data.normal_()
-    torch.testing.assert_close(norm(x), x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight)
+    torch.testing.assert_close(
+        norm(x), x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight
+    )
     assert torch.autograd.gradcheck(lambda x, weight: type(norm).forward(norm, x), (x, norm.weight))
     with torch.no_grad():
         torch.testing.assert_close(norm(x), torch.nn.RMSNorm.forward(norm, x))

@@ -14,7 +14,9 @@ from moa_data.tests.kit.drafters import forward_kl
 from moa_data.tests.kit.memory import LiveBytes
 
 
-def kl_through(head: Tensor, features: Tensor, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+def kl_through(
+    head: Tensor, features: Tensor, hidden: Tensor, weight: Tensor | None = None
+) -> Tensor:
     """The sum of the forward KL of features [N, E] through a frozen head, each weighing 1 or as given."""
     weights = torch.ones(len(features)) if weight is None else weight
     return chunked_losses(features[:, None], hidden, head, weights[:, None, None])[0]
@@ -27,21 +29,36 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "MAX_CHUNKS", 1000)
 
 
-def plain_terms(logits: Tensor, target: Tensor, divergence: Divergence, labels: Tensor | None) -> Tensor:
+def plain_terms(
+    logits: Tensor, target: Tensor, divergence: Divergence, labels: Tensor | None
+) -> Tensor:
     """The definition of the terms [N, J, 1 or 3], of a draft's logits and the target's probabilities [N, J, V_d]."""
     log_draft = logits.log_softmax(dim=-1)
-    accepted, kl = torch.minimum(target, log_draft.exp()).sum(dim=-1), -(target * log_draft).sum(dim=-1)
+    accepted, kl = (
+        torch.minimum(target, log_draft.exp()).sum(dim=-1),
+        -(target * log_draft).sum(dim=-1),
+    )
     share = torch.exp(-divergence.decay * accepted).detach()
     tv = 0.1 * kl + 0.9 * (1 - accepted)
-    kinds = {"kl": kl, "lk": -accepted.log(), "lk-hybrid": share * kl + (1 - share) * (1 - accepted), "tv": tv}
+    kinds = {
+        "kl": kl,
+        "lk": -accepted.log(),
+        "lk-hybrid": share * kl + (1 - share) * (1 - accepted),
+        "tv": tv,
+    }
     found = [kinds[divergence.kind]]
     if labels is not None:
-        found += [(log_draft.exp() - target).abs().sum(dim=-1), -log_draft.gather(-1, labels[..., None])[..., 0]]
+        found += [
+            (log_draft.exp() - target).abs().sum(dim=-1),
+            -log_draft.gather(-1, labels[..., None])[..., 0],
+        ]
     return torch.stack(found, dim=-1)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 31 * 3, 1 << 26])
-@pytest.mark.parametrize("form", ["frozen head", "own head", "draft vocabulary", "labels", "correction"])
+@pytest.mark.parametrize(
+    "form", ["frozen head", "own head", "draft vocabulary", "labels", "correction"]
+)
 @pytest.mark.parametrize("kind", ["kl", "lk", "lk-hybrid", "tv"])
 def test_chunked_losses_equal_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch, kind: str, form: str, chunk_bytes: int
@@ -50,7 +67,10 @@ def test_chunked_losses_equal_the_plain_ones(
     monkeypatch.setattr(losses, "LOGITS_BYTES", chunk_bytes)
     torch.manual_seed(3)
     has_own, has_labels = form in ("own head", "draft vocabulary"), form in ("labels", "correction")
-    n_steps, random = 3 if has_own else 1, partial(torch.randn, dtype=torch.float32 if has_labels else torch.float64)
+    n_steps, random = (
+        3 if has_own else 1,
+        partial(torch.randn, dtype=torch.float32 if has_labels else torch.float64),
+    )
     features, hidden, head = random(9, n_steps, 6), random(9, 6), random(20, 6)
     options: dict[str, Any] = {"divergence": Divergence(kind, 2.0)}
     if has_own:
@@ -61,7 +81,10 @@ def test_chunked_losses_equal_the_plain_ones(
         options["labels"] = torch.randint(20, (9, 1))
     if form == "correction":
         options |= {"code": random(9, 1, 3), "correction": random(20, 3)}
-    inputs = [features, *(options[name] for name in ("own_head", "code", "correction") if name in options)]
+    inputs = [
+        features,
+        *(options[name] for name in ("own_head", "code", "correction") if name in options),
+    ]
     for tensor in inputs:
         tensor.requires_grad_()
     weights = torch.rand(9, n_steps, 3 if has_labels else 1) * (torch.rand(9, n_steps, 1) > 0.3)
@@ -81,14 +104,22 @@ def test_chunked_losses_equal_the_plain_ones(
     if has_labels:
         code, correction = options.get("code"), options.get("correction")
         alone = losses.chunked_cross_entropy(
-            features[:, 0], options["labels"][:, 0], head, None if code is None else code[:, 0], correction
+            features[:, 0],
+            options["labels"][:, 0],
+            head,
+            None if code is None else code[:, 0],
+            correction,
         )
         torch.testing.assert_close(alone, plain[:, 0, 2].detach())
 
 
 def test_chunked_under_autocast_equals_plain_within_bfloat16(small_chunks: None) -> None:
     torch.manual_seed(0)
-    head, hidden, features = torch.randn(31, 16), torch.randn(10, 16), torch.randn(10, 16, requires_grad=True)
+    head, hidden, features = (
+        torch.randn(31, 16),
+        torch.randn(10, 16),
+        torch.randn(10, 16, requires_grad=True),
+    )
     plain = forward_kl(features @ head.T, hidden @ head.T).sum()
     (expected,) = torch.autograd.grad(plain, features)
     with torch.autocast("cpu", torch.bfloat16):
@@ -124,19 +155,27 @@ class Waits(TorchDispatchMode):
 
     n = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         self.n += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
 def test_chunks_wait_for_nothing(small_chunks: None) -> None:
-    head, hidden, features = torch.randn(31, 6), torch.randn(10, 6), torch.randn(10, 6, requires_grad=True)
+    head, hidden, features = (
+        torch.randn(31, 6),
+        torch.randn(10, 6),
+        torch.randn(10, 6, requires_grad=True),
+    )
     with Waits() as waits:  # type: ignore[no-untyped-call]  # of torch
         kl_through(head, features, hidden).backward()
     assert waits.n == 0
 
 
-def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_does_not_grow_with_rows_times_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As long as the head may be read often enough."""
     vocab, width, chunk_bytes = 4096, 8, 1 << 18
     monkeypatch.setattr(losses, "MAX_CHUNKS", 1000)
@@ -159,8 +198,11 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytes
     per_row = 8 * 4 * width
     assert large - small < per_row * (1024 - 256)
     assert large < 12 * chunk_bytes + per_row * 1024
-    assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
-    # Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head 16 times.
+    assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, (
+        "the measure must see the plain loss's logits"
+    )
+    # Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head
+    # 16 times.
     monkeypatch.undo()
     assert [losses.chunk_rows(n, 128_256) for n in (2048, 1_000, 0)] == [256, 130, 130]
 
@@ -177,7 +219,9 @@ def test_a_head_in_bfloat16_is_cast_in_blocks(
     inputs = [features] if own is None else [features, own]
 
     def loss(head: Tensor) -> tuple[Tensor, ...]:
-        value, _ = chunked_losses(features[:, None], hidden, head, torch.ones(20, 1, 1), own_head=own)
+        value, _ = chunked_losses(
+            features[:, None], hidden, head, torch.ones(20, 1, 1), own_head=own
+        )
         return value, *torch.autograd.grad(value, inputs)
 
     expected = loss(stored.float())
@@ -187,12 +231,16 @@ def test_a_head_in_bfloat16_is_cast_in_blocks(
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert trains_head or live.peak < 3.2 * stored.numel()
-    torch.testing.assert_close(losses.logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        losses.logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_drafts_that_are_never_accepted_have_finite_losses() -> None:
     draft, target = torch.tensor([[60.0, -60.0]], requires_grad=True), torch.tensor([[-60.0, 60.0]])
-    loss, _ = chunked_losses(draft[:, None], target, torch.eye(2), torch.ones(1, 1, 1), divergence=Divergence("lk"))
+    loss, _ = chunked_losses(
+        draft[:, None], target, torch.eye(2), torch.ones(1, 1, 1), divergence=Divergence("lk")
+    )
     assert loss.item() == pytest.approx(13.8155, abs=1e-3)
     assert torch.autograd.grad(loss, draft)[0].isfinite().all()
 
@@ -201,9 +249,13 @@ def test_weights_of_d_pace_by_hand() -> None:
     wrong = -torch.tensor([0.8, 0.4, 0.1]).log()
     every = torch.ones(3, dtype=torch.bool)
     # Smoothed 0.9, 0.7, 0.55; reached 0.9, 0.63, 0.3465.
-    assert losses.d_pace_weights(wrong, every, 0.5).tolist() == pytest.approx([1.8765, 0.9765, 0.3465])
-    assert losses.d_pace_weights(wrong, torch.tensor([True, True, False]), 0.5).tolist() == pytest.approx(
-        [1.53, 0.63, 0]
+    assert losses.d_pace_weights(wrong, every, 0.5).tolist() == pytest.approx(
+        [1.8765, 0.9765, 0.3465]
     )
+    assert losses.d_pace_weights(
+        wrong, torch.tensor([True, True, False]), 0.5
+    ).tolist() == pytest.approx([1.53, 0.63, 0])
     assert losses.d_pace_weights(wrong, every, 1.0).tolist() == [3, 2, 1]
-    assert losses.d_pace_weights(wrong, every, 0.0).tolist() == pytest.approx([0.8 + 0.32 + 0.032, 0.352, 0.032])
+    assert losses.d_pace_weights(wrong, every, 0.0).tolist() == pytest.approx(
+        [0.8 + 0.32 + 0.032, 0.352, 0.032]
+    )

@@ -35,7 +35,9 @@ def test_no_row_is_ever_empty() -> None:
         masks.round_mask(queries, context, None, 40).dense[..., 40:],
     ):
         assert mask.any(dim=-1).all()
-        assert not (mask & (torch.arange(40) > torch.arange(40)[:, None])).any(), "no query sees the future"
+        assert not (mask & (torch.arange(40) > torch.arange(40)[:, None])).any(), (
+            "no query sees the future"
+        )
     later = torch.arange(40) > context[:, :, None]
     assert not (masks.Mask.up_to(context, 40).dense & later).any()
 
@@ -44,8 +46,15 @@ def test_a_round_sees_verified_positions_and_its_own_drafts() -> None:
     queries = torch.tensor([[3, 4, 6, 4]])
     context, passes = torch.tensor([[2, 2, 5, 3]]), torch.tensor([0, 0, 0, 1])
     verified, own = masks.round_mask(queries, context, passes, 8).dense.int().split((8, 4), dim=-1)
-    assert verified[0].tolist() == [[1] * 3 + [0] * 5, [1] * 3 + [0] * 5, [1] * 6 + [0] * 2, [1] * 4 + [0] * 4]
-    assert own[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], "the last is of another pass"
+    assert verified[0].tolist() == [
+        [1] * 3 + [0] * 5,
+        [1] * 3 + [0] * 5,
+        [1] * 6 + [0] * 2,
+        [1] * 4 + [0] * 4,
+    ]
+    assert own[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], (
+        "the last is of another pass"
+    )
 
 
 def test_windows_and_parts_are_asked_by_the_same_rule() -> None:
@@ -59,5 +68,7 @@ def test_windows_and_parts_are_asked_by_the_same_rule() -> None:
     assert slid.dense.sum() < whole.dense.sum()
     for mask in (whole, slid):
         assert mask.shape == mask.dense.shape == (1, 6, 14)
-        asked = [[mask.sees(*torch.tensor([0, query, key])) for key in range(14)] for query in range(6)]
+        asked = [
+            [mask.sees(*torch.tensor([0, query, key])) for key in range(14)] for query in range(6)
+        ]
         assert torch.equal(torch.tensor(asked), mask.dense[0])

@@ -37,7 +37,9 @@ def linear(**options: object) -> nn.Linear:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (6,), (64,), (2, 3), (1, 1), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (3,), (6,), (64,), (2, 3), (1, 1), (0,), (2, 0)], ids=str
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_that_of_torch(
     products: list[int], shape: tuple[int, ...], dtype: torch.dtype, has_bias: bool
@@ -78,7 +80,9 @@ def test_calls_of_any_sizes_have_few_kernels() -> None:
     pack(layer)
     with torch.inference_mode(), KernelRows() as rows:
         for n_rows in range(2, 301):
-            torch.testing.assert_close(layer(x[:, :n_rows]), expected[:, :n_rows], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                layer(x[:, :n_rows]), expected[:, :n_rows], rtol=1e-5, atol=1e-5
+            )
     assert 0 < len(rows.found) < 50
 
 
@@ -91,12 +95,15 @@ def halves() -> None:
 @pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6,), (2, 3), (24,), (25,), (0,)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_weights_that_float16_holds_are_as_exact(products: list[int], shape: tuple[int, ...], has_bias: bool) -> None:
+def test_weights_that_float16_holds_are_as_exact(
+    products: list[int], shape: tuple[int, ...], has_bias: bool
+) -> None:
     """As those that were stored in bfloat16; one row takes their layout too."""
     layer, wide = linear(bias=has_bias), torch.randn(*shape, 96)
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())
-        layer.weight[0, :3] = torch.tensor([1e-7, 3e-10, 0])  # float16 has fewer digits, or none, of these
+        # float16 has fewer digits, or none, of these
+        layer.weight[0, :3] = torch.tensor([1e-7, 3e-10, 0])
     pack(layer)
     assert vars(layer)["packed"].halves is not None
     for x in (wide[..., :48].contiguous(), wide[..., ::2]):
@@ -124,7 +131,9 @@ def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size:
         laid: Laid = vars(layer)["packed"]
         assert (laid.halves is not None) == (not is_exact and size == 1)
         with torch.inference_mode():
-            torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance * min(1.0, size))
+            torch.testing.assert_close(
+                layer(x), expected, rtol=tolerance, atol=tolerance * min(1.0, size)
+            )
     assert products == [3, 3]
 
 
@@ -184,7 +193,9 @@ def test_copies_have_no_layout_but_their_weights(products: list[int]) -> None:
 
 
 @pytest.mark.parametrize("why", ["memory", "size", "processor"])
-def test_what_gains_nothing_is_left(products: list[int], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_what_gains_nothing_is_left(
+    products: list[int], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     layer = linear()
     if why == "memory":
         monkeypatch.setattr(packed, "free_memory", lambda: layer.weight.nbytes)
@@ -205,10 +216,16 @@ def test_without_torchscript_functions_stay_what_they_are(monkeypatch: pytest.Mo
 
 def test_a_pytorch_without_fbgemm_can_train_and_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*args: object) -> None:
-        raise RuntimeError("Tried to instantiate class 'quantized.LinearPackedParamsBase', but it does not exist!")
+        raise RuntimeError(
+            "Tried to instantiate class 'quantized.LinearPackedParamsBase', but it does not exist!"
+        )
 
-    monkeypatch.setattr(torch.classes, "quantized", type("Classes", (), {"__getattr__": absent})(), raising=False)
-    monkeypatch.setattr(torch.ops, "quantized", type("Operations", (), {"__getattr__": absent})(), raising=False)
+    monkeypatch.setattr(
+        torch.classes, "quantized", type("Classes", (), {"__getattr__": absent})(), raising=False
+    )
+    monkeypatch.setattr(
+        torch.ops, "quantized", type("Operations", (), {"__getattr__": absent})(), raising=False
+    )
     spec = importlib.util.spec_from_file_location(packed.__name__, packed.__file__)
     assert spec is not None
     assert spec.loader is not None

@@ -77,7 +77,9 @@ def test_a_blob_of_the_hub_is_not_read(tmp_path: Path, reads: list[str]) -> None
     assert file_sha256(tmp_path / "snapshots" / "small") == hashlib.sha256(b"small").hexdigest()
 
 
-def test_consolidated_weights_beside_others_are_left_alone(tmp_path: Path, reads: list[str]) -> None:
+def test_consolidated_weights_beside_others_are_left_alone(
+    tmp_path: Path, reads: list[str]
+) -> None:
     folder = write_target(tmp_path / "model")
     before = hash_target(folder)
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).digest()
@@ -92,7 +94,9 @@ def test_consolidated_weights_beside_others_are_left_alone(tmp_path: Path, reads
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (7e4, torch.float16)])
-def test_a_bundle_with_values_that_are_not_finite_is_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+def test_a_bundle_with_values_that_are_not_finite_is_refused(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
     save_target_bundle(build_model(), build_tokenizer(None), tmp_path, 1)
     file = tmp_path / bundle.FROZEN_FILE
     weights = load_file(file)
@@ -100,6 +104,7 @@ def test_a_bundle_with_values_that_are_not_finite_is_refused(tmp_path: Path, val
     save_file(weights, file)
     FrozenTarget.load(tmp_path, dtype=dtype)  # without that layer
     with pytest.raises(
-        TargetError, match=r"1 values of layers\.3\.mlp\.up_proj\.weight \[64, 48\] are NaN or infinity"
+        TargetError,
+        match=r"1 values of layers\.3\.mlp\.up_proj\.weight \[64, 48\] are NaN or infinity",
     ):
         FrozenTarget.load(tmp_path, 1, dtype)

@@ -42,7 +42,10 @@ CONTENTS = [
 
 
 def turns(*contents: str) -> Messages:
-    return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
+    return [
+        {"role": "user" if i % 2 == 0 else "assistant", "content": text}
+        for i, text in enumerate(contents)
+    ]
 
 
 def make(name: str) -> tuple[Any, str]:
@@ -61,10 +64,14 @@ def tokenized(tokenizer: Any, messages: Messages, max_length: int = 4096) -> Tok
 def test_mask_covers_exactly_the_responses_of_three_turns(name: str, content: str) -> None:
     tokenizer, eot = make(name)
     answers = ["first", content, "last " + content]
-    chat = tokenized(tokenizer, turns("one?", answers[0], "two " + content, answers[1], "three", answers[2]))
+    chat = tokenized(
+        tokenizer, turns("one?", answers[0], "two " + content, answers[1], "three", answers[2])
+    )
     found = marked_texts(tokenizer, chat)
     trims = name in ("llama3", "generation")
-    assert [text.removesuffix(eot).lstrip(" ") for text in found] == [a.strip() if trims else a for a in answers]
+    assert [text.removesuffix(eot).lstrip(" ") for text in found] == [
+        a.strip() if trims else a for a in answers
+    ]
     assert all(text.endswith(eot) for text in found)
 
 
@@ -75,7 +82,9 @@ def test_tokens_and_the_mask_of_generation_tags_are_those_of_transformers(name: 
     chat, has_tags = tokenized(tokenizer, messages), name == "generation"
     assert chat.tokens.dtype == np.int32
     assert chat.response_mask.dtype == np.uint8
-    expected = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=has_tags)
+    expected = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=has_tags
+    )
     assert chat.tokens.tolist() == expected["input_ids"]
     assert not has_tags or chat.response_mask.tolist() == expected["assistant_masks"]
     # White space at the border may be cut into other tokens, so the texts are compared.
@@ -94,11 +103,12 @@ REST = "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         # White space after the end of turn is left out, an end of turn outside the tags taken in.
         LOOP + "{%- generation -%}{{ m['content'] + '<|im_end|>\n' }}{%- endgeneration -%}" + REST,
         LOOP + "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}" + REST,
-        CHATML_TEMPLATE.split("{% if add_generation_prompt")[0],  # headers are left out, without a generation prompt
+        # headers are left out, without a generation prompt
+        CHATML_TEMPLATE.split("{% if add_generation_prompt")[0],
         # A generation prompt that is no prefix: the text is looked for.
-        CHATML_TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif").replace(
-            "assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"
-        ),
+        CHATML_TEMPLATE.replace(
+            "assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif"
+        ).replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),
     ],
     ids=["inside", "outside", "no prompt", "no prefix"],
 )
@@ -114,7 +124,9 @@ def test_answers_of_harmony_have_their_channels_and_ends() -> None:
     tokenizer = build_tokenizer(HARMONY_TEMPLATE, None, "<|return|>")
     names = ("start", "end", "message", "channel", "call", "return")
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
-    found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one", "q2", "two", "q3", "three")))
+    found = marked_texts(
+        tokenizer, tokenized(tokenizer, turns("q", "one", "q2", "two", "q3", "three"))
+    )
     head = "<|channel|>final<|message|>"
     assert found == [f"{head}one<|end|>", f"{head}two<|end|>", f"{head}three<|return|>"]
     call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
@@ -122,7 +134,9 @@ def test_answers_of_harmony_have_their_channels_and_ends() -> None:
         {"role": "user", "content": "the time?"}, {"role": "assistant", "content": "I ask", "tool_calls": [call]},
         {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"},
     ]  # fmt: skip
-    chat = tokenize_chat(ChatTemplate(tokenizer), messages, 4096, tools=[{"type": "function", **call}])
+    chat = tokenize_chat(
+        ChatTemplate(tokenizer), messages, 4096, tools=[{"type": "function", **call}]
+    )
     asked = "<|channel|>analysis<|message|>I ask<|end|><|start|>assistant to=functions.now<|channel|>commentary json"
     called = '<|message|>{"zone": "utc"}<|call|>'
     assert marked_texts(tokenizer, chat) == [asked + called, f"{head}noon<|return|>"]
@@ -143,7 +157,10 @@ def test_results_of_tools_inside_a_response_are_refused() -> None:
         {"role": "user", "content": "the time?"}, {"role": "assistant", "content": "I ask", "tool_calls": [call]},
         {"role": "tool", "content": "noon"},
     ]  # fmt: skip
-    rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 99), RejectReason.TEMPLATE_REWRITES_RESPONSE)
+    rejected(
+        tokenize_chat(ChatTemplate(tokenizer), messages, 99),
+        RejectReason.TEMPLATE_REWRITES_RESPONSE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +172,9 @@ def test_results_of_tools_inside_a_response_are_refused() -> None:
         (MISTRAL_TEMPLATE, turns("q", "a")[::-1], RejectReason.TEMPLATE_FAILED),
     ],
 )  # fmt: skip
-def test_what_a_template_does_not_show_is_rejected(template: str, messages: Messages, reason: RejectReason) -> None:
+def test_what_a_template_does_not_show_is_rejected(
+    template: str, messages: Messages, reason: RejectReason
+) -> None:
     tokenizer = build_tokenizer(template, None, "<|im_end|>")
     rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 100), reason)
 
@@ -182,11 +201,15 @@ def test_a_bos_is_there_if_the_template_writes_one_as_in_transformers(prefix: st
     assert (chat.tokens == tokenizer.bos_token_id).sum() == bool(prefix)
     assert marked_texts(tokenizer, chat) == ["one<|eot_id|>", "two<|eot_id|>"]
     prompt = prompt_tokens(ChatTemplate(tokenizer), turns("q"))
-    assert prompt == tokenizer.apply_chat_template(turns("q"), add_generation_prompt=True, return_dict=False)
+    assert prompt == tokenizer.apply_chat_template(
+        turns("q"), add_generation_prompt=True, return_dict=False
+    )
 
 
 def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none() -> None:
-    between = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}", "+ ('' if loop.last else '<|im_end|>\n') }}")
+    between = CHATML_TEMPLATE.replace(
+        "+ '<|im_end|>\n' }}", "+ ('' if loop.last else '<|im_end|>\n') }}"
+    )
     template = ChatTemplate(build_tokenizer(between, None, "<|im_end|>"))
     assert not template.ends_last_turn
     chat = tokenize_chat(template, turns("q", "one", "q", "two"), 100)
@@ -197,15 +220,24 @@ def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none(
 
 
 def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
-    with_tools = "{% if tools %}{{ 'Call one of ' + (tools | tojson) }}{% endif %}" + CHATML_TEMPLATE
+    with_tools = (
+        "{% if tools %}{{ 'Call one of ' + (tools | tojson) }}{% endif %}" + CHATML_TEMPLATE
+    )
     tokenizer = build_tokenizer(None, None, "<|im_end|>")
     tokenizer.chat_template = {"default": CHATML_TEMPLATE, "tool_use": with_tools}
-    tools = [{"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "now", "description": "The time.", "parameters": {}},
+        }
+    ]
     messages = turns("q", "one")
     for asked in (None, tools):
         chat = tokenize_chat(ChatTemplate(tokenizer), messages, 400, asked)
         assert isinstance(chat, TokenizedChat), chat
-        assert chat.tokens.tolist() == tokenizer.apply_chat_template(messages, tools=asked, return_dict=False)
+        assert chat.tokens.tolist() == tokenizer.apply_chat_template(
+            messages, tools=asked, return_dict=False
+        )
         assert ("Call one of" in tokenizer.decode(chat.tokens)) == bool(asked)
         prompt = prompt_tokens(ChatTemplate(tokenizer), messages[:1], asked)
         assert prompt == tokenizer.apply_chat_template(
@@ -225,7 +257,10 @@ def test_threads_that_share_a_template_render_what_one_thread_does() -> None:
 
     def encode(number: int) -> bool:
         chat = long if number % 4 == 0 else short
-        return prompt_tokens(copy.deepcopy(template) if number % 5 == 0 else template, chat) == expected[len(chat)]
+        return (
+            prompt_tokens(copy.deepcopy(template) if number % 5 == 0 else template, chat)
+            == expected[len(chat)]
+        )
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(encode, range(200)))
@@ -290,7 +325,9 @@ def test_a_user_turn_is_opened_up_to_its_text(text: str, end: str, opening: str)
 USER_AND_ASSISTANT = "{{ bos_token + 'USER: ' + messages[0].content + ' ASSISTANT:' }}"
 
 
-@pytest.mark.parametrize("text", [USER_AND_ASSISTANT, "{{ messages[0].content + eos_token }}", "{{ 1 // 0 }}"])
+@pytest.mark.parametrize(
+    "text", [USER_AND_ASSISTANT, "{{ messages[0].content + eos_token }}", "{{ 1 // 0 }}"]
+)
 def test_a_user_turn_without_a_beginning_or_an_end_is_refused(text: str) -> None:
     with pytest.raises(TemplateError):
         ChatTemplate(build_tokenizer(text, "<|begin_of_text|>", "</s>")).open_user_turn()

@@ -66,7 +66,10 @@ class Knowing(Proposer):
     """Proposes what the target will say, with wrong tokens among it, so that some drafts are accepted and some not."""
 
     def __init__(self, texts: Sequence[list[int]], seed: int = 0) -> None:
-        self._texts, self._random = [list(text) for text in texts], torch.Generator().manual_seed(seed)
+        self._texts, self._random = (
+            [list(text) for text in texts],
+            torch.Generator().manual_seed(seed),
+        )
 
     @override
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
@@ -75,13 +78,22 @@ class Knowing(Proposer):
             text = next(text for text in self._texts if text[: len(row)] == row)
             future = (text[len(row) :] + [5] * shape.depth)[: shape.depth]
             wrong = torch.rand(shape.depth, generator=self._random) < 0.3
-            own = [6 if is_wrong else token for token, is_wrong in zip(future, wrong.tolist(), strict=True)]
+            own = [
+                6 if is_wrong else token
+                for token, is_wrong in zip(future, wrong.tolist(), strict=True)
+            ]
             if shape.is_chain:
                 drafts.append(own)
                 continue
             # Beside each token of the text a wrong one, given first.
             drafts.append([token for right in future for token in (7, right)])
-            parents.append([-1 if level == 0 else 2 * level - 1 for level in range(shape.depth) for _ in range(2)])
+            parents.append(
+                [
+                    -1 if level == 0 else 2 * level - 1
+                    for level in range(shape.depth)
+                    for _ in range(2)
+                ]
+            )
         if parents:
             return DraftTree(torch.tensor(drafts), torch.tensor(parents))
         return DraftTree.chain(torch.tensor(drafts))
@@ -97,9 +109,14 @@ def assert_lossless(target: Target, prompts: list[list[int]], seed: int = 0) -> 
     """Chains, and trees and a batch where there is no state, give the text of transformers' own generate."""
     model: Any = target.model
     model.generation_config.eos_token_id = None
-    texts = [[*prompt, *written_by_transformers(model, prompt, max_new_tokens=N_NEW)] for prompt in prompts]
+    texts = [
+        [*prompt, *written_by_transformers(model, prompt, max_new_tokens=N_NEW)]
+        for prompt in prompts
+    ]
     shapes = [TreeShape(4)] if target.has_states else [TreeShape(4), TreeShape(4, 2, 8)]
-    batches = [[index] for index in range(len(prompts))] if target.has_states else [range(len(prompts))]
+    batches = (
+        [[index] for index in range(len(prompts))] if target.has_states else [range(len(prompts))]
+    )
     for shape in shapes:
         committed = []
         for batch in batches:
@@ -137,8 +154,13 @@ class TestWhatIsStored:
 
     def test_captured_is_what_the_model_computes(self, name: str) -> None:
         model = build_family(name)
-        spec = ActivationSpec(kv=family_of(text_model(model).config).keeps_kv, last=True, layers=(1,))
-        rows = [torch.tensor(prompt, dtype=torch.int32).numpy() for prompt in random_prompts(2, seed=5, longest=30)]
+        spec = ActivationSpec(
+            kv=family_of(text_model(model).config).keeps_kv, last=True, layers=(1,)
+        )
+        rows = [
+            torch.tensor(prompt, dtype=torch.int32).numpy()
+            for prompt in random_prompts(2, seed=5, longest=30)
+        ]
         found = capture(model, rows, spec, torch.float32)
         for index, row in enumerate(rows):
             tokens = torch.from_numpy(row.astype("int64"))[None]
@@ -146,9 +168,13 @@ class TestWhatIsStored:
                 out = model(input_ids=tokens, output_hidden_states=True, use_cache=True)
             own = slice(0, len(row))
             last = text_model(model)(input_ids=tokens, use_cache=False).last_hidden_state[0]
-            torch.testing.assert_close(found.fields["hidden/last"][index, own], last, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                found.fields["hidden/last"][index, own], last, rtol=1e-4, atol=1e-4
+            )
             states = out.hidden_states[2][0]
-            torch.testing.assert_close(found.fields["hidden/layer_1"][index, own], states, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                found.fields["hidden/layer_1"][index, own], states, rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("name", SOME_FAMILIES)
@@ -166,17 +192,27 @@ def test_what_works_with_every_drafter(name: str) -> None:
         drafter = build(kind, target.model, **sizes)
         inputs = stored(drafter, target.model, tokens, torch.ones_like(tokens))
         draws = Draws(None, torch.zeros(1, dtype=torch.bool), seeds=(0,))
-        drafter.objective(frozen_for(drafter, target.model), TrainingStep(inputs, draws)).total.backward()
+        drafter.objective(
+            frozen_for(drafter, target.model), TrainingStep(inputs, draws)
+        ).total.backward()
         gradients = [weight.grad for weight in drafter.parameters() if weight.grad is not None]
         assert gradients, column
         assert all(grad.isfinite().all() for grad in gradients), column
         proposer = DrafterProposer(target, drafter.eval())
-        asked, shape = (prompts, TreeShape(3, 2, 6)) if "T" in letters else (prompts[:1], TreeShape(3))
+        asked, shape = (
+            (prompts, TreeShape(3, 2, 6)) if "T" in letters else (prompts[:1], TreeShape(3))
+        )
         found = generate_batch(target, asked, max_new_tokens=8, proposer=proposer, tree=shape)
         assert [one.tokens for one in found] == plain[: len(asked)], column
         if "T" not in letters:
             with pytest.raises(TargetError, match="carry a state"):
-                generate_batch(target, prompts[:1], max_new_tokens=8, proposer=proposer, tree=TreeShape(3, 2, 6))
+                generate_batch(
+                    target,
+                    prompts[:1],
+                    max_new_tokens=8,
+                    proposer=proposer,
+                    tree=TreeShape(3, 2, 6),
+                )
 
 
 @pytest.mark.slow
@@ -206,7 +242,9 @@ def test_layers_that_no_draft_passes_through_are_refused(tmp_path: Path) -> None
     assert not out.exists()
     assert run("extract", *made).exit_code == 0
     refused(run("add", out, "--model", model, "--target-layers", "1"), line)
-    refused(run("train", out, "--out", tmp_path / "run", *TRAIN, "--target-layer-inference", "1"), line)
+    refused(
+        run("train", out, "--out", tmp_path / "run", *TRAIN, "--target-layer-inference", "1"), line
+    )
 
 
 def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
@@ -223,7 +261,17 @@ def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
     drafter = tmp_path / "run"
     trained = run("train", out, "--out", drafter, "--drafter", "eagle", *TRAIN)
     assert trained.exit_code == 0, trained.output
-    generate = ("generate", "--model", model, "--prompt", "Hi", "--max-new-tokens", "9", "--device", "cpu")
+    generate = (
+        "generate",
+        "--model",
+        model,
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "9",
+        "--device",
+        "cpu",
+    )
     drafted = run(*generate, "--drafter", drafter)
     assert drafted.exit_code == 0, drafted.output
     target = Target.load(str(model), device="cpu")
@@ -232,7 +280,10 @@ def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
     text = target.tokenizer.decode(written, skip_special_tokens=True)
     assert text.strip()
     assert drafted.stdout.startswith(printable(text))
-    refused(run("serve", "--model", model, "--port", "0", "--grpc-port", "0", "--device", "cpu"), "carry a state")
+    refused(
+        run("serve", "--model", model, "--port", "0", "--grpc-port", "0", "--device", "cpu"),
+        "carry a state",
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,7 +317,11 @@ def test_what_is_no_target_is_refused_by_name(tmp_path: Path, changes: dict[str,
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")],
+    [
+        ("quantize_config.json", "gptq"),
+        ("quant_config.json", "awq"),
+        ("hf_quant_config.json", "modelopt"),
+    ],
 )
 def test_files_that_tell_of_quantised_weights(tmp_path: Path, name: str, method: str) -> None:
     model = write_family(tmp_path / "model", "gpt_oss")
@@ -293,18 +348,25 @@ def test_every_config_of_transformers_is_taken_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["phi", "gptj"])
-def test_an_lm_head_with_a_bias_is_refused_before_its_weights_are_read(tmp_path: Path, name: str) -> None:
+def test_an_lm_head_with_a_bias_is_refused_before_its_weights_are_read(
+    tmp_path: Path, name: str
+) -> None:
     model = write_other(tmp_path / "model", name, num_attention_heads=4, intermediate_size=64)
     (model / "model.safetensors").unlink()
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(2))
     made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
     for command in ("plan", "extract"):
-        refused(run(command, *made, "--activations", "hidden:last"), f"LM head of {name}", "has a bias")
+        refused(
+            run(command, *made, "--activations", "hidden:last"), f"LM head of {name}", "has a bias"
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("opt", {"ffn_dim": 64, "word_embed_proj_dim": 24}), ("moshi", {"num_attention_heads": 4, "ffn_dim": 64})],
+    [
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 24}),
+        ("moshi", {"num_attention_heads": 4, "ffn_dim": 64}),
+    ],
 )
 def test_tables_of_other_sizes_are_refused_before_weights_are_read(
     tmp_path: Path, name: str, sizes: dict[str, Any]
@@ -315,11 +377,16 @@ def test_tables_of_other_sizes_are_refused_before_weights_are_read(
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(2))
     made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
     for command in ("plan", "extract"):
-        refused(run(command, *made, "--activations", "hidden:last"), f"of this {name} are not both of 400 tokens by 48")
+        refused(
+            run(command, *made, "--activations", "hidden:last"),
+            f"of this {name} are not both of 400 tokens by 48",
+        )
 
 
 def test_a_config_that_does_not_say_whether_the_lm_head_is_tied(tmp_path: Path) -> None:
-    model = write_other(tmp_path / "model", "inkling2_text", num_attention_heads=4, intermediate_size=64)
+    model = write_other(
+        tmp_path / "model", "inkling2_text", num_attention_heads=4, intermediate_size=64
+    )
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(4))
     made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
     extracted = run("extract", *made, "--max-length", "64", "--activations", "hidden:last")
@@ -343,7 +410,10 @@ def test_what_transformers_itself_cannot_compute_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("recurrent_gemma", {"num_attention_heads": 4, "intermediate_size": 64, "logits_soft_cap": 0.5}),
+        (
+            "recurrent_gemma",
+            {"num_attention_heads": 4, "intermediate_size": 64, "logits_soft_cap": 0.5},
+        ),
         ("xlstm", {"num_heads": 4, "output_logit_soft_cap": 0.5}),
     ],
 )
@@ -365,19 +435,25 @@ def test_states_or_logits_wider_than_the_weights_are_proven(
 
 
 def test_rounding_of_many_layers_is_not_taken_for_sight_of_later_tokens() -> None:
-    model = build_family("gemma4_text", num_hidden_layers=42, initializer_range=0.02, layer_types=_LAYERS)
+    model = build_family(
+        "gemma4_text", num_hidden_layers=42, initializer_range=0.02, layer_types=_LAYERS
+    )
     prove_logits(Target(model.to(torch.bfloat16)))
 
 
 def write_other(folder: Path, name: str, **sizes: Any) -> Path:
     """Write a target whose config has no sizes but those."""
-    config = AutoConfig.for_model(name, hidden_size=48, num_hidden_layers=2, vocab_size=400, **sizes)
+    config = AutoConfig.for_model(
+        name, hidden_size=48, num_hidden_layers=2, vocab_size=400, **sizes
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("mamba", {"state_size": 8}), ("bloom", {"num_attention_heads": 4})])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("mamba", {"state_size": 8}), ("bloom", {"num_attention_heads": 4})]
+)
 def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
     """Those without attention, and those that have no kernels for it."""
     model = write_other(tmp_path / "model", name, **sizes)
@@ -386,11 +462,25 @@ def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[
     for command in ("plan", "extract"):
         done = run(command, *made, "--activations", "hidden:last,hidden:layer:0")
         assert done.exit_code == 0, done.output
-    audited = run("audit", tmp_path / "store", "--model", model, "--device", "cpu", "--samples", "2")
+    audited = run(
+        "audit", tmp_path / "store", "--model", model, "--device", "cpu", "--samples", "2"
+    )
     assert audited.exit_code == 0, audited.output
-    trained = run("train", tmp_path / "store", "--out", tmp_path / "run", "--drafter", "eagle", *TRAIN)
+    trained = run(
+        "train", tmp_path / "store", "--out", tmp_path / "run", "--drafter", "eagle", *TRAIN
+    )
     assert trained.exit_code == 0, trained.output
-    decoded = run("generate", "--model", model, "--drafter", tmp_path / "run", "--prompt", "Hi", "--device", "cpu")
+    decoded = run(
+        "generate",
+        "--model",
+        model,
+        "--drafter",
+        tmp_path / "run",
+        "--prompt",
+        "Hi",
+        "--device",
+        "cpu",
+    )
     refused(decoded, f"{name} can't be decoded here")
 
 
@@ -398,9 +488,16 @@ def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[
 def test_the_text_model_of_one_that_also_sees(tmp_path: Path, name: str) -> None:
     """Of one that transformers does not count among causal LMs."""
     own = SIZES | FEATURES.get(name, {"sliding_window": 7})
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     sight = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, **small}
-    config = AutoConfig.for_model("mistral3", text_config={"model_type": name, **own}, vision_config=sight)
+    config = AutoConfig.for_model(
+        "mistral3", text_config={"model_type": name, **own}, vision_config=sight
+    )
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), device="cpu")
@@ -410,17 +507,35 @@ def test_the_text_model_of_one_that_also_sees(tmp_path: Path, name: str) -> None
 
 
 def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 4, "intermediate_size": 64}
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0] * 2}
+    sizes = {
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 4,
+        "intermediate_size": 64,
+    }
+    kinds = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.0] * 2,
+    }
     model = write_other(tmp_path, "gemma3n_text", vocab_size_per_layer_input=400, **sizes, **kinds)
     tokens = torch.zeros(1, 4, dtype=torch.int32).numpy()
     target = Target.load(str(model), device="cpu")
     with pytest.raises(TargetError, match="several states of a token"):
-        capture(target.model, list(tokens), ActivationSpec(kv=False, last=True, layers=(1,)), torch.float32)
+        capture(
+            target.model,
+            list(tokens),
+            ActivationSpec(kv=False, last=True, layers=(1,)),
+            torch.float32,
+        )
     plain = target_of("gpt2")
     plain.config.hidden_size //= 2  # as where they stand beside each other
     with pytest.raises(TargetError, match="several states of a token"):
-        capture(plain.model, list(tokens), ActivationSpec(kv=False, last=False, layers=(1,)), torch.float32)
+        capture(
+            plain.model,
+            list(tokens),
+            ActivationSpec(kv=False, last=False, layers=(1,)),
+            torch.float32,
+        )
 
 
 def test_infinity_in_a_config(tmp_path: Path) -> None:
@@ -433,10 +548,15 @@ def test_infinity_in_a_config(tmp_path: Path) -> None:
         file = tmp_path / "config.json"
         file.write_text(file.read_text().replace('"LIMIT"', limit))
         assert load_target_config(tmp_path).time_step_limit == (0.0, float("inf"))
-    assert parse_target_config(json.loads(text), "config.json").time_step_limit == (0.0, float("inf"))
+    assert parse_target_config(json.loads(text), "config.json").time_step_limit == (
+        0.0,
+        float("inf"),
+    )
 
 
-GUIDE = (Path(__file__).parents[3] / "docs/real-model.md").read_text().split("## 7. Other families")[1]
+GUIDE = (
+    (Path(__file__).parents[3] / "docs/real-model.md").read_text().split("## 7. Other families")[1]
+)
 IN_GUIDE = (
     "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next",
     "qwen3_5_text", "llama4_text", "phi3", "granite", "olmo2", "smollm3", "cohere2", "ministral", "olmo",
@@ -446,12 +566,16 @@ IN_GUIDE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "line"), [*zip(IN_GUIDE, re.findall(r"^moa-data (extract .*)$", GUIDE, re.MULTILINE), strict=True)]
+    ("name", "line"),
+    [*zip(IN_GUIDE, re.findall(r"^moa-data (extract .*)$", GUIDE, re.MULTILINE), strict=True)],
 )
-def test_command_lines_of_the_guide_run(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lines_of_the_guide_run(
+    name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(
-        line.replace("$DATA", str(write_jsonl(tmp_path / "chats.jsonl", random_chats(6)))), comments=True
+        line.replace("$DATA", str(write_jsonl(tmp_path / "chats.jsonl", random_chats(6)))),
+        comments=True,
     )
     sizes = {"num_hidden_layers": 9} if name == "olmo" else {}
     model = write_family(tmp_path / "model", name, vocab_size_per_layer_input=400, **sizes)
@@ -460,17 +584,30 @@ def test_command_lines_of_the_guide_run(name: str, line: str, tmp_path: Path, mo
     assert extracted.exit_code == 0, extracted.output
 
 
-def test_a_dequantised_folder_is_made_as_the_guide_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dequantised_folder_is_made_as_the_guide_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of gpt-oss, whose experts come in 4 bits: two numbers a byte, and an exponent for 32 numbers."""
-    model, random = write_family(tmp_path / "small", "gpt_oss", hidden_size=64), torch.Generator().manual_seed(0)
+    model, random = (
+        write_family(tmp_path / "small", "gpt_oss", hidden_size=64),
+        torch.Generator().manual_seed(0),
+    )
     weights = load_file(model / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [
+        name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         n_experts, n_in, n_out = weights.pop(name).shape
         shape = n_experts, n_out, n_in // 32
-        weights[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=random)
-        weights[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8, generator=random)
+        weights[f"{name}_blocks"] = torch.randint(
+            256, (*shape, 16), dtype=torch.uint8, generator=random
+        )
+        weights[f"{name}_scales"] = torch.randint(
+            122, 126, shape, dtype=torch.uint8, generator=random
+        )
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    change_json(model / "config.json", quantization_config={"quant_method": "mxfp4"}, dtype="bfloat16")
+    change_json(
+        model / "config.json", quantization_config={"quant_method": "mxfp4"}, dtype="bfloat16"
+    )
     with pytest.raises(TargetError, match="quantised by 'mxfp4'"):
         Target.load(str(model))
     program = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -480,7 +617,9 @@ def test_a_dequantised_folder_is_made_as_the_guide_says(tmp_path: Path, monkeypa
     assert Target.load("./gpt-oss-20b", torch.bfloat16).decoding_problem == ""
 
 
-def test_what_is_wrong_with_a_family_shows_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_family_shows_on_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_family(tmp_path / "model", "cohere2")
     monkeypatch.setattr("moa_data.moa.targets.families.logit_scale", lambda config: 1.0)
     with pytest.raises(TargetError, match="cohere2 does something to its logits"):
@@ -488,7 +627,9 @@ def test_what_is_wrong_with_a_family_shows_on_loading(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "value"), [("logit_scale", 0.3 * 1.02), ("logit_cap", 30.0), ("logit_cap", 100.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("logit_scale", 0.3 * 1.02), ("logit_cap", 30.0), ("logit_cap", 100.0)]
+)
 def test_logits_that_are_nearly_right_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: float, dtype: torch.dtype
 ) -> None:
@@ -510,7 +651,9 @@ def test_a_bound_that_llama_does_not_have_is_noticed_on_loading(tmp_path: Path) 
 
 def test_a_cache_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("gpt2")
-    monkeypatch.setattr(TargetCache, "write_pending", lambda self, layer, keys, values: (keys, values))
+    monkeypatch.setattr(
+        TargetCache, "write_pending", lambda self, layer, keys, values: (keys, values)
+    )
     with pytest.raises(TargetError, match="can't be decoded here"):
         target.new_cache()
 
@@ -518,8 +661,17 @@ def test_a_cache_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 def test_texts_end_where_the_rotation_changes() -> None:
     """Phi-3 turns all keys by other angles once a text is longer than what it was trained on first."""
     factors = {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
-    sizes: dict[str, Any] = {"head_dim": 12, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+        **factors,
+    }
+    sizes: dict[str, Any] = {
+        "head_dim": 12,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 32,
+    }
     target = target_of("phi3", rope_parameters=rope, **sizes)
     assert target.max_positions == target.sizes["max_position_embeddings"] == 32
     assert_lossless(target, [prompt[:8] for prompt in random_prompts(6, seed=9)])

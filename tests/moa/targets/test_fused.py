@@ -41,14 +41,19 @@ def hidden_of(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["plain", "biases"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["plain", "biases"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_compute_what_the_models_own_do(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_layers_compute_what_the_models_own_do(
+    family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Of weights that were stored in either dtype."""
     model = build_model(family, **changes).to(dtype).float()
     expected = hidden_of(model)
     Target(model).prepare()
-    assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))  # whose heads have norms
+    # whose heads have norms
+    assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))
     for own, other in zip(hidden_of(model), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
@@ -77,7 +82,9 @@ def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
         torch.testing.assert_close(hidden, expected.last_hidden_state, rtol=1e-4, atol=1e-5)
         assert list(outputs) == [0, 2]
         for layer, output in outputs.items():
-            torch.testing.assert_close(output, expected.hidden_states[layer + 1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                output, expected.hidden_states[layer + 1], rtol=1e-4, atol=1e-5
+            )
         with torch.inference_mode():
             some, _ = body(tokens, torch.arange(3)[None], wanted=torch.tensor([0, 2]))
         torch.testing.assert_close(some, hidden[:, [0, 2]], rtol=1e-4, atol=1e-5)
@@ -85,20 +92,26 @@ def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
         assert fused.FusedBody.of(model) is None
 
 
-@pytest.mark.parametrize("family", [*SOME_FAMILIES, *quick(OTHERS, ("gpt_neox",)), "granite", "cohere2", "smollm3"])
+@pytest.mark.parametrize(
+    "family", [*SOME_FAMILIES, *quick(OTHERS, ("gpt_neox",)), "granite", "cohere2", "smollm3"]
+)
 def test_layers_of_another_form_stay_what_they_are(family: str) -> None:
     """Also those of a model of which some have Llama's form."""
     model = build_family(family)
     expected = model(input_ids=TOKENS[:1]).logits
     fused.fuse(model)
     with torch.inference_mode():
-        torch.testing.assert_close(model(input_ids=TOKENS[:1]).logits, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            model(input_ids=TOKENS[:1]).logits, expected, rtol=1e-3, atol=1e-4
+        )
     n_like_llama = {"smollm3": 3}  # the fourth does not rotate
     assert sum(joined(model)) == n_like_llama.get(family, 0)
     assert set(FEATURES) >= {"granite", "cohere2", "smollm3"}
 
 
-def test_weights_that_change_and_gradients_take_the_models_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_and_gradients_take_the_models_own_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build_model()
     fused.fuse(model)
     layers: Any = decoder_layers(model)

@@ -50,7 +50,14 @@ def left_in(cache: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("types", "dtype"),
     [
-        ({"token_embd.weight": "Q8_0", "blk.0.attn_q.weight": "Q4_0", "blk.1.attn_k.weight": "Q8_0"}, torch.bfloat16),
+        (
+            {
+                "token_embd.weight": "Q8_0",
+                "blk.0.attn_q.weight": "Q4_0",
+                "blk.1.attn_k.weight": "Q8_0",
+            },
+            torch.bfloat16,
+        ),
         ({"output.weight": "BF16"}, torch.bfloat16),
         ({"output.weight": "F16", "blk.0.attn_k.weight": "F16"}, torch.float16),
         ("F32", torch.float32),
@@ -131,7 +138,9 @@ def write_others(folder: Path, whole: Path, kind: str) -> Path:
         path.write_bytes(content[:8] + b"\xff" * 16 + content[24:])
     elif kind == "a part":
         write_gguf(path, facts={"split.count": 3, "split.no": 0}, num_hidden_layers=2)
-        content = path.read_bytes().replace(b"llama.block_count\x04\0\0\0\2", b"llama.block_count\x04\0\0\0\3")
+        content = path.read_bytes().replace(
+            b"llama.block_count\x04\0\0\0\2", b"llama.block_count\x04\0\0\0\3"
+        )
         path.write_bytes(content)
     elif kind == "architecture":
         write_gguf(path, architecture="wonder")
@@ -149,19 +158,28 @@ def write_others(folder: Path, whole: Path, kind: str) -> Path:
     ["several", "not GGUF", "empty", "cut 0.1", "cut 0.5", "cut 0.99", "damaged", "a part", "architecture", "tokenizer",
      "rotation", "tensor"],
 )  # fmt: skip
-def test_what_cannot_be_read_whole_is_refused_in_a_line(tmp_path: Path, whole: Path, cache: Path, kind: str) -> None:
+def test_what_cannot_be_read_whole_is_refused_in_a_line(
+    tmp_path: Path, whole: Path, cache: Path, kind: str
+) -> None:
     path = write_others(tmp_path, whole, kind)
     with pytest.raises(TargetError) as refused:
         resolve_model_folder(str(path))
     message = str(refused.value)
     assert message.startswith(str(path)) or str(path) in message
     assert "\n" not in message
-    names = {"several": "a.gguf, b.gguf", "a part": "--merge", "architecture": "wonder", "tokenizer": "wordpiece"}
+    names = {
+        "several": "a.gguf, b.gguf",
+        "a part": "--merge",
+        "architecture": "wonder",
+        "tokenizer": "wordpiece",
+    }
     assert names.get(kind, "") in message
     assert not cache.exists() or not left_in(cache)
 
 
-def test_missing_packages_are_named_with_their_extra(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_their_extra(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in ("gguf", "accelerate"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
@@ -213,12 +231,15 @@ def test_a_stop_at_any_call_leaves_nothing_that_hinders(
             with pytest.raises(Stopped):
                 gguf.model_folder(whole)
         assert not left_in(cache)
-    shutil.copytree(whole.parent, cache / f"killed{files.PARTIAL_SUFFIX}")  # nobody was left to clean up
+    # nobody was left to clean up
+    shutil.copytree(whole.parent, cache / f"killed{files.PARTIAL_SUFFIX}")
     folder = gguf.model_folder(whole)
     assert left_in(cache) == {folder.name}
 
 
-def test_of_two_at_once_one_converts(whole: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_at_once_one_converts(
+    whole: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     converted = []
     convert = gguf._convert
 

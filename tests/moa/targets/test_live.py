@@ -30,7 +30,11 @@ from moa_data.tests.kit.variants import QUICK_FAMILIES
 def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
     """The same call with each token's ancestors spelt out."""
     n_rows, n_tokens = tokens.shape
-    return target.forward(tokens, cache, torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril().expand(n_rows, -1, -1))
+    return target.forward(
+        tokens,
+        cache,
+        torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril().expand(n_rows, -1, -1),
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -44,8 +48,15 @@ def test_causal_runs_equal_one_call_with_the_mask(
     model.config._attn_implementation = attention
     target, tokens = Target(model), torch.randint(0, 67, (3, 40))
     one, other = target.new_cache(3), target.new_cache(3)
-    # A prefill of ragged prompts padded on the right, a run behind each, a short one, a single token; then equal rows.
-    for n_tokens, kept in ((20, (20, 3, 11)), (12, (2, 12, 7)), (3, (1, 0, 2)), (1, (1, 1, 1)), (4, (0, 4, 4))):
+    # A prefill of ragged prompts padded on the right, a run behind each, a short one, a single
+    # token; then equal rows.
+    for n_tokens, kept in (
+        (20, (20, 3, 11)),
+        (12, (2, 12, 7)),
+        (3, (1, 0, 2)),
+        (1, (1, 1, 1)),
+        (4, (0, 4, 4)),
+    ):
         part, tokens = tokens[:, :n_tokens], tokens[:, n_tokens:]
         hidden, expected = target.forward(part, one), with_full_mask(target, part, other)
         torch.testing.assert_close(hidden, expected, rtol=0, atol=2e-5)
@@ -85,9 +96,12 @@ def refuse(error: Exception) -> Callable[..., NoReturn]:
 
 
 def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse(ConnectionError("no route to host.")))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", refuse(ConnectionError("no route to host."))
+    )
     with pytest.raises(
-        TargetError, match=r"folder models/nope does not exist here, .*host\. Check the path or the name"
+        TargetError,
+        match=r"folder models/nope does not exist here, .*host\. Check the path or the name",
     ):
         resolve_model_folder("models/nope")
 
@@ -109,7 +123,11 @@ def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
     cache = target.new_cache(8)
     target.forward(torch.arange(4, 28).view(8, 3), cache)
     cache.commit([range(3)] * 8)
-    expected, address, held = cache.packed([0] * 8, 3)[[2, 5, 7]], cache.buffer.data_ptr(), cache.buffer.nbytes
+    expected, address, held = (
+        cache.packed([0] * 8, 3)[[2, 5, 7]],
+        cache.buffer.data_ptr(),
+        cache.buffer.nbytes,
+    )
     for left in ([0, 1, 2, 4, 5, 6, 7], [2, 4, 5, 6], [0, 1, 3]):  # at last rows 2, 5 and 7
         cache.select_rows(left)
     assert torch.equal(cache.packed([0] * 3, 3), expected)
@@ -132,7 +150,10 @@ def test_small_targets_decode_with_one_thread_and_give_the_others_back(is_prepar
         if is_prepared:
             target.prepare()
         generate_batch(
-            target, [[5, 6, 7]], max_new_tokens=2, on_tokens=lambda *_: n_threads.append(torch.get_num_threads())
+            target,
+            [[5, 6, 7]],
+            max_new_tokens=2,
+            on_tokens=lambda *_: n_threads.append(torch.get_num_threads()),
         )
         assert set(n_threads) == {1 if is_prepared else 2}
         with pytest.raises(KeyError), target.threads():
@@ -150,11 +171,17 @@ def test_what_is_neither_a_folder_nor_a_gguf_file_is_refused(tmp_path: Path, kin
         resolve_model_folder(str(path))
 
 
-@pytest.mark.parametrize(("content", "package"), [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\n", "tiktoken")])
+@pytest.mark.parametrize(
+    ("content", "package"), [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\n", "tiktoken")]
+)
 def test_the_package_that_reads_a_tokenizer_is_named(
     tmp_path: Path, content: bytes, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [one for one in importlib.metadata.distributions() if one.name not in ("sentencepiece", "tiktoken")]
+    found = [
+        one
+        for one in importlib.metadata.distributions()
+        if one.name not in ("sentencepiece", "tiktoken")
+    ]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')

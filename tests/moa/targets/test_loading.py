@@ -51,25 +51,52 @@ def refused(folder: Path, *texts: str, dtype: torch.dtype = torch.float32) -> No
 @pytest.mark.parametrize(
     ("config", "texts"),
     [
-        ({"vocab_size": 66}, (f"{EMBEDDINGS} has shape [67, 48], expected [66, 48]", "vocab_size 66")),
-        ({"vocab_size": 68}, (f"{EMBEDDINGS} has shape [67, 48], expected [68, 48]", "vocab_size 68")),
-        ({"num_key_value_heads": 4}, (f"{KEYS} has shape [24, 48], expected [48, 48]", "num_key_value_heads 4")),
-        ({"intermediate_size": 60}, (".mlp.gate_proj.weight has shape [64, 48], expected [60, 48]",)),
-        ({"num_hidden_layers": 3}, ("unexpected key model.layers.3.input_layernorm.weight [48]", "hidden_layers 3")),
+        (
+            {"vocab_size": 66},
+            (f"{EMBEDDINGS} has shape [67, 48], expected [66, 48]", "vocab_size 66"),
+        ),
+        (
+            {"vocab_size": 68},
+            (f"{EMBEDDINGS} has shape [67, 48], expected [68, 48]", "vocab_size 68"),
+        ),
+        (
+            {"num_key_value_heads": 4},
+            (f"{KEYS} has shape [24, 48], expected [48, 48]", "num_key_value_heads 4"),
+        ),
+        (
+            {"intermediate_size": 60},
+            (".mlp.gate_proj.weight has shape [64, 48], expected [60, 48]",),
+        ),
+        (
+            {"num_hidden_layers": 3},
+            ("unexpected key model.layers.3.input_layernorm.weight [48]", "hidden_layers 3"),
+        ),
         ({"num_hidden_layers": 5}, ("missing key model.layers.4.", "num_hidden_layers 5")),
-        ({"attention_bias": True}, ("missing key model.layers.0.self_attn.q_proj.bias [48]", "attention_bias True")),
-        ({"tie_word_embeddings": True}, (f"{HEAD} [67, 48] differs from the embeddings", "tie_word_embeddings True")),
+        (
+            {"attention_bias": True},
+            ("missing key model.layers.0.self_attn.q_proj.bias [48]", "attention_bias True"),
+        ),
+        (
+            {"tie_word_embeddings": True},
+            (f"{HEAD} [67, 48] differs from the embeddings", "tie_word_embeddings True"),
+        ),
     ],
     ids=str,
 )
-def test_a_config_that_does_not_fit_the_weights(folder: Path, config: dict[str, Any], texts: tuple[str, ...]) -> None:
+def test_a_config_that_does_not_fit_the_weights(
+    folder: Path, config: dict[str, Any], texts: tuple[str, ...]
+) -> None:
     change_json(folder / "config.json", **config)
     refused(folder, *texts)
 
 
 def test_weights_that_the_config_has_no_place_for(folder: Path) -> None:
-    change_weights(folder, lambda weights: weights.update({KEYS.replace("weight", "bias"): torch.zeros(24)}))
-    refused(folder, "unexpected key model.layers.0.self_attn.k_proj.bias [24]", "attention_bias False")
+    change_weights(
+        folder, lambda weights: weights.update({KEYS.replace("weight", "bias"): torch.zeros(24)})
+    )
+    refused(
+        folder, "unexpected key model.layers.0.self_attn.k_proj.bias [24]", "attention_bias False"
+    )
 
 
 def test_weights_that_are_missing(folder: Path) -> None:
@@ -86,8 +113,11 @@ def test_weights_in_several_files(folder: Path) -> None:
 
 
 def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> None:
-    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)}
-    extra["model.layers.4.eh_proj.weight"] = torch.ones(2, 2)  # of a layer that predicts further tokens
+    extra = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)
+    }
+    # of a layer that predicts further tokens
+    extra["model.layers.4.eh_proj.weight"] = torch.ones(2, 2)
     change_weights(folder, lambda weights: weights.update(extra))
     change_json(folder / "config.json", num_nextn_predict_layers=1)
     load_target_model(folder, torch.float32, "cpu")
@@ -171,21 +201,31 @@ def refuse(error: Exception) -> Callable[..., NoReturn]:
     return refused
 
 
-@pytest.mark.parametrize(("n_free", "way"), [(30_000, "In bfloat16 they take"), (10_000, "Free some memory")])
+@pytest.mark.parametrize(
+    ("n_free", "way"), [(30_000, "In bfloat16 they take"), (10_000, "Free some memory")]
+)
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_free: int, way: str
 ) -> None:
     build_model("llama").save_pretrained(tmp_path)
     n_bytes = sum(weight.numel() for weight in build_model("llama").parameters()) * 4
     monkeypatch.setattr(loading, "free_memory", lambda: n_bytes * n_free // 40_000)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
-    with pytest.raises(TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"):
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
+    )
+    with pytest.raises(
+        TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"
+    ):
         load_target_model(tmp_path, torch.float32, "cpu")
 
 
-def test_weights_that_cannot_be_mapped_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_mapped_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a sparse file that is longer than what the process may address."""
     build_model("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr(model_files, "safe_open", refuse(MemoryError("Cannot allocate memory (os error 12)")))
+    monkeypatch.setattr(
+        model_files, "safe_open", refuse(MemoryError("Cannot allocate memory (os error 12)"))
+    )
     with pytest.raises(MoaDataError, match=r"model\.safetensors"):
         load_target_model(tmp_path, torch.float32, "cpu")

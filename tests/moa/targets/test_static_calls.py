@@ -33,7 +33,9 @@ def n_graphs(target: Target) -> int:
 
 @pytest.mark.parametrize("watched", [(), (0, 1)], ids=str)
 @pytest.mark.parametrize("family", quick(["llama", "mistral"], ["llama"]))
-def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str, watched: tuple[int, ...]) -> None:
+def test_a_call_gives_what_a_call_of_its_own_shape_gives(
+    family: str, watched: tuple[int, ...]
+) -> None:
     model = build_model(family, num_hidden_layers=2)
     static = static_target(model)
     prompts = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
@@ -55,15 +57,23 @@ def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str, watched: t
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", quick([None, TreeShape(5), TreeShape(3, 2, 6)], [TreeShape(3, 2, 6)]), ids=str)
+@pytest.mark.parametrize(
+    "shape", quick([None, TreeShape(5), TreeShape(3, 2, 6)], [TreeShape(3, 2, 6)]), ids=str
+)
 def test_a_few_graphs_serve_all_rounds(device: Counts, shape: TreeShape | None) -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target = static_target(copy.deepcopy(model).to("cuda"))
     session = DrafterProposer(target, build_drafter(model).to("cuda")) if shape else None
-    found = [generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0] for p in PROMPTS[:1]]
+    found = [
+        generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0]
+        for p in PROMPTS[:1]
+    ]
     n_before = n_graphs(target)
     assert 1 <= n_before <= 4  # rounds near the end are shallower
-    found += [generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0] for p in PROMPTS[1:]]
+    found += [
+        generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0]
+        for p in PROMPTS[1:]
+    ]
     assert n_graphs(target) == n_before
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
@@ -82,7 +92,8 @@ def test_generations_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         return keys, values
 
     monkeypatch.setattr(TargetCache, "layer_view", noted)
-    session = DrafterProposer(target, build_glide(model))  # which looks at the target's KV in each round
+    # which looks at the target's KV in each round
+    session = DrafterProposer(target, build_glide(model))
     for prompt in PROMPTS * 2:
         generate_batch(target, [prompt], max_new_tokens=12, proposer=session, tree=TreeShape(3))
     assert len(addresses) == 1
@@ -104,13 +115,19 @@ def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target = static_target(model, n_slots=16)
     session = DrafterProposer(target, build_drafter(model))
-    found = generate_batch(target, PROMPTS, max_new_tokens=24, proposer=session, tree=TreeShape(2, 2, 4))
+    found = generate_batch(
+        target, PROMPTS, max_new_tokens=24, proposer=session, tree=TreeShape(2, 2, 4)
+    )
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=24)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
 
 
 def test_only_layers_of_llama_on_a_gpu_become_graphs(device: Counts) -> None:
-    for family, where, is_static in (("llama", "cuda", True), ("llama", "cpu", False), ("qwen3_moe", "cuda", False)):
+    for family, where, is_static in (
+        ("llama", "cuda", True),
+        ("llama", "cpu", False),
+        ("qwen3_moe", "cuda", False),
+    ):
         target = Target(build_family(family).to(where))
         target.prepare()
         assert (target._static is not None) == is_static, (family, where)

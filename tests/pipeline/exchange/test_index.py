@@ -21,7 +21,8 @@ from moa_data.tests.kit.stores import read_by_zarr
 
 PAGE = (Path(__file__).parents[3] / "docs" / "interop.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Choosing sequences by an index")[1].split("\n## ")[0]
-# What each example reads, for comparison with the store: position, tokens and bits of the last hidden states.
+# What each example reads, for comparison with the store: position, tokens and bits of the last
+# hidden states.
 READ = {
     "duckdb": "found = [(i, batch['hidden/last'][b, :store.lengths[i]]) for b, i in enumerate(chosen.tolist())]",
     "polars": (
@@ -46,7 +47,11 @@ def export_index(store: Path, out: Path, **options: Any) -> str:
 def test_the_examples_read_what_they_choose(store: Path, tmp_path: Path, library: str) -> None:
     (tmp_path / "store").symlink_to(store)
     export_index(store, tmp_path / "index.parquet")
-    (block,) = (one for one in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL) if f" {library}" in one[:40])
+    (block,) = (
+        one
+        for one in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+        if f" {library}" in one[:40]
+    )
     lines = ["import numpy as np", block.replace("%what%", "%"), READ[library]]
     program = "\n".join([*lines, "np.savez('found.npz', **{str(i): bits for i, bits in found})"])
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
@@ -77,7 +82,9 @@ def test_a_row_has_what_the_store_knows_of_a_sequence(
         np.testing.assert_array_equal(rows, tokens)
 
 
-def test_an_index_replaces_its_own_kind_alone(store: Path, recipe_store: Path, tmp_path: Path) -> None:
+def test_an_index_replaces_its_own_kind_alone(
+    store: Path, recipe_store: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "index.parquet"
     export_index(recipe_store, out, max_sequences=2)
     export_index(recipe_store, out)

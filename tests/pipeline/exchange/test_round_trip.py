@@ -16,7 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, SelectionInvalid, TargetError
+from moa_data.errors import (
+    DatasetError,
+    OptionInvalid,
+    OutputOccupied,
+    SelectionInvalid,
+    TargetError,
+)
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
@@ -39,13 +45,19 @@ def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
     return out
 
 
-def bring_in(folder: Path, name: Format, target: Path, out: Path, **options: Any) -> ActivationStore:
-    import_folder(ImportConfig(folder=str(folder), format=name, model=str(target), out=str(out), **options))
+def bring_in(
+    folder: Path, name: Format, target: Path, out: Path, **options: Any
+) -> ActivationStore:
+    import_folder(
+        ImportConfig(folder=str(folder), format=name, model=str(target), out=str(out), **options)
+    )
     return ActivationStore(out)
 
 
 def by_id(store: ActivationStore) -> dict[str, int]:
-    return {sequence_id: i for i, sequence_id in enumerate(store.sequences["sequence_id"].to_pylist())}
+    return {
+        sequence_id: i for i, sequence_id in enumerate(store.sequences["sequence_id"].to_pylist())
+    }
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,11 +77,18 @@ def stop_at(n: int) -> Callable[[int, int, str], None]:
     return progress
 
 
-@pytest.mark.parametrize(("name", "zipped"), [*((name, False) for name in get_args(Format)), ("specforge", True)])
-def test_round_trip_keeps_every_bit(store: Path, target: Path, tmp_path: Path, name: Format, zipped: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "zipped"), [*((name, False) for name in get_args(Format)), ("specforge", True)]
+)
+def test_round_trip_keeps_every_bit(
+    store: Path, target: Path, tmp_path: Path, name: Format, zipped: bool
+) -> None:
     folder = export(store, name, tmp_path / "out")
-    for path in list(folder.rglob("*.ckpt")) if zipped else ():  # as SpecForge writes them with its own option
-        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), compresslevel=1))
+    # as SpecForge writes them with its own option
+    for path in list(folder.rglob("*.ckpt")) if zipped else ():
+        path.with_name(f"{path.name}.gz").write_bytes(
+            gzip.compress(path.read_bytes(), compresslevel=1)
+        )
         path.unlink()
     back = bring_in(folder, name, target, tmp_path / "back", part_tokens=300)
     original = ActivationStore(store)
@@ -80,15 +99,24 @@ def test_round_trip_keeps_every_bit(store: Path, target: Path, tmp_path: Path, n
     assert len(exact) == {"speculators": 6, "specforge": 6, "eagle": 3}[name]
     for sequence_id, i in by_id(back).items():
         for field in exact:
-            np.testing.assert_array_equal(back.read(i, field), original.read(there[sequence_id], field))
+            np.testing.assert_array_equal(
+                back.read(i, field), original.read(there[sequence_id], field)
+            )
     assert verify_store(tmp_path / "back").ok
-    assert back.manifest.identities["target.weights_sha256"] == original.manifest.identities["target.weights_sha256"]
+    assert (
+        back.manifest.identities["target.weights_sha256"]
+        == original.manifest.identities["target.weights_sha256"]
+    )
     assert (tmp_path / "back" / "README.md").is_file()
     assert FrozenTarget.load(back.target_path).n_layers == 0
 
 
-def test_speculators_last_state_goes_through_the_final_norm(store: Path, target: Path, tmp_path: Path) -> None:
-    back = bring_in(export(store, "speculators", tmp_path / "out"), "speculators", target, tmp_path / "back")
+def test_speculators_last_state_goes_through_the_final_norm(
+    store: Path, target: Path, tmp_path: Path
+) -> None:
+    back = bring_in(
+        export(store, "speculators", tmp_path / "out"), "speculators", target, tmp_path / "back"
+    )
     weight = FrozenTarget.load(back.target_path).norm.weight.double().numpy()
     original, there = ActivationStore(store), by_id(ActivationStore(store))
     for sequence_id, i in list(by_id(back).items())[:4]:
@@ -97,16 +125,28 @@ def test_speculators_last_state_goes_through_the_final_norm(store: Path, target:
         got = to_float32(back.read(i, "hidden/last"), "bfloat16")
         np.testing.assert_allclose(got, expected, rtol=2**-8)  # one rounding to bfloat16
         live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
-        np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)  # extraction rounded after the norm only
+        # extraction rounded after the norm only
+        np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", quick(["cohere2", "gemma", "gemma2", "nemotron", "gpt2"], ["cohere2", "gemma"]))
-def test_the_final_norm_is_that_of_the_family(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", quick(["cohere2", "gemma", "gemma2", "nemotron", "gpt2"], ["cohere2", "gemma"])
+)
+def test_the_final_norm_is_that_of_the_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where it is not Llama's, or adds 1 to its weights and nothing is known of the family."""
-    model, data = write_family(tmp_path / "model", name), write_jsonl(tmp_path / "chats.jsonl", random_chats(3))
+    model, data = (
+        write_family(tmp_path / "model", name),
+        write_jsonl(tmp_path / "chats.jsonl", random_chats(3)),
+    )
     chosen = ("hidden:last", *(f"hidden:layer:{layer}" for layer in (0, 1, 2, 3)))
     out = str(tmp_path / "store")
-    extract(ExtractConfig.of(model=str(model), dataset=str(data), out=out, activations=chosen, device="cpu"))
+    extract(
+        ExtractConfig.of(
+            model=str(model), dataset=str(data), out=out, activations=chosen, device="cpu"
+        )
+    )
     folder = export(Path(out), "speculators", tmp_path / "out", layers=(0, 1, 2))
     for _ in range(2):  # again, with the target in the store
         back = bring_in(folder, "speculators", model, tmp_path / "back", layers=(0, 1, 2))
@@ -116,24 +156,33 @@ def test_the_final_norm_is_that_of_the_family(name: str, tmp_path: Path, monkeyp
         live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
         np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)
     monkeypatch.setattr("moa_data.moa.targets.bundle._FINAL_NORMS", ())
-    with pytest.raises(TargetError, match=f"what {name} makes of the output of its last layer is not known"):
+    with pytest.raises(
+        TargetError, match=f"what {name} makes of the output of its last layer is not known"
+    ):
         bring_in(folder, "speculators", model, tmp_path / "refused", layers=(0, 1, 2))
     assert not (tmp_path / "refused").exists()
 
 
 def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:
     """Of the last layer with a window and of the last one without; they are those of the store, bit for bit."""
-    mixed = write_target(tmp_path / "mixed", family="qwen2-mixed", num_hidden_layers=4, sliding_window=6)
+    mixed = write_target(
+        tmp_path / "mixed", family="qwen2-mixed", num_hidden_layers=4, sliding_window=6
+    )
     data = write_jsonl(tmp_path / "chats.jsonl", random_chats(3))
     activations = ("kv", *(f"hidden:layer:{layer}" for layer in (0, 1, 3)))
     out = str(tmp_path / "store")
-    extract(ExtractConfig.of(model=str(mixed), dataset=str(data), out=out, activations=activations, device="cpu"))
+    extract(
+        ExtractConfig.of(
+            model=str(mixed), dataset=str(data), out=out, activations=activations, device="cpu"
+        )
+    )
     folder = export(Path(out), "speculators", tmp_path / "out", layers=(0, 1), kv=True)
     original = ActivationStore(out)
     for i in range(len(original)):
         record = load_file(folder / "hidden_states" / f"hs_{i}.safetensors")
         for kind, layer in (("local", 3), ("global", 2)):
-            stored = torch.from_numpy(original.read(i, "kv", layers=[layer])).view(torch.bfloat16)  # [S, 1, H_kv, 2, d]
+            # [S, 1, H_kv, 2, d]
+            stored = torch.from_numpy(original.read(i, "kv", layers=[layer])).view(torch.bfloat16)
             for index, part in enumerate("kv"):
                 assert record[f"kv_last_{kind}_{part}"].shape == (original.lengths[i], 2, 8)
                 assert torch.equal(record[f"kv_last_{kind}_{part}"], stored[:, 0, :, index])
@@ -158,7 +207,9 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", get_args(Format))
-def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_path: Path, name: Format) -> None:
+def test_an_interrupted_export_goes_on_and_ends_in_equal_files(
+    store: Path, tmp_path: Path, name: Format
+) -> None:
     whole = contents(export(store, name, tmp_path / "whole"))
     config = ExportConfig(store=str(store), format=name, out=str(tmp_path / "out"))
     with pytest.raises(KeyboardInterrupt):
@@ -171,25 +222,41 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_
     assert not list((tmp_path / "out").rglob("*.partial*"))
 
 
-def test_an_interrupted_import_goes_on_and_ends_in_equal_files(store: Path, target: Path, tmp_path: Path) -> None:
+def test_an_interrupted_import_goes_on_and_ends_in_equal_files(
+    store: Path, target: Path, tmp_path: Path
+) -> None:
     folder = export(store, "specforge", tmp_path / "out")
     bring_in(folder, "specforge", target, tmp_path / "whole", part_tokens=256)
     config = ImportConfig(
-        folder=str(folder), format="specforge", model=str(target), out=str(tmp_path / "back"), part_tokens=256
+        folder=str(folder),
+        format="specforge",
+        model=str(target),
+        out=str(tmp_path / "back"),
+        part_tokens=256,
     )
     with pytest.raises(KeyboardInterrupt):
         import_folder(config, progress=stop_at(6))
-    assert 0 < import_folder(config).n_parts_done < ActivationStore(tmp_path / "back").manifest.n_parts
+    assert (
+        0 < import_folder(config).n_parts_done < ActivationStore(tmp_path / "back").manifest.n_parts
+    )
     assert read_tree(tmp_path / "back") == read_tree(tmp_path / "whole")
 
 
-def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path, tmp_path: Path) -> None:
+def test_a_folder_with_something_else_is_refused(
+    store: Path, recipe_store: Path, tmp_path: Path
+) -> None:
     export(store, "eagle", tmp_path / "out", max_sequences=4)
-    others: list[tuple[Path, Format, int]] = [(store, "specforge", 4), (recipe_store, "eagle", 4), (store, "eagle", 2)]
+    others: list[tuple[Path, Format, int]] = [
+        (store, "specforge", 4),
+        (recipe_store, "eagle", 4),
+        (store, "eagle", 2),
+    ]
     for other, name, n in others:
         with pytest.raises(OutputOccupied):
             export(other, name, tmp_path / "out", max_sequences=n)
-    assert "8 written" in export_store(ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out")))
+    assert "8 written" in export_store(
+        ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out"))
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(OutputOccupied, match="not an empty folder"):
@@ -202,7 +269,9 @@ def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path
 def test_a_store_without_a_field_names_the_command_that_adds_it(
     store: Path, recipe_store: Path, tmp_path: Path
 ) -> None:
-    lacking = run("export", recipe_store, "--format", "specforge", "--layers", "2", "--out", tmp_path / "out")
+    lacking = run(
+        "export", recipe_store, "--format", "specforge", "--layers", "2", "--out", tmp_path / "out"
+    )
     refused(lacking, f"`moa-data add {recipe_store} --model MODEL --activations hidden:layer:2")
     assert not (tmp_path / "out").exists()
     done = run("export", store, "--format", "eagle", "--out", tmp_path / "out")
@@ -270,7 +339,11 @@ class Evil:
     ],
 )
 def test_a_bad_file_is_named(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = official_eagle(tmp_path / "data")
@@ -304,13 +377,19 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
     plain = export(store, "eagle", tmp_path / "eagle", max_sequences=2)
     file = plain / "0" / "data_1.ckpt"
     file.write_bytes(file.read_bytes()[:500])
-    cases: list[tuple[Path, Format]] = [(plain, "eagle"), (plain, "speculators"), (tmp_path / "no", "eagle")]
+    cases: list[tuple[Path, Format]] = [
+        (plain, "eagle"),
+        (plain, "speculators"),
+        (tmp_path / "no", "eagle"),
+    ]
     for (source, name), text in zip(cases, ("data_1", "hs_", "no"), strict=True):
         with pytest.raises(DatasetError, match=text):
             bring_in(source, name, target, tmp_path / "back")
 
 
-def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, tmp_path: Path) -> None:
+def test_speculators_files_must_belong_to_their_rows(
+    store: Path, target: Path, tmp_path: Path
+) -> None:
     folder = export(store, "speculators", tmp_path / "out", max_sequences=3)
     path = folder / "hidden_states" / "hs_1.safetensors"
     good = load_file(path)
@@ -337,7 +416,9 @@ def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, 
     refused_with("loss masks lie there")
 
 
-def test_speculators_fp8_states_are_read_with_their_scales(store: Path, target: Path, tmp_path: Path) -> None:
+def test_speculators_fp8_states_are_read_with_their_scales(
+    store: Path, target: Path, tmp_path: Path
+) -> None:
     """As ``hs_connectors/fp8_utils.py`` writes and reads them: a scale for each token, over its layers."""
     folder = export(store, "speculators", tmp_path / "out", max_sequences=2)
     meant: dict[int, torch.Tensor] = {}
@@ -355,7 +436,9 @@ def test_speculators_fp8_states_are_read_with_their_scales(store: Path, target: 
     for row, states in meant.items():
         got = to_float32(back.read(row, "hidden/layer_1"), "bfloat16")
         np.testing.assert_array_equal(got, states[:, 0].float().numpy())
-    save_file({name: value for name, value in load_file(path).items() if "scales" not in name}, path)
+    save_file(
+        {name: value for name, value in load_file(path).items() if "scales" not in name}, path
+    )
     with pytest.raises(DatasetError, match="no tensor hidden_states_scales"):
         bring_in(folder, "speculators", target, tmp_path / "again")
     save_file(load_file(path) | {"hidden_states_scales": torch.ones(3, 1, 1)}, path)
@@ -380,7 +463,9 @@ def live(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the_norm(
     store: Path, model: Any, tmp_path: Path
 ) -> None:
-    export_store(ExportConfig(store=str(store), format="speculators", out=str(tmp_path), max_sequences=2))
+    export_store(
+        ExportConfig(store=str(store), format="speculators", out=str(tmp_path), max_sequences=2)
+    )
     record = load_file(tmp_path / "hidden_states" / "hs_0.safetensors")
     rows, original = load_from_disk(str(tmp_path)), ActivationStore(store)
     assert rows.with_format(None)["seq_len"][:] == original.lengths[:2].tolist()
@@ -397,10 +482,14 @@ def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the
     assert not torch.allclose(slots[:, 3], states[8], **BFLOAT16)  # the norm of this target is seen
 
 
-def test_specforge_and_eagle_hold_the_last_state_after_the_norm(store: Path, model: Any, tmp_path: Path) -> None:
+def test_specforge_and_eagle_hold_the_last_state_after_the_norm(
+    store: Path, model: Any, tmp_path: Path
+) -> None:
     files: dict[Format, str] = {"specforge": "rows_0-2000/data_0.ckpt", "eagle": "0/data_0.ckpt"}
     for name, file in files.items():
-        export_store(ExportConfig(store=str(store), format=name, out=str(tmp_path / name), max_sequences=1))
+        export_store(
+            ExportConfig(store=str(store), format=name, out=str(tmp_path / name), max_sequences=1)
+        )
         record = torch.load(tmp_path / name / file, weights_only=True)
         states = live(model, record["input_ids"])
         last = record["hidden_state"].float()
@@ -412,7 +501,10 @@ def test_specforge_and_eagle_hold_the_last_state_after_the_norm(store: Path, mod
 
 def test_default_layers_are_those_of_eagle_3() -> None:
     fields = [make_format("specforge", (), n_layers).fields for n_layers in (32, 7)]
-    assert fields == [("hidden/last", *(f"hidden/layer_{n}" for n in layers)) for layers in ((1, 15, 28), (1, 2, 3))]
+    assert fields == [
+        ("hidden/last", *(f"hidden/layer_{n}" for n in layers))
+        for layers in ((1, 15, 28), (1, 2, 3))
+    ]
     for layers, n_layers in (((), 1), ((), 6), ((6,), 6)):
         with pytest.raises(OptionInvalid, match="--layers"):
             make_format("specforge", layers, n_layers)

@@ -10,7 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from moa_data.errors import OptionInvalid
-from moa_data.pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
+from moa_data.pipeline.exchange.torch_dataset import (
+    ActivationDataset,
+    IterableActivationDataset,
+    pad_collate,
+)
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import to_float32
 
@@ -35,7 +39,9 @@ def test_items_are_the_stores_values(recipe_store: Path) -> None:
         np.testing.assert_array_equal(item["response_mask"].numpy(), store.read(i, "response_mask"))
         np.testing.assert_array_equal(item["kv"].view(torch.uint16).numpy(), store.read(i, "kv"))
     chosen = ActivationDataset(store, ("kv", "hidden/last"), layers=[-1, 1], dtype=torch.float32)[2]
-    np.testing.assert_array_equal(chosen["kv"].numpy(), to_float32(store.read(2, "kv", layers=[3, 1]), "bfloat16"))
+    np.testing.assert_array_equal(
+        chosen["kv"].numpy(), to_float32(store.read(2, "kv", layers=[3, 1]), "bfloat16")
+    )
     assert chosen["hidden/last"].dtype == torch.float32
 
 
@@ -57,9 +63,16 @@ def test_bad_arguments_are_refused(recipe_store: Path, kind: Any, options: dict[
 def test_workers_give_what_the_main_process_gives(recipe_store: Path, is_pickled: bool) -> None:
     dataset = ActivationDataset(recipe_store, FIELDS)
     dataset[0]  # an open file crosses the fork
-    sent = pickle.loads(pickle.dumps(dataset)) if is_pickled else dataset  # as a spawned worker gets it
+    # as a spawned worker gets it
+    sent = pickle.loads(pickle.dumps(dataset)) if is_pickled else dataset
     batches = list(
-        DataLoader(sent, batch_size=3, num_workers=2, collate_fn=pad_collate, multiprocessing_context="fork")
+        DataLoader(
+            sent,
+            batch_size=3,
+            num_workers=2,
+            collate_fn=pad_collate,
+            multiprocessing_context="fork",
+        )
     )
     assert len(batches) == 4
     for number, batch in enumerate(batches):
@@ -114,7 +127,8 @@ def test_buckets_put_like_lengths_together(recipe_store: Path) -> None:
     assert sorted(np.concatenate(groups).tolist()) == list(range(12))
     padded = sum(3 * int(lengths[group].max()) for group in groups)
     by_length = np.sort(lengths)[::-1].reshape(4, 3)
-    assert padded == int(3 * by_length[:, 0].sum())  # one window of all: the least padding there can be
+    # one window of all: the least padding there can be
+    assert padded == int(3 * by_length[:, 0].sum())
     firsts = [int(lengths[group].max()) for group in groups]
     assert firsts != sorted(firsts, reverse=True)  # and yet the groups are shuffled
     uneven = IterableActivationDataset(recipe_store, ("tokens",), batch_size=5, bucket_batches=1)
@@ -123,12 +137,19 @@ def test_buckets_put_like_lengths_together(recipe_store: Path) -> None:
 
 
 def test_workers_deal_out_groups_and_see_the_next_epoch(recipe_store: Path) -> None:
-    dataset = IterableActivationDataset(recipe_store, ("tokens",), batch_size=2, bucket_batches=2, seed=1)
+    dataset = IterableActivationDataset(
+        recipe_store, ("tokens",), batch_size=2, bucket_batches=2, seed=1
+    )
     loader = DataLoader(
         dataset, batch_size=2, num_workers=2, collate_fn=pad_collate, persistent_workers=True,
         multiprocessing_context="fork",
     )  # fmt: skip
     for epoch in (0, 7):
         dataset.set_epoch(epoch)
-        expected = [sorted(token_sums([dataset._items[i] for i in group])) for group in dataset.epoch_groups(epoch)]
-        assert sorted(sorted(batch["tokens"].sum(1).tolist()) for batch in loader) == sorted(expected)
+        expected = [
+            sorted(token_sums([dataset._items[i] for i in group]))
+            for group in dataset.epoch_groups(epoch)
+        ]
+        assert sorted(sorted(batch["tokens"].sum(1).tolist()) for batch in loader) == sorted(
+            expected
+        )

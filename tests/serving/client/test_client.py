@@ -59,11 +59,15 @@ def test_every_mode_gives_the_plain_answer(name: str) -> None:
                     assert list(answer.tokens) == plain(prompt, 20)
                     assert watched.kinds().count("Done") == 1
                     assert watched.kinds()[-2:] == ["Stats", "Done"]
-                    assert "RolledBack" not in watched.kinds(), "without a cut nothing unverified is shown"
+                    assert "RolledBack" not in watched.kinds(), (
+                        "without a cut nothing unverified is shown"
+                    )
                     assert answer.stats.n_tokens == 20
                     assert min(answer.stats.bytes_up, answer.stats.bytes_down) > 0
                     lengths.append(answer.stats.acceptance_length or 0.0)
-        assert sum(lengths) / len(lengths) > 1.4, "those of the last mode, in which the client drafts"
+        assert sum(lengths) / len(lengths) > 1.4, (
+            "those of the last mode, in which the client drafts"
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -72,7 +76,9 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
         watched = Watched(connected)
         for seed in (1, -5):
             wanted = plain(PROMPTS[1], 24, SAMPLED, seed)
-            assert list(watched.complete(PROMPTS[1], 24, sampling=SAMPLED, seed=seed).tokens) == wanted
+            assert (
+                list(watched.complete(PROMPTS[1], 24, sampling=SAMPLED, seed=seed).tokens) == wanted
+            )
         assert plain(PROMPTS[1], 24, SAMPLED, 1) != wanted
 
 
@@ -84,7 +90,10 @@ def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
         again = connected.complete(longer, max_new_tokens=4)
         assert list(again.tokens) == plain(longer, 4)
         with client(server.grpc_address, mode="client") as other:
-            assert other.complete(longer, max_new_tokens=4).stats.bytes_down > 1.2 * again.stats.bytes_down
+            assert (
+                other.complete(longer, max_new_tokens=4).stats.bytes_down
+                > 1.2 * again.stats.bytes_down
+            )
 
 
 # Without a network
@@ -112,7 +121,12 @@ def test_writes_offline_and_takes_back(server: Server) -> None:
     changes = [event.up for event in watched.events if isinstance(event, LinkChanged)]
     assert changes == [True, False, True]
     # Alone, a second event may say why it pauses.
-    modes = [mode for mode, _ in groupby(event.mode for event in watched.events if isinstance(event, ModeChanged))]
+    modes = [
+        mode
+        for mode, _ in groupby(
+            event.mode for event in watched.events if isinstance(event, ModeChanged)
+        )
+    ]
     assert modes == ["server", "offline", "server"]
     assert any(isinstance(event, Verified | RolledBack) for event in watched.events)
 
@@ -121,8 +135,12 @@ CUTS = [(mode, way, reset) for mode in MODES for way in ("up", "down") for reset
 
 
 @pytest.mark.parametrize(("mode", "way", "reset"), CUTS)
-@pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, is_complete: bool, server: Server) -> None:
+@pytest.mark.parametrize(
+    "is_complete", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_cut_after_any_byte(
+    mode: Any, way: Any, reset: bool, is_complete: bool, server: Server
+) -> None:
     """Record an exchange, then repeat it with the network cut after every so many bytes of one direction."""
     timeouts = Timeouts(connect_s=120.0, silence_s=0.05, dead_s=0.3)
     wanted, step = plain(PROMPTS[3], 12), 1 if is_complete else 997 if way == "down" else 233
@@ -158,7 +176,9 @@ def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
             if isinstance(event, Tokens) and event.start >= 12 and thread.ident is None:
                 thread.start()
 
-        answer = connected.complete(PROMPTS[5], max_new_tokens=60, sampling=sampling, seed=3, on_event=note)
+        answer = connected.complete(
+            PROMPTS[5], max_new_tokens=60, sampling=sampling, seed=3, on_event=note
+        )
         thread.join()
         n_opened = second.counts.n_opened
         second.__exit__()
@@ -178,7 +198,10 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
         if isinstance(event, Tokens) and event.start >= 14:
             raise Killed
 
-    with client(server.grpc_address, session_file=file, mode="client") as connected, pytest.raises(Killed):
+    with (
+        client(server.grpc_address, session_file=file, mode="client") as connected,
+        pytest.raises(Killed),
+    ):
         connected.complete(PROMPTS[6], max_new_tokens=40, sampling=SAMPLED, seed=9, on_event=die)
     saved = SavedAnswer.load(file)
     assert not saved.finish
@@ -190,7 +213,9 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
     assert list(answer.tokens) == plain(PROMPTS[6], 40, SAMPLED, 9) == watched.display.tokens
     assert SavedAnswer.load(file).finish == "length"
     with client(server.grpc_address) as connected:
-        assert connected.resume(SavedAnswer.load(file)).tokens == answer.tokens, "what has ended stays as it is"
+        assert connected.resume(SavedAnswer.load(file)).tokens == answer.tokens, (
+            "what has ended stays as it is"
+        )
 
 
 # Refusals
@@ -203,7 +228,10 @@ def test_nobody_answers(is_silent: bool) -> None:
         if not is_silent:
             listener.close()
         began = time.monotonic()
-        with client(address, timeouts=Timeouts(connect_s=0.3)) as connected, pytest.raises(Disconnected):
+        with (
+            client(address, timeouts=Timeouts(connect_s=0.3)) as connected,
+            pytest.raises(Disconnected),
+        ):
             connected.complete([5, 6])
         assert time.monotonic() - began < Timeouts().connect_s
 
@@ -249,14 +277,18 @@ def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     chat = [{"role": "user", "content": "the cat sat"}]
     with (
         Server(live, {"moa": drafter}, identities) as own,
-        DraftingClient(own.grpc_address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
+        DraftingClient(
+            own.grpc_address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY
+        ) as connected,
     ):
         answer = connected.chat(chat, max_new_tokens=12)
         assert len(answer.tokens) == 12 or answer.finish == "stop"
         assert answer.text == tokenizer.decode(answer.tokens, skip_special_tokens=True)
     with (
         Server(live, {"moa": drafter}, Identities("", "", {"moa": "another"})) as other,
-        DraftingClient(other.grpc_address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
+        DraftingClient(
+            other.grpc_address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY
+        ) as connected,
         pytest.raises(ProtocolMismatch),
     ):
         connected.chat(chat)
@@ -264,7 +296,9 @@ def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 # Saved answers
 
-SAVED = SavedAnswer("s", (5, 6, 7), 2, 40, SamplingConfig(0.5, 0.9), 3, "", ({"role": "user", "content": "🙂"},))
+SAVED = SavedAnswer(
+    "s", (5, 6, 7), 2, 40, SamplingConfig(0.5, 0.9), 3, "", ({"role": "user", "content": "🙂"},)
+)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,19 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "moa": ("moa", {}),
-    "moa of the paper": ("moa", {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}),
+    "moa of the paper": (
+        "moa",
+        {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False},
+    ),
     "moa with 1 layer": ("moa", {"target_layer_inference": 1}),
     "moa with 3 layers": ("moa", {"target_layer_inference": 3}),
     "eagle": ("eagle", {}),
     "independent": ("independent", {}),
     "dspark": ("dspark", {"fused_layers": (-1, 1), "block_layers": 1, "block_size": 16}),
-    "dflash of a memory": ("dflash", {"context": "memory", "fused_layers": None, "block_layers": 1}),
+    "dflash of a memory": (
+        "dflash",
+        {"context": "memory", "fused_layers": None, "block_layers": 1},
+    ),
     "dspark of keys and values": ("dspark", {"context": "kv", "block_layers": 2, "block_size": 16}),
 }
 TEXT = [5, 17, 42, 8, 30, 11, 25, 60, 9, 14, 33, 21, 7, 52]
@@ -72,7 +78,9 @@ class Beside:
         return proposer.propose([text], TreeShape(depth)).tokens[0].tolist()
 
 
-def drafted(drafter: TextDrafter, text: list[int], n: int, before: tuple[int, ...] = ()) -> list[int]:
+def drafted(
+    drafter: TextDrafter, text: list[int], n: int, before: tuple[int, ...] = ()
+) -> list[int]:
     drafts = list(before)
     for _ in range(n):
         draft = drafter.next(text, drafts)
@@ -110,7 +118,9 @@ def test_contexts_that_lag(beside: Beside) -> None:
     expected = drafted(other, text[: n_context + 1], 9, tuple(text[n_context + 1 :]))
     assert drafted(drafter, text, 9) == expected
     beside.give(drafter, 8)
-    assert drafted(drafter, text, 6) == beside.chain(text, 6), "newer contexts are used where nothing is drafted"
+    assert drafted(drafter, text, 6) == beside.chain(text, 6), (
+        "newer contexts are used where nothing is drafted"
+    )
 
 
 def test_a_chain_goes_on_and_goes_back(beside: Beside) -> None:
@@ -118,7 +128,9 @@ def test_a_chain_goes_on_and_goes_back(beside: Beside) -> None:
     text = TEXT[:6]
     drafter = beside.drafter_of(text, 5)
     chain = drafted(drafter, text, 8)
-    assert drafted(drafter, text, 6, tuple(chain[:2])) == chain[2:], "back to what was drafted before"
+    assert drafted(drafter, text, 6, tuple(chain[:2])) == chain[2:], (
+        "back to what was drafted before"
+    )
     # Three were right and a fourth was not; without newer contexts the same round goes on.
     other = next(token for token in range(4, 60) if token != chain[3])
     longer = text + chain[:3] + [other]
@@ -192,7 +204,9 @@ def test_a_block_ends(target: Target) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "glide", "medusa"])
-def test_drafters_that_need_their_target_are_refused(kind: str, target: Target, tmp_path: Path) -> None:
+def test_drafters_that_need_their_target_are_refused(
+    kind: str, target: Target, tmp_path: Path
+) -> None:
     save_drafter(build(kind, target.model), tmp_path)
     with pytest.raises(DrafterError):
         DraftingModel.load(tmp_path, tmp_path)

@@ -21,7 +21,9 @@ from moa_data.tests.kit.proxy import Proxy
 from ..drafting import Server
 from .room import target
 
-OPEN = pb.ClientMessage(sequence=1, open=pb.Open(protocol=1, tokens=[5, 6], n_prompt=2, max_new_tokens=4))
+OPEN = pb.ClientMessage(
+    sequence=1, open=pb.Open(protocol=1, tokens=[5, 6], n_prompt=2, max_new_tokens=4)
+)
 PING = pb.ClientMessage(sequence=2, ping=pb.Ping(id=7))
 CLOSE = pb.ClientMessage(sequence=3, close=pb.Close())
 

@@ -30,7 +30,9 @@ from .world import FAULTS, STEPS, World, texts
     mode=st.sampled_from(["server", "client"]),
     actions=st.lists(st.sampled_from(STEPS) | st.sampled_from(STEPS + FAULTS), max_size=150),
 )
-def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: ChosenMode, actions: list[str]) -> None:
+def test_nothing_is_lost_and_nothing_comes_twice(
+    seed: int, mode: ChosenMode, actions: list[str]
+) -> None:
     World(seed, mode).live(actions)
 
 
@@ -39,7 +41,9 @@ def opened(mode: ChosenMode = "client", **changes: object) -> Session:
     settings = AnswerSettings(20, mode=mode, shape=TreeShape(3), **changes)  # type: ignore[arg-type]
     session = Session([1, 2], 2, settings, texts())
     session.link_up()
-    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4, max_positions=100)))
+    session.receive(
+        pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4, max_positions=100))
+    )
     session.no_draft()
     commit(session, 2, [3])
     session.take_events()
@@ -49,12 +53,18 @@ def opened(mode: ChosenMode = "client", **changes: object) -> Session:
 
 def commit(session: Session, start: int, tokens: Sequence[int], n_accepted: int = 0) -> None:
     """Answer the last request."""
-    found = pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=session._awaited)
+    found = pb.Committed(
+        start=start, tokens=tokens, n_accepted=n_accepted, answers=session._awaited
+    )
     session.receive(pb.ServerMessage(committed=found))
 
 
 def asked(session: Session) -> list[pb.Verify]:
-    return [message.verify for message in session.take_messages() if message.WhichOneof("body") == "verify"]
+    return [
+        message.verify
+        for message in session.take_messages()
+        if message.WhichOneof("body") == "verify"
+    ]
 
 
 def test_a_chain_is_verified_and_shown() -> None:
@@ -68,7 +78,9 @@ def test_a_chain_is_verified_and_shown() -> None:
         session.add_draft(token, 0.9)
     assert not session.wants_draft
     commit(session, 3, [4, 5, 6, 7], n_accepted=3)
-    assert asked(session) == [pb.Verify(start=7, tokens=[8, 9, 10])], "at once: what was guessed ahead is right"
+    assert asked(session) == [pb.Verify(start=7, tokens=[8, 9, 10])], (
+        "at once: what was guessed ahead is right"
+    )
     commit(session, 7, [8, 11], n_accepted=1)
     assert session.take_events() == [
         Tokens(1, (4, 5, 6, 7), ("4 ", "5 ", "6 ", "7 "), ("accepted",) * 3 + ("bonus",)),
@@ -100,7 +112,10 @@ def test_a_cut_and_the_return() -> None:
     assert (open_.open.session, list(open_.open.tokens), open_.open.n_prompt) == ("s", [1, 2, 3], 2)
     assert verify.verify == pb.Verify(start=3, tokens=[4, 5, 6, 7]), "as many as the server takes"
     session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4)))
-    assert session.take_events() == [LinkChanged(True), ModeChanged("client", "the server is there again")]
+    assert session.take_events() == [
+        LinkChanged(True),
+        ModeChanged("client", "the server is there again"),
+    ]
     commit(session, 3, [4, 5, 6, 7, 8], n_accepted=4)
     assert session.take_events() == [Verified(6)]
     assert asked(session) == [pb.Verify(start=8, tokens=[9])], "the rest"
@@ -119,7 +134,9 @@ def test_a_cut_and_the_return() -> None:
 def test_failures_are_errors(code: str, error: type[Exception]) -> None:
     session = opened()
     with pytest.raises(error):
-        session.receive(pb.ServerMessage(failure=pb.Failure(code=code, message="Do that.", ends=True)))
+        session.receive(
+            pb.ServerMessage(failure=pb.Failure(code=code, message="Do that.", ends=True))
+        )
     session.link_down("over")
     session.link_up()
     assert session.take_messages()[0].open.session == "s"

@@ -36,7 +36,9 @@ Numbered = Iterator[tuple[str, dict[str, Any]]]
 
 
 def tokens(start: int, words: list[str], kind: Kind) -> Tokens:
-    return Tokens(start, tuple(range(len(words))), tuple(f"{word} " for word in words), (kind,) * len(words))
+    return Tokens(
+        start, tuple(range(len(words))), tuple(f"{word} " for word in words), (kind,) * len(words)
+    )
 
 
 class Scripted:
@@ -91,7 +93,9 @@ def page() -> Iterator[ChatPage]:
         yield page
 
 
-def request(page: ChatPage, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+def request(
+    page: ChatPage, method: str, path: str, body: Any = None, **headers: str
+) -> httpx.Response:
     return httpx.request(method, f"{page.url}{path}", json=body, headers=headers, timeout=60)
 
 
@@ -102,7 +106,11 @@ def events_of(page: ChatPage, last_id: str = "") -> Iterator[Numbered]:
     with httpx.stream("GET", f"{page.url}events", headers=headers, timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = response.iter_lines()
-        yield ((line.removeprefix("id: "), json.loads(next(lines).removeprefix("data: "))) for line in lines if line)
+        yield (
+            (line.removeprefix("id: "), json.loads(next(lines).removeprefix("data: ")))
+            for line in lines
+            if line
+        )
 
 
 def until(events: Numbered, kind: str) -> list[dict[str, Any]]:
@@ -124,7 +132,9 @@ def test_the_page_needs_nothing_from_elsewhere(page: ChatPage) -> None:
     assert "https://" not in found.text
 
 
-def test_events_of_an_answer_come_in_order_and_again_for_a_page_that_reloads(page: ChatPage) -> None:
+def test_events_of_an_answer_come_in_order_and_again_for_a_page_that_reloads(
+    page: ChatPage,
+) -> None:
     with events_of(page) as events:
         assert [event["type"] for event in until(events, "Network")] == ["Began", "Network"]
         ask(page)
@@ -136,7 +146,9 @@ def test_events_of_an_answer_come_in_order_and_again_for_a_page_that_reloads(pag
         replayed = until(again, "Ended")
     assert replayed[1:] == found
     assert [event["t"] for event in found] == sorted(event["t"] for event in found)
-    assert {"RolledBack": len(WORDS) + 2}.items() <= {event["type"]: event.get("stop") for event in found}.items()
+    assert {"RolledBack": len(WORDS) + 2}.items() <= {
+        event["type"]: event.get("stop") for event in found
+    }.items()
 
 
 def test_a_page_that_lost_its_connection_goes_on_where_it_was(page: ChatPage) -> None:
@@ -145,7 +157,9 @@ def test_a_page_that_lost_its_connection_goes_on_where_it_was(page: ChatPage) ->
         last, first = next(events)
         assert first["prompt"] == "fail"
         rest = until(events, "Ended")
-    assert {"type": "Failed", "message": "The server is gone. Start it again."}.items() <= rest[-2].items()
+    assert {"type": "Failed", "message": "The server is gone. Start it again."}.items() <= rest[
+        -2
+    ].items()
     with events_of(page, last) as events:
         assert until(events, "Ended") == rest
     with events_of(page, "another-17") as events:  # of a client that ran before on this port
@@ -175,9 +189,16 @@ def test_bad_questions_and_other_sites_are_refused(page: ChatPage) -> None:
     for body in BODIES:
         assert request(page, "POST", "ask", body).status_code == 422
     # As forms of other sites send it.
-    assert request(page, "POST", "ask", {"prompt": "x"}, **{"content-type": "text/plain"}).status_code == 422
+    assert (
+        request(page, "POST", "ask", {"prompt": "x"}, **{"content-type": "text/plain"}).status_code
+        == 422
+    )
     for headers in FOREIGN:
-        for method, path, asked in (("GET", "", None), ("GET", "events", None), ("POST", "ask", {"prompt": "x"})):
+        for method, path, asked in (
+            ("GET", "", None),
+            ("GET", "events", None),
+            ("POST", "ask", {"prompt": "x"}),
+        ):
             assert request(page, method, path, asked, **headers).status_code == 403
     for host in ("127.0.0.1", "localhost"):
         headers = {"Host": f"{host}:{page.port}", "Origin": f"http://{host}:{page.port}"}
@@ -195,7 +216,9 @@ def test_closing_ends_the_streams() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "page"]
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 FLAGS = "no-sandbox disable-gpu disable-background-networking disable-component-update disable-sync no-first-run"
 
 
@@ -205,10 +228,15 @@ FLAGS = "no-sandbox disable-gpu disable-background-networking disable-component-
 def test_a_browser_shows_the_cut_and_the_roll_back(scheme: Any) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with page_of(Scripted(pause_s=0.1)) as page, api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[f"--{flag}" for flag in FLAGS.split()])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=[f"--{flag}" for flag in FLAGS.split()]
+        )
         view = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 900})
         problems: list[str] = []
-        view.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        view.on(
+            "console",
+            lambda message: problems.append(message.text) if message.type == "error" else None,
+        )
         view.on("pageerror", lambda error: problems.append(str(error)))
         view.goto(page.url)
         view.get_by_label("Prompt").fill("Why is the sky blue?")
@@ -223,7 +251,9 @@ def test_a_browser_shows_the_cut_and_the_roll_back(scheme: Any) -> None:
         api.expect(view.locator("#state")).to_contain_text("paused after 10 unverified tokens")
         api.expect(network).to_have_attribute("aria-checked", "false")
         view.set_viewport_size({"width": 1200, "height": 700})
-        assert view.evaluate("document.getElementById('form').getBoundingClientRect().bottom") <= 700
+        assert (
+            view.evaluate("document.getElementById('form').getBoundingClientRect().bottom") <= 700
+        )
         assert view.evaluate("document.getElementById('conversation').clientHeight") > 120
         network.click()
         api.expect(view.locator("#answer .rolled")).to_have_count(len(GUESSED) - 2)

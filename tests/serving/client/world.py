@@ -38,7 +38,9 @@ def texts() -> Detokenizer:
 
 def next_token(tokens: list[int]) -> int:
     """The language: a function of the last tokens and the position, as a target's greedy decoding is."""
-    digest = hashlib.blake2b(bytes(tokens[-3:]) + len(tokens).to_bytes(2, "big"), digest_size=4).digest()
+    digest = hashlib.blake2b(
+        bytes(tokens[-3:]) + len(tokens).to_bytes(2, "big"), digest_size=4
+    ).digest()
     return int.from_bytes(digest, "big") % VOCABULARY
 
 
@@ -88,7 +90,11 @@ class Server:
         elif self.is_open and self.n_context < len(self.tokens) - 1:
             stop = self.chance.randint(self.n_context + 1, len(self.tokens) - 1)
             values = bytes(self.tokens[self.n_context : stop])
-            self._say(context=pb.Context(start=self.n_context, n_positions=len(values), codec="int8", values=values))
+            self._say(
+                context=pb.Context(
+                    start=self.n_context, n_positions=len(values), codec="int8", values=values
+                )
+            )
             self.n_context = stop
 
     def _answer(self, message: pb.ClientMessage) -> None:
@@ -123,10 +129,17 @@ class Server:
             self.n_sessions += 1
             self.name, self.tokens, self.finish = f"s{self.n_sessions}", [], ""
             self.limit = body.max_new_tokens + body.n_prompt
-        assert self.tokens[: len(known)] == known[: len(self.tokens)], "what is committed never changes"
+        assert self.tokens[: len(known)] == known[: len(self.tokens)], (
+            "what is committed never changes"
+        )
         self.tokens += known[len(self.tokens) :]
         self.is_open, self.n_context = True, body.n_context
-        opened = pb.Opened(session=self.name, max_drafts=self.max_drafts, max_positions=1000, was_rebuilt=was_rebuilt)
+        opened = pb.Opened(
+            session=self.name,
+            max_drafts=self.max_drafts,
+            max_positions=1000,
+            was_rebuilt=was_rebuilt,
+        )
         self._say(opened=opened)
         if len(self.tokens) > len(known):
             self._commit(len(known))
@@ -142,7 +155,9 @@ class Server:
     def _commit(self, start: int, n_accepted: int = 0, answers: int = 0) -> None:
         tokens, finish = self.tokens[start:], self.finish
         self._say(
-            committed=pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=finish)
+            committed=pb.Committed(
+                start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=finish
+            )
         )
 
     def _say(self, **body: Any) -> None:
@@ -173,7 +188,9 @@ class Display:
             assert self.n_verified < event.stop <= len(self.tokens)
             self.n_verified = event.stop
         elif isinstance(event, RolledBack):
-            assert self.n_verified == event.stop < len(self.tokens), "only what is not verified is taken back"
+            assert self.n_verified == event.stop < len(self.tokens), (
+                "only what is not verified is taken back"
+            )
             del self.tokens[event.stop :], self.texts[event.stop :]
         elif isinstance(event, Done):
             self.finish = event.reason
@@ -196,7 +213,11 @@ class World:
     def _session(self, tokens: list[int], name: str) -> Session:
         shape = TreeShape(self.chance.randint(1, 6), stop_below=self.chance.choice((0.0, 0.3)))
         settings = AnswerSettings(
-            N_NEW, max_offline=MAX_OFFLINE, eos_token_ids=frozenset({EOS}), mode=self.mode, shape=shape
+            N_NEW,
+            max_offline=MAX_OFFLINE,
+            eos_token_ids=frozenset({EOS}),
+            mode=self.mode,
+            shape=shape,
         )
         return Session(tokens, len(PROMPT), settings, texts(), name)
 
@@ -282,7 +303,10 @@ class World:
             self.contexts += context.values[n_known:]
         tokens = self.session.tokens
         assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
-        shown = tokens[len(PROMPT) :] + [draft.token for draft in self.session.drafts][: self.session.n_shown]
+        shown = (
+            tokens[len(PROMPT) :]
+            + [draft.token for draft in self.session.drafts][: self.session.n_shown]
+        )
         assert self.display.tokens == shown
         assert self.session.n_shown <= MAX_OFFLINE
         if self.is_up:

@@ -17,7 +17,9 @@ def attended(lengths: list[int], n_heads: int) -> tuple[torch.Tensor, torch.Tens
     """Attend with one token of each text, with four heads in the second layer: all outputs, and what the pool holds."""
     generator = torch.Generator().manual_seed(len(lengths))
     n_blocks = sum(-(-(length + 1) // BLOCK_TOKENS) for length in lengths) + 3
-    pool = Pool(n_blocks * BLOCK_TOKENS, {"n_layers": 2, "n_kv_heads": 2, "head_dim": 8}, torch.float32, CPU)
+    pool = Pool(
+        n_blocks * BLOCK_TOKENS, {"n_layers": 2, "n_kv_heads": 2, "head_dim": 8}, torch.float32, CPU
+    )
     pool.buffer.fill_(torch.nan)  # so that nobody reads what is nobody's
     parts = []
     for length in lengths:
@@ -35,9 +37,14 @@ def attended(lengths: list[int], n_heads: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("n_heads", [2, 6, 8, 16])
-@pytest.mark.parametrize("lengths", [[0], [40], [3, 0, 70, 31, 32], [1, 200], [50, 60, 90]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[0], [40], [3, 0, 70, 31, 32], [1, 200], [50, 60, 90]], ids=str
+)
 def test_steps_attend_as_parts_by_themselves(
-    lengths: list[int], n_heads: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    lengths: list[int],
+    n_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     assert attention._steps_work()
     own, held = attended(lengths, n_heads)
@@ -53,7 +60,9 @@ def test_a_step_is_the_same_whatever_shares_its_call() -> None:
 
     def rows(lengths: list[int], n_heads: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        pool = Pool(40 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 64}, torch.float32, CPU)
+        pool = Pool(
+            40 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 64}, torch.float32, CPU
+        )
         parts = []
         for length in lengths:
             pool.reserve(kv := PooledKV(pool), -(-(length + 1) // BLOCK_TOKENS))
@@ -63,7 +72,8 @@ def test_a_step_is_the_same_whatever_shares_its_call() -> None:
             own = torch.Generator().manual_seed(part.start)
             part.kv.view(0, part.start).copy_(torch.randn(2, 1, 2, part.start, 64, generator=own))
         q, k, v = (
-            torch.randn(1, n, 1, 64, generator=generator).expand(-1, -1, len(parts), -1) for n in (n_heads, 2, 2)
+            torch.randn(1, n, 1, 64, generator=generator).expand(-1, -1, len(parts), -1)
+            for n in (n_heads, 2, 2)
         )
         return PartsAttention(parts, (None,), CPU).attend(0, q, k, v)[0]
 

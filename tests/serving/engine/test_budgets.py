@@ -52,17 +52,23 @@ def engine_on(
     """An engine with texts that decode, or speculate where there is a drafter, and their new tokens."""
     model = build_model(num_hidden_layers=n_layers)
     drafters = {"it": build(kind, model).to(device)} if kind else {}
-    engine = Engine(never_ending(model.to(device)), drafters, EngineOptions(**{"tree": "4"} | options))
+    engine = Engine(
+        never_ending(model.to(device)), drafters, EngineOptions(**{"tree": "4"} | options)
+    )
     texts: list[list[int]] = []
     for seed, prompt in enumerate(random_prompts(n_texts, 3, longest=40)):
         texts.append([])
-        asked = Request(tuple(prompt), len(prompt), N_NEW, sampling, seed, "it" if kind else None, wants_context)
+        asked = Request(
+            tuple(prompt), len(prompt), N_NEW, sampling, seed, "it" if kind else None, wants_context
+        )
         own = engine.add(asked, lambda commit, text=texts[-1]: text.extend(commit.tokens))  # type: ignore[misc]
         engine.set_work(own, Work.SPECULATE if kind else Work.PLAIN)
     return engine, texts
 
 
-def step_counts(counts: Counts, n_texts: int, kind: str, options: dict[str, Any]) -> tuple[int, int, str]:
+def step_counts(
+    counts: Counts, n_texts: int, kind: str, options: dict[str, Any]
+) -> tuple[int, int, str]:
     """Launches and waits of a step, and the lines that launched and waited most."""
     engine, _ = engine_on("cuda", n_texts, kind, N_LAYERS, **options)
     for _ in range(4):
@@ -97,7 +103,9 @@ def test_families_whose_attention_goes_text_by_text_wait_once(device: Counts) ->
 @pytest.mark.parametrize("n_texts", [1, 8])
 def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts: int) -> None:
     """With drafts of clients: each call's contexts are sent at once, and a session copies what it is given."""
-    engine = Engine(never_ending(build_model().to("cuda")), {"it": build("moa", build_model()).to("cuda")})
+    engine = Engine(
+        never_ending(build_model().to("cuda")), {"it": build("moa", build_model()).to("cuda")}
+    )
     contexts: list[torch.Tensor] = []
 
     def take(commit: Commit) -> None:
@@ -105,7 +113,9 @@ def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts
             contexts.append(commit.context.to("cpu"))
 
     for prompt in random_prompts(n_texts, 3, longest=40):
-        own = engine.add(Request(tuple(prompt), len(prompt), 20, GREEDY, 0, "it", wants_context=True), take)
+        own = engine.add(
+            Request(tuple(prompt), len(prompt), 20, GREEDY, 0, "it", wants_context=True), take
+        )
         engine.set_work(own, Work.VERIFY)
     while engine.step():
         pass
@@ -149,7 +159,9 @@ TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_gives_what_parts_give_one_by_one(device: Counts, family: str, dtype: torch.dtype) -> None:
+def test_one_call_gives_what_parts_give_one_by_one(
+    device: Counts, family: str, dtype: torch.dtype
+) -> None:
     """Chunks of prompts beside steps, chains and trees, alone too, with and without sliding windows."""
     tokens = torch.randint(4, 67, (120,), generator=torch.Generator().manual_seed(0)).tolist()
     for kinds in (CHAINS + TREES, CHAINS, CHAINS[:1], CHAINS[1:2], TREES, CHAINS[1:3]):
@@ -166,11 +178,18 @@ def test_one_call_gives_what_parts_give_one_by_one(device: Counts, family: str, 
                 if n_committed:
                     runner.run([Part(kv, tokens[:n_committed])])
                     kv.commit(range(n_committed))
-                parts.append(Part(kv, tokens[n_committed : n_committed + n_known + len(parents)], parents))
+                parts.append(
+                    Part(kv, tokens[n_committed : n_committed + n_known + len(parents)], parents)
+                )
             parts.sort(key=lambda part: part.first_slot)
             device.kernels.clear()
             outputs = zip(runner.run(parts), parts, strict=True)
-            found.append([(out.hidden.cpu(), p.kv.view(0, p.start + len(p.tokens)).cpu()) for out, p in outputs])
+            found.append(
+                [
+                    (out.hidden.cpu(), p.kv.view(0, p.start + len(p.tokens)).cpu())
+                    for out, p in outputs
+                ]
+            )
         is_ragged = dtype == torch.bfloat16 and kinds[-1] is not TREES[0]
         assert ("flash for rows of any lengths" in device.kernels) == is_ragged
         for own, expected in zip(*found, strict=True):

@@ -24,7 +24,14 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
-from moa_data.tests.kit.families import DRAFTERS, FEATURES, SOME_FAMILIES, build_family, varied, works
+from moa_data.tests.kit.families import (
+    DRAFTERS,
+    FEATURES,
+    SOME_FAMILIES,
+    build_family,
+    varied,
+    works,
+)
 from moa_data.tests.kit.families import SIZES as FAMILY_SIZES
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending, wait_for
@@ -71,7 +78,13 @@ def engine_for(target: Target, drafters: Any = None, **settings: Any) -> Engine:
     return Engine(target, drafters or {}, EngineOptions(**settings))
 
 
-def add(engine: Engine, tokens: Sequence[int], n_new: int = N_NEW, work: Work = Work.IDLE, **request: Any) -> Reader:
+def add(
+    engine: Engine,
+    tokens: Sequence[int],
+    n_new: int = N_NEW,
+    work: Work = Work.IDLE,
+    **request: Any,
+) -> Reader:
     reader = Reader()
     n_prompt = request.pop("n_prompt", len(tokens))
     asked = Request(tuple(tokens), n_prompt, n_new, **request)
@@ -93,7 +106,13 @@ def plain(target: Target, prompt: Sequence[int], n_new: int = N_NEW) -> list[int
     return plain_generate(target, list(prompt), max_new_tokens=n_new).tokens
 
 
-def write(target: Target, prompt: Sequence[int], drafters: Any = None, work: Work = Work.PLAIN, **request: Any) -> Any:
+def write(
+    target: Target,
+    prompt: Sequence[int],
+    drafters: Any = None,
+    work: Work = Work.PLAIN,
+    **request: Any,
+) -> Any:
     """What a text becomes alone in an engine."""
     engine = engine_for(target, drafters, tree=str(N_DRAFTS))
     reader = add(engine, prompt, work=work, **request)
@@ -125,7 +144,9 @@ def test_layers_in_fewer_operations_write_the_same(monkeypatch: pytest.MonkeyPat
     expected = [plain(target, prompt) for prompt in PROMPTS]
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     engine = engine_for(target, prefill_chunk=24)
-    assert packed._works(torch.float32) == all("joined" in vars(layer) for layer in engine._runner._body.layers)
+    assert packed._works(torch.float32) == all(
+        "joined" in vars(layer) for layer in engine._runner._body.layers
+    )
     readers = [add(engine, prompt, work=Work.PLAIN) for prompt in PROMPTS]
     run(engine)
     assert [reader.tokens for reader in readers] == expected
@@ -153,7 +174,9 @@ def test_small_calls_take_one_thread(target: Target, monkeypatch: pytest.MonkeyP
     assert found == [2, 1, 1]
 
 
-def test_drafts_use_the_packed_lm_head_of_the_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_use_the_packed_lm_head_of_the_target(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not packed._works(torch.float32):
         pytest.skip("this machine gains nothing by the layout")
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
@@ -177,7 +200,9 @@ def test_the_log_says_once_when_drafts_are_given_up_and_when_they_come_back(
 ) -> None:
     speculation = Engine(target, {"a": build_drafter(target.model)})._speculations["a"]
 
-    def judge(n_texts: int, n_drafts: int, n_committed: int, plain_steps: float, n_rounds: int = 40) -> None:
+    def judge(
+        n_texts: int, n_drafts: int, n_committed: int, plain_steps: float, n_rounds: int = 40
+    ) -> None:
         commit = SimpleNamespace(tokens=[0] * n_committed)
         rounds: list[Any] = [SimpleNamespace(commit=commit, n_drafts=n_drafts)] * n_texts
         for _ in range(n_rounds):
@@ -187,10 +212,15 @@ def test_the_log_says_once_when_drafts_are_given_up_and_when_they_come_back(
         for n_texts in (1, 3):
             judge(n_texts, n_drafts=0, n_committed=1, plain_steps=1)
             judge(n_texts, n_drafts=4, n_committed=1, plain_steps=3)
-        judge(1, n_drafts=0, n_committed=1, plain_steps=1)  # a plain step does not say that drafts pay
+        # a plain step does not say that drafts pay
+        judge(1, n_drafts=0, n_committed=1, plain_steps=1)
         judge(1, n_drafts=4, n_committed=1, plain_steps=1, n_rounds=1)
         judge(1, n_drafts=4, n_committed=5, plain_steps=2)
-    assert [record.args for record in caplog.records] == [("a", "1 text"), ("a", "2 to 3 texts"), ("a", "1 text")]
+    assert [record.args for record in caplog.records] == [
+        ("a", "1 text"),
+        ("a", "2 to 3 texts"),
+        ("a", "1 text"),
+    ]
     assert len({record.msg for record in caplog.records}) == 2
 
 
@@ -220,14 +250,18 @@ def assert_served(target: Target, drafter: Any, tree: str) -> None:
 
 
 @pytest.mark.parametrize("family", SOME_FAMILIES)
-@pytest.mark.parametrize("names", quick([("moa", "medusa"), tuple(DRAFTERS)], [("moa", "medusa")]), ids=len)
+@pytest.mark.parametrize(
+    "names", quick([("moa", "medusa"), tuple(DRAFTERS)], [("moa", "medusa")]), ids=len
+)
 def test_families_of_targets(family: str, names: Sequence[str]) -> None:
     """With their odd features on, every drafter that the list says is served; the others are refused."""
     target = never_ending(build_family(family))
     for name in names:
         (kind, sizes), letters = DRAFTERS[name], works(family, name)
         if "S" in letters:
-            assert_served(target, build(kind, target.model, **sizes), "2x2x6" if kind == "medusa" else "3")
+            assert_served(
+                target, build(kind, target.model, **sizes), "2x2x6" if kind == "medusa" else "3"
+            )
         elif letters:
             with pytest.raises(TargetError, match=r"carry a state|reads latents"):
                 engine_for(target, {"it": build(kind, target.model, **sizes)})
@@ -241,7 +275,9 @@ def test_random_configurations_of_families(family: str) -> None:
         assert_served(target, build("medusa", target.model, seed), "2x2x6" if seed % 2 else "3")
 
 
-@pytest.mark.parametrize("name", quick(SPECULATING, ["eagle", "independent", "memory", "moa with 2 layers"]))
+@pytest.mark.parametrize(
+    "name", quick(SPECULATING, ["eagle", "independent", "memory", "moa with 2 layers"])
+)
 def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     target, (kind, sizes) = never_ending(build_model(num_hidden_layers=3)), SPECULATING[name]
     drafter = build(kind, target.model, **sizes)
@@ -258,7 +294,9 @@ def test_every_drafter_speculates_for_several_texts(name: str) -> None:
         assert reader.tokens == plain(target, prompt, 16)
     counts = engine.snapshot()
     assert counts.n_accepted > 5, "drafts are accepted"
-    assert counts.n_accepted == sum(commit.n_accepted for reader in readers for commit in reader.commits)
+    assert counts.n_accepted == sum(
+        commit.n_accepted for reader in readers for commit in reader.commits
+    )
     assert counts.n_committed == 5 * 16
     assert counts.n_rounds < counts.n_committed
 
@@ -268,7 +306,9 @@ def test_trees_and_auto(target: Target, taught: Any, shape: str) -> None:
     engine = engine_for(target, {"moa": taught}, tree=shape)
     readers = [add(engine, prompt, 24, Work.SPECULATE, drafter="moa") for prompt in PROMPTS[:3]]
     run(engine)
-    assert [reader.tokens for reader in readers] == [plain(target, prompt, 24) for prompt in PROMPTS[:3]]
+    assert [reader.tokens for reader in readers] == [
+        plain(target, prompt, 24) for prompt in PROMPTS[:3]
+    ]
 
 
 def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught: Any) -> None:
@@ -279,7 +319,9 @@ def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught
     assert alone[0] == write(target, PROMPTS[0], sampling=SAMPLED, seed=0), "again"
     engine = engine_for(target, {"moa": taught}, tree="5@0.05")
     drafting: dict[str, Any] = {"work": Work.SPECULATE, "drafter": "moa"}
-    readers = [add(engine, PROMPTS[seed], sampling=SAMPLED, seed=seed, **drafting) for seed in seeds]
+    readers = [
+        add(engine, PROMPTS[seed], sampling=SAMPLED, seed=seed, **drafting) for seed in seeds
+    ]
     readers.append(add(engine, PROMPTS[7], **drafting))  # greedy, in the same drafts
     run(engine)
     assert [reader.tokens for reader in readers[:-1]] == alone
@@ -320,7 +362,9 @@ def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any)
         sequence = engine._sequences.get(reader.id)
         if chance.random() < 0.5 and sequence is not None:
             work = chance.choice((Work.PLAIN, Work.SPECULATE, Work.VERIFY, Work.IDLE))
-            behind = truths[index][len(sequence.tokens) - len(PROMPTS[index]) :][: chance.randrange(5)]
+            behind = truths[index][len(sequence.tokens) - len(PROMPTS[index]) :][
+                : chance.randrange(5)
+            ]
             drafts = tuple(token if chance.random() < 0.7 else 7 for token in behind)
             engine.set_work(reader.id, work, drafts if work is Work.VERIFY else ())
         elif chance.random() < 0.1:
@@ -335,7 +379,10 @@ def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any)
             first = reader.commits[0].start - len(PROMPTS[index]) if reader.commits else 0
             assert reader.tokens == truths[index][first : first + len(reader.tokens)]
             if reader.finish:
-                assert reader.commits[-1].start + len(reader.commits[-1].tokens) == len(PROMPTS[index]) + 30
+                assert (
+                    reader.commits[-1].start + len(reader.commits[-1].tokens)
+                    == len(PROMPTS[index]) + 30
+                )
                 engine.remove(id_)
                 del readers[id_]
                 done += 1
@@ -431,7 +478,9 @@ def test_bad_requests_are_refused(target: Target, changes: dict[str, Any]) -> No
         engine.set_work(sequence, Work.VERIFY, (1, 67))
 
 
-def test_a_fault_in_one_text_ends_that_one_alone(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_one_text_ends_that_one_alone(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engine_for(target)
     readers = [add(engine, prompt) for prompt in PROMPTS[:4]]
     broken = Reader()
@@ -461,10 +510,13 @@ def test_a_drafter_that_fails_costs_speed_alone(
     target: Target, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = teach(build("eagle", target.model), target, PROMPTS[:4], 20)
-    engine = engine_for(target, {"it": drafter, "other": build_drafter(target.model)}, tree=str(N_DRAFTS))
+    engine = engine_for(
+        target, {"it": drafter, "other": build_drafter(target.model)}, tree=str(N_DRAFTS)
+    )
     names = ("it", "it", "it", "other")
     readers = [
-        add(engine, prompt, work=Work.SPECULATE, drafter=name) for prompt, name in zip(PROMPTS, names, strict=False)
+        add(engine, prompt, work=Work.SPECULATE, drafter=name)
+        for prompt, name in zip(PROMPTS, names, strict=False)
     ]
     for _ in range(3):
         engine.step()
@@ -489,12 +541,18 @@ def test_a_drafter_that_fails_costs_speed_alone(
 def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None:
     """In order and without gaps, through chunks, drafts, eviction and rebuilding; known ones are not sent again."""
     target = never_ending(build_model(num_hidden_layers=3))
-    drafter = build(kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {}))
-    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16, kv_tokens=96, max_drafts=8)
+    drafter = build(
+        kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {})
+    )
+    engine = engine_for(
+        target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16, kv_tokens=96, max_drafts=8
+    )
     reader = add(engine, PROMPTS[0] * 2, 20, drafter="it", wants_context=True, n_context=5)
     text = [*PROMPTS[0] * 2, *plain(target, PROMPTS[0] * 2, 20)]
     for work in (Work.SPECULATE, Work.VERIFY):
-        engine.set_work(reader.id, work, tuple(text[len(reader.tokens) :][:2]) if work is Work.VERIFY else ())
+        engine.set_work(
+            reader.id, work, tuple(text[len(reader.tokens) :][:2]) if work is Work.VERIFY else ()
+        )
         for _ in range(6):
             engine.step()
     add(engine, range(4, 64), 2, Work.PLAIN)  # takes the memory
@@ -518,20 +576,31 @@ def test_contexts_of_layers_that_do_not_cache_alike() -> None:
     target = never_ending(build_family("gemma4_text"))
     drafter = build("moa", target.model)
     engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16)
-    readers = [add(engine, prompt, work=Work.SPECULATE, drafter="it", wants_context=True) for prompt in PROMPTS[:3]]
+    readers = [
+        add(engine, prompt, work=Work.SPECULATE, drafter="it", wants_context=True)
+        for prompt in PROMPTS[:3]
+    ]
     run(engine)
     for prompt, reader in zip(PROMPTS, readers, strict=False):
         assert reader.tokens == plain(target, prompt)
-        found = torch.cat([commit.context for commit in reader.commits if commit.context is not None])
+        found = torch.cat(
+            [commit.context for commit in reader.commits if commit.context is not None]
+        )
         expected = contexts_of(drafter, target, [*prompt, *reader.tokens][: len(found)])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_family_whose_attention_is_its_own_is_refused() -> None:
     """The engine's attention would not be asked, and the text would be another."""
-    sizes = {name: value for name, value in FAMILY_SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    sizes = {
+        name: value
+        for name, value in FAMILY_SIZES.items()
+        if name not in ("head_dim", "num_key_value_heads")
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **sizes)).eval()
-    with pytest.raises(TargetError, match="falcon can't be served: calls of the engine give other values"):
+    with pytest.raises(
+        TargetError, match="falcon can't be served: calls of the engine give other values"
+    ):
         engine_for(never_ending(model))
 
 
@@ -545,12 +614,15 @@ def test_a_layer_unlike_the_others_is_attended_to() -> None:
     for prompt, reader in zip(PROMPTS, readers, strict=False):
         alone = generate(target, drafter, prompt, max_new_tokens=N_NEW, tree=TreeShape(N_DRAFTS))
         assert reader.tokens == alone.tokens
-        _, *committed = [len(commit.tokens) for commit in reader.commits if commit.tokens]  # the prompt's first
+        # the prompt's first
+        _, *committed = [len(commit.tokens) for commit in reader.commits if commit.tokens]
         assert committed == alone.stats.committed_per_call
         assert max(alone.stats.committed_per_call) > 1
 
 
-def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_serves_texts_of_other_threads(
+    target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It outlives a fault of the engine."""
     engine, failed = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS)), Reader()
     with monkeypatch.context() as patch:
@@ -565,7 +637,9 @@ def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, mon
             for index, prompt in enumerate(PROMPTS)
         ]
         wait_for(lambda: all(reader.finish for reader in readers))
-        assert [reader.tokens for reader in readers] == [plain(target, prompt) for prompt in PROMPTS]
+        assert [reader.tokens for reader in readers] == [
+            plain(target, prompt) for prompt in PROMPTS
+        ]
         engine.hold(readers[0].id, True)
         for reader in readers:
             engine.remove(reader.id)
@@ -576,11 +650,18 @@ def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, mon
 
 def test_half_precision() -> None:
     target = Target(build_model(num_hidden_layers=2).bfloat16())
-    engine = engine_for(target, {"moa": build_drafter(target.model).bfloat16()}, tree=str(N_DRAFTS), target_ms=2)
+    engine = engine_for(
+        target, {"moa": build_drafter(target.model).bfloat16()}, tree=str(N_DRAFTS), target_ms=2
+    )
     reader = add(engine, PROMPTS[0], work=Work.SPECULATE, drafter="moa")
     run(engine)
     assert not reader.errors
     assert len(reader.tokens) == N_NEW or reader.finish == "stop"
     assert all(commit.call_s >= 0.002 for commit in reader.commits), "a slower target is emulated"
-    own, other = dict(engine._runner._model.named_parameters()), dict(target.model.named_parameters())
-    assert all(own[name].data_ptr() == weight.data_ptr() for name, weight in other.items()), "weights are shared"
+    own, other = (
+        dict(engine._runner._model.named_parameters()),
+        dict(target.model.named_parameters()),
+    )
+    assert all(own[name].data_ptr() == weight.data_ptr() for name, weight in other.items()), (
+        "weights are shared"
+    )

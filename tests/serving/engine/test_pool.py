@@ -38,7 +38,10 @@ def target() -> Target:
 
 def test_sequences_keep_their_values_wherever_they_move() -> None:
     """Texts come, grow and go at random until all blocks are held, and each reads what it has written."""
-    chance, pool = random.Random(0), Pool(24 * BLOCK_TOKENS, SIZES, torch.float32, torch.device("cpu"))
+    chance, pool = (
+        random.Random(0),
+        Pool(24 * BLOCK_TOKENS, SIZES, torch.float32, torch.device("cpu")),
+    )
     written: dict[PooledKV, torch.Tensor] = {}  # [2, L, H_kv, length, d]
     address, n_full = pool.buffer.data_ptr(), 0
     for _ in range(600):
@@ -68,7 +71,9 @@ def test_sequences_keep_their_values_wherever_they_move() -> None:
     assert pool.buffer.data_ptr() == address
 
 
-def test_too_large_a_pool_is_refused_at_the_start(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_pool_is_refused_at_the_start(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(NotEnoughMemory):
         Engine(target, options=EngineOptions(kv_tokens=1 << 50))
     monkeypatch.setattr("moa_data.serving.engine.pool.free_memory", lambda: 1000)
@@ -82,7 +87,10 @@ def n_resident_pages(tensor: torch.Tensor) -> tuple[int, int]:
     first = -(-tensor.data_ptr() // page) * page
     n_pages = (tensor.data_ptr() + tensor.nbytes - first) // page
     pages = (ctypes.c_ubyte * n_pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(n_pages * page), pages) == 0
+    assert (
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(n_pages * page), pages)
+        == 0
+    )
     return sum(byte & 1 for byte in pages), n_pages
 
 
@@ -94,7 +102,10 @@ def test_the_pool_takes_its_memory_at_the_start(target: Target) -> None:
 
 
 def test_memory_is_estimated_by_the_settings(target: Target) -> None:
-    small, large = (Engine(target, options=EngineOptions(kv_tokens=n, max_sequences=n // 128)) for n in (1024, 4096))
+    small, large = (
+        Engine(target, options=EngineOptions(kv_tokens=n, max_sequences=n // 128))
+        for n in (1024, 4096)
+    )
     assert small.kv_bytes == small._pool.buffer.nbytes
     assert large.kv_bytes == 4 * small.kv_bytes
     assert large.working_bytes > small.working_bytes > 0
@@ -121,12 +132,16 @@ def engine_of(
     target: Target, sampling: SamplingConfig = GREEDY, **options: Any
 ) -> Iterator[tuple[Engine, list[list[Commit]]]]:
     """An engine with four texts of which two speculate, and what they were told."""
-    engine = Engine(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3", **options))
+    engine = Engine(
+        target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3", **options)
+    )
     told: list[list[Commit]] = [[] for _ in PROMPTS]
     for index, prompt in enumerate(PROMPTS):
         speculates = index % 2 == 0
         asked: dict[str, Any] = {"drafter": "moa", "wants_context": True} if speculates else {}
-        own = engine.add(Request(tuple(prompt), len(prompt), N_NEW, sampling, **asked), told[index].append)
+        own = engine.add(
+            Request(tuple(prompt), len(prompt), N_NEW, sampling, **asked), told[index].append
+        )
         engine.set_work(own, Work.SPECULATE if speculates else Work.PLAIN)
     yield engine, told
 
@@ -151,7 +166,11 @@ def test_one_failed_allocation_ends_one_text_at_most(target: Target) -> None:
         assert sum(failed) <= 1, n
         n_unharmed += not any(failed)
         for commits, truth, has_failed in zip(told, truths, failed, strict=True):
-            assert text_of(commits) == truth[: len(text_of(commits))] if has_failed else text_of(commits) == truth
+            assert (
+                text_of(commits) == truth[: len(text_of(commits))]
+                if has_failed
+                else text_of(commits) == truth
+            )
     assert n_unharmed > 8
 
 
@@ -198,20 +217,26 @@ def live_bytes() -> int:
     found = {}
     for one in gc.get_objects():
         if issubclass(type(one), torch.Tensor):
-            with contextlib.suppress(NotImplementedError):  # of tensors without storage, which other tests left
+            # of tensors without storage, which other tests left
+            with contextlib.suppress(NotImplementedError):
                 found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
     return sum(found.values())
 
 
 def test_memory_after_many_texts_is_what_it_was(target: Target) -> None:
-    engine = Engine(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="2", kv_tokens=512))
+    engine = Engine(
+        target, {"moa": build_drafter(target.model)}, EngineOptions(tree="2", kv_tokens=512)
+    )
 
     def serve(n_texts: int) -> None:
         for index in range(n_texts):
             speculates = index % 2 == 0
             tokens = (4 + index % 50,) * (1 + index % 40)
             commits: list[Commit] = []
-            own = engine.add(Request(tokens, len(tokens), 3, drafter="moa" if speculates else None), commits.append)
+            own = engine.add(
+                Request(tokens, len(tokens), 3, drafter="moa" if speculates else None),
+                commits.append,
+            )
             engine.set_work(own, Work.SPECULATE if speculates else Work.PLAIN)
             if index % 10 == 9:
                 while engine.step():

@@ -26,7 +26,9 @@ def stepped(family: str, lengths: list[int]) -> tuple[list[Output], torch.Tensor
     for kv in pool._held:
         kv.view(0, kv.length).normal_(generator=generator)
     with torch.inference_mode():
-        return Runner(target).run([Part(kv, [7 + kv.length % 30]) for kv in pool._held], (0, 2)), pool.buffer
+        return Runner(target).run(
+            [Part(kv, [7 + kv.length % 30]) for kv in pool._held], (0, 2)
+        ), pool.buffer
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -54,7 +56,9 @@ def test_all_layers_at_once_are_layer_by_layer(
     for own, other in zip(found, expected, strict=True):
         assert own.best == other.best
         torch.testing.assert_close(own.logits, other.logits, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close([own.hidden, *own.layers.values()], [other.hidden, *other.layers.values()])
+        torch.testing.assert_close(
+            [own.hidden, *own.layers.values()], [other.hidden, *other.layers.values()]
+        )
 
 
 def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +67,24 @@ def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyP
         pytest.skip("this machine gains nothing by the layout")
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     model = build_model()
-    attention, width, head_dim = model.model.layers[1].self_attn, model.config.hidden_size, model.config.head_dim
+    attention, width, head_dim = (
+        model.model.layers[1].self_attn,
+        model.config.hidden_size,
+        model.config.head_dim,
+    )
     n_wide = 2 * attention.q_proj.out_features
-    attention.q_proj, attention.o_proj = nn.Linear(width, n_wide, bias=False), nn.Linear(n_wide, width, bias=False)
+    attention.q_proj, attention.o_proj = (
+        nn.Linear(width, n_wide, bias=False),
+        nn.Linear(n_wide, width, bias=False),
+    )
     attention.num_key_value_groups = n_wide // head_dim // model.config.num_key_value_heads
     target = Target(model.requires_grad_(False))
     tokens = list(range(4, 24))
     expected = model(torch.tensor([tokens])).logits[0, -1]
-    runner, pool = Runner(target), Pool(8 * BLOCK_TOKENS, target.sizes, torch.float32, target.device)
+    runner, pool = (
+        Runner(target),
+        Pool(8 * BLOCK_TOKENS, target.sizes, torch.float32, target.device),
+    )
     pool.reserve(kv := PooledKV(pool), 1)
     with torch.inference_mode():
         runner.run([Part(kv, tokens[:-1])])

@@ -65,17 +65,27 @@ def activations(seed: int, n_tokens: int) -> dict[str, np.ndarray]:
     tokens[:3], noise[:3] = 7, 0
     low = EMBEDDINGS[tokens] + 0.3 * noise[:, :WIDTH]
     high = low + 0.3 * noise[:, WIDTH : 2 * WIDTH]
-    kv = (low @ _KV_OF_STATE + 0.05 * noise[:, 2 * WIDTH :]).reshape(n_tokens, 4, 2, 2, 8).astype(np.float32)
+    kv = (
+        (low @ _KV_OF_STATE + 0.05 * noise[:, 2 * WIDTH :])
+        .reshape(n_tokens, 4, 2, 2, 8)
+        .astype(np.float32)
+    )
     kv[:, :, :, 0] = ROPE.rotate(kv[:, :, :, 0])
     values = {KV: kv, LOW: low, HIGH: high, LAST: high @ _TURN}
-    return {TOKENS: tokens} | {name: from_float32(own.astype(np.float32), "bfloat16") for name, own in values.items()}
+    return {TOKENS: tokens} | {
+        name: from_float32(own.astype(np.float32), "bfloat16") for name, own in values.items()
+    }
 
 
 ROWS = RECIPE.plan.to_pylist()
 SEQUENCES = [
-    activations(row["source_row"], row["n_tokens"]) | {"response_mask": RECIPE.values(FIELDS[1], row)} for row in ROWS
+    activations(row["source_row"], row["n_tokens"])
+    | {"response_mask": RECIPE.values(FIELDS[1], row)}
+    for row in ROWS
 ]
-LONG = next(sequence for row, sequence in zip(ROWS, SEQUENCES, strict=True) if row["n_tokens"] == 150)
+LONG = next(
+    sequence for row, sequence in zip(ROWS, SEQUENCES, strict=True) if row["n_tokens"] == 150
+)
 
 
 def exact(sequence: Mapping[str, np.ndarray], n_tokens: int | None = None) -> dict[str, np.ndarray]:
@@ -90,7 +100,15 @@ def learned(name: str) -> StoreCodec:
         head = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
         lengths = np.array([row["n_tokens"] for row in ROWS])
         embeddings = torch.from_numpy(EMBEDDINGS)
-        calibrate(codec, lengths, lambda i: SEQUENCES[i] | exact(SEQUENCES[i]), CONFIG, head, embeddings, Learning())
+        calibrate(
+            codec,
+            lengths,
+            lambda i: SEQUENCES[i] | exact(SEQUENCES[i]),
+            CONFIG,
+            head,
+            embeddings,
+            Learning(),
+        )
     return codec
 
 
@@ -145,11 +163,14 @@ class CodecContract:
             sequence = SEQUENCES[ROWS.index(row)]
             if name not in codec.sources:
                 return sequence[name]
-            return codec.encode(exact(sequence), sequence[TOKENS])[name]  # all together, and not by the writer
+            # all together, and not by the writer
+            return codec.encode(exact(sequence), sequence[TOKENS])[name]
 
         return RECIPE.with_manifest(codec=codec.describe()).write(path, values, codec.files())
 
-    def test_settings_and_what_was_learned_survive_the_store(self, codec: StoreCodec, written: Path) -> None:
+    def test_settings_and_what_was_learned_survive_the_store(
+        self, codec: StoreCodec, written: Path
+    ) -> None:
         manifest = StoreManifest.from_json((written / "store.json").read_bytes())
         opened = StoreCodec.open(manifest, written)
         assert opened.describe() == codec.describe() == json.loads(json.dumps(codec.describe()))
@@ -157,10 +178,14 @@ class CodecContract:
         assert [*opened.arrays] == [*codec.arrays]
         assert opened.sources == codec.sources
 
-    def test_equal_inputs_give_equal_bytes_and_another_codec_is_named(self, written: Path, tmp_path: Path) -> None:
+    def test_equal_inputs_give_equal_bytes_and_another_codec_is_named(
+        self, written: Path, tmp_path: Path
+    ) -> None:
         assert read_tree(self.write(tmp_path / "again", learned(self.name))) == read_tree(written)
         other = StoreCodec("int8" if self.name != "int8" else "lossless", FIELDS)
-        with pytest.raises(StoreMismatch, match=rf"codec\.name: store has '{self.name}', given '{other.name}'"):
+        with pytest.raises(
+            StoreMismatch, match=rf"codec\.name: store has '{self.name}', given '{other.name}'"
+        ):
             self.write(tmp_path / "again", other)
 
     def test_every_way_of_reading_gives_the_same(self, written: Path) -> None:
@@ -172,9 +197,16 @@ class CodecContract:
                 for field in ACTIVATIONS:
                     bits = store.read(i, field)
                     error = np.linalg.norm(to_float32(bits, "bfloat16") - wanted[field])
-                    allowed = (self.error + bool(self.error) * 2**-8) * np.linalg.norm(wanted[field])
+                    allowed = (self.error + bool(self.error) * 2**-8) * np.linalg.norm(
+                        wanted[field]
+                    )
                     assert error <= allowed or n_tokens < 33
-                    for tokens in (slice(63, 131), slice(5, 70), slice(n_tokens - 1, n_tokens), slice(4, 4)):
+                    for tokens in (
+                        slice(63, 131),
+                        slice(5, 70),
+                        slice(n_tokens - 1, n_tokens),
+                        slice(4, 4),
+                    ):
                         self.equal(store.read(i, field, tokens=tokens), bits[tokens])
                     np.testing.assert_array_equal(batch[field][i][:n_tokens], bits)
                     assert not batch[field][i][n_tokens:].any()
@@ -183,9 +215,13 @@ class CodecContract:
     def equal(self, got: np.ndarray, expected: np.ndarray) -> None:
         """Compare values of bfloat16."""
         a, b = to_float32(got, "bfloat16"), to_float32(expected, "bfloat16")
-        np.testing.assert_allclose(a, b, rtol=2**-7 if self.slice_atol else 0, atol=10 * self.slice_atol)
+        np.testing.assert_allclose(
+            a, b, rtol=2**-7 if self.slice_atol else 0, atol=10 * self.slice_atol
+        )
 
-    def test_verify_and_summary_see_every_stored_array(self, codec: StoreCodec, written: Path) -> None:
+    def test_verify_and_summary_see_every_stored_array(
+        self, codec: StoreCodec, written: Path
+    ) -> None:
         assert verify_store(written).ok
         summary = summarize_store(written)
         assert summary.codec == self.name
@@ -195,7 +231,9 @@ class CodecContract:
 
     def test_unknown_names_are_refused(self) -> None:
         for name in self.unknown:
-            with pytest.raises(CodecUnknown, match=r"Use one of: lossless|is not transform:|outside 0\.05 to 10"):
+            with pytest.raises(
+                CodecUnknown, match=r"Use one of: lossless|is not transform:|outside 0\.05 to 10"
+            ):
                 StoreCodec(name, FIELDS)
 
 
@@ -206,7 +244,9 @@ class LossyContract(CodecContract):
     """Share of codes that torch may round to another neighbour than NumPy does."""
 
     @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])
-    def test_rows_have_the_promised_sizes_and_decode_within_the_error(self, codec: StoreCodec, n_tokens: int) -> None:
+    def test_rows_have_the_promised_sizes_and_decode_within_the_error(
+        self, codec: StoreCodec, n_tokens: int
+    ) -> None:
         values, tokens = exact(LONG, n_tokens), LONG[TOKENS][:n_tokens]
         codes, again = (encoded(codec, values, tokens) for _ in range(2))
         assert all(np.array_equal(again[name], rows) for name, rows in codes.items())
@@ -223,7 +263,10 @@ class LossyContract(CodecContract):
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_torch_gives_what_numpy_gives(self, codec: StoreCodec, device: str) -> None:
         tokens = LONG[TOKENS]
-        tensors = {name: torch.from_numpy(LONG[name]).view(torch.bfloat16).to(device) for name in ACTIVATIONS}
+        tensors = {
+            name: torch.from_numpy(LONG[name]).view(torch.bfloat16).to(device)
+            for name in ACTIVATIONS
+        }
         codes = encoded(codec, exact(LONG), tokens)
         on_device = encoded(codec, tensors, torch.from_numpy(tokens).to(device))
         for field in ACTIVATIONS:
@@ -232,17 +275,24 @@ class LossyContract(CodecContract):
             assert np.mean(differing) <= self.torch_differs
         on_device = {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
         for field in ACTIVATIONS:
-            got, expected = (codec.fields[field].decode(rows, 0, len(tokens)) for rows in (on_device, codes))
+            got, expected = (
+                codec.fields[field].decode(rows, 0, len(tokens)) for rows in (on_device, codes)
+            )
             np.testing.assert_allclose(got.cpu().numpy(), expected, rtol=0, atol=self.slice_atol)
 
     def test_a_device_is_not_waited_for(self, codec: StoreCodec, device: Counts) -> None:
         found: list[list[torch.Tensor]] = []
         for kind in ("cpu", "cuda"):
-            values = {name: torch.from_numpy(LONG[name]).view(torch.bfloat16).to(kind) for name in ACTIVATIONS}
+            values = {
+                name: torch.from_numpy(LONG[name]).view(torch.bfloat16).to(kind)
+                for name in ACTIVATIONS
+            }
             tokens = torch.from_numpy(LONG[TOKENS]).to(kind)
             device.reset()
             of_fields = codec.encode(values, tokens, is_finite=True)
-            codes = {TOKENS: tokens} | {name: rows for own in of_fields.values() for name, rows in own.items()}
+            codes = {TOKENS: tokens} | {
+                name: rows for own in of_fields.values() for name, rows in own.items()
+            }
             decoded = [codec.fields[name].decode(codes, 0, len(tokens)) for name in ACTIVATIONS]
             assert device.waits == 0, device.worst()
             found.append([array.cpu() for array in (*codes.values(), *decoded)])
@@ -258,11 +308,15 @@ class LossyContract(CodecContract):
                     codec.encode(exact(LONG) | {field: given}, LONG[TOKENS])
 
     @pytest.mark.parametrize("fields", [(KV, LAST), (LAST, KV)])
-    def test_what_comes_undecoded_can_be_decoded(self, written: Path, fields: tuple[str, str]) -> None:
+    def test_what_comes_undecoded_can_be_decoded(
+        self, written: Path, fields: tuple[str, str]
+    ) -> None:
         with ActivationStore(written) as store:
             for field, layers in ((KV, [3]), (LAST, None)):
                 codec = store.codec.fields[field]
-                needed = {TOKENS} if any(one.needs_tokens for one in codec.with_sources()) else set()
+                needed = (
+                    {TOKENS} if any(one.needs_tokens for one in codec.with_sources()) else set()
+                )
                 codes = store.read_stored(2, field, tokens=slice(70, 100))
                 assert codes.keys() == needed | {array.name for array in codec.arrays_read()}
                 values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
@@ -271,5 +325,7 @@ class LossyContract(CodecContract):
                 batch = store.read_batch([2, 0], [TOKENS, *fields], layers=[-1], decoded=False)
                 for row, i in enumerate([2, 0]):
                     rows = {name: array[row] for name, array in batch.items()}
-                    values = from_float32(codec.decode(rows, 0, int(store.lengths[i]), layers), "bfloat16")
+                    values = from_float32(
+                        codec.decode(rows, 0, int(store.lengths[i]), layers), "bfloat16"
+                    )
                     self.equal(values, store.read(i, field, layers=layers))

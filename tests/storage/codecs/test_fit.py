@@ -22,14 +22,22 @@ from moa_data.storage.codecs.coding import (
     split_wide,
     unpack_table,
 )
-from moa_data.storage.codecs.fit import Quantisers, allocate, measure_options, split_by_statistics, water_level
+from moa_data.storage.codecs.fit import (
+    Quantisers,
+    allocate,
+    measure_options,
+    split_by_statistics,
+    water_level,
+)
 from moa_data.storage.schema import StoredArray
 
 
 def test_subspace_iteration_finds_the_exact_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     axes = np.linalg.qr(rng.standard_normal((60, 5)))[0]
-    rows = rng.standard_normal((300, 5)) * np.arange(5, 0, -1) @ axes.T + 0.01 * rng.standard_normal((300, 60))
+    rows = rng.standard_normal((300, 5)) * np.arange(
+        5, 0, -1
+    ) @ axes.T + 0.01 * rng.standard_normal((300, 60))
     rows = rows.astype(np.float32)
     exact = principal_axes(rows)[:, :5]
     monkeypatch.setattr(calibration, "EXACT_WIDTH", 10)
@@ -61,7 +69,9 @@ def test_logit_metric_predicts_the_divergence_of_small_errors() -> None:
     p, q = log_softmax(hidden), log_softmax(hidden + error)
     divergence = (np.exp(p) * (p - q)).sum(1).mean()
     metric = logit_metric(hidden, head, batch_tokens=64)
-    assert np.einsum("ni,ij,nj->n", error, metric, error).mean() / 2 == pytest.approx(divergence, rel=0.1)
+    assert np.einsum("ni,ij,nj->n", error, metric, error).mean() / 2 == pytest.approx(
+        divergence, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("bits", [0.3, 2.0, 9.0, 40.0])
@@ -101,10 +111,14 @@ def test_measured_bits_and_errors_are_those_of_the_codes() -> None:
             x = sample[:, component : component + 1]
             codes = quantise(x / one.step, one.rounding, (one.levels - 1) // 2)
             shift = np.where(np.abs(codes) == 1, one.shift_one, one.shift_more)
-            error = (((codes - np.sign(codes) * shift) * one.step - x) ** 2).mean() * weights[component]
+            error = (((codes - np.sign(codes) * shift) * one.step - x) ** 2).mean() * weights[
+                component
+            ]
             assert options.error[component, option] == pytest.approx(error, rel=2e-3)
             share = np.unique(codes, return_counts=True)[1] / len(codes)
-            assert -0.02 < options.bits[component, option] + (share * np.log2(share)).sum() < 0.6, "above the entropy"
+            assert -0.02 < options.bits[component, option] + (share * np.log2(share)).sum() < 0.6, (
+                "above the entropy"
+            )
 
 
 @pytest.mark.parametrize("bits", [1.0, 3.0])
@@ -142,7 +156,11 @@ def test_a_component_far_above_the_others_is_not_clipped() -> None:
 # Codes in bytes, and runs of bytes in pieces
 
 
-@given(levels=st.sampled_from(sorted(CODES_PER_BYTE)), n_codes=st.integers(1, 17), seed=st.integers(0, 99))
+@given(
+    levels=st.sampled_from(sorted(CODES_PER_BYTE)),
+    n_codes=st.integers(1, 17),
+    seed=st.integers(0, 99),
+)
 def test_packing_round_trips_on_both_libraries(levels: int, n_codes: int, seed: int) -> None:
     top = levels // 2
     codes = np.random.default_rng(seed).integers(-top, top + 1, (5, n_codes)).astype(np.int16)
@@ -171,12 +189,19 @@ def test_runs_come_back_from_the_pieces_of_their_groups(
     widths: list[list[int]], n_bytes: int, seed: int, data: st.DataObject
 ) -> None:
     runs = [
-        [StoredArray(f"kv/codes_{g:02d}_{r:02d}", "uint8", (width,), ("token", "byte")) for r, width in enumerate(own)]
+        [
+            StoredArray(f"kv/codes_{g:02d}_{r:02d}", "uint8", (width,), ("token", "byte"))
+            for r, width in enumerate(own)
+        ]
         for g, own in enumerate(widths)
     ]
     pieces = Pieces("kv/codes", runs, n_bytes)
     rng = np.random.default_rng(seed)
-    codes = {run.name: rng.integers(0, 256, (3, run.row_bytes), np.uint8) for group in runs for run in group}
+    codes = {
+        run.name: rng.integers(0, 256, (3, run.row_bytes), np.uint8)
+        for group in runs
+        for run in group
+    }
     joined = pieces.join(codes)
     assert joined.shape == (3, *pieces.array.row_shape)
     on_torch = pieces.join({name: torch.from_numpy(rows) for name, rows in codes.items()})
@@ -192,4 +217,11 @@ def test_runs_come_back_from_the_pieces_of_their_groups(
 
 def test_narrow_groups_keep_their_runs_apart() -> None:
     assert piece_bytes([1100, 900]) == piece_bytes([1000, 1047])
-    assert [piece_bytes([width]) for width in (1, 1023, 1024, 2047, 2048, 9000)] == [0, 0, 96, 96, 192, 192]
+    assert [piece_bytes([width]) for width in (1, 1023, 1024, 2047, 2048, 9000)] == [
+        0,
+        0,
+        96,
+        96,
+        192,
+        192,
+    ]

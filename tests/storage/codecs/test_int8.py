@@ -59,13 +59,16 @@ def group_largest(codec: Int8Codec, values: np.ndarray) -> np.ndarray:
     exponent=st.integers(-80, 100),
     spread=st.sampled_from([0.0, 1.0, 5.0]),
 )
-def test_errors_stay_within_half_a_step(spec: Any, n_tokens: int, seed: int, exponent: int, spread: float) -> None:
+def test_errors_stay_within_half_a_step(
+    spec: Any, n_tokens: int, seed: int, exponent: int, spread: float
+) -> None:
     codec = Int8Codec(spec)
     values = activations(spec, n_tokens, seed, spread) * np.float32(2.0**exponent)
     values[np.random.default_rng(seed).random(values.shape) < 0.2] = 0
     decoded = codec.decode(codec.encode(values), 0, n_tokens)
     largest = group_largest(codec, values)
-    # The scale's mantissa has two bits, rounded up: a step is at most a quarter larger than it need be.
+    # The scale's mantissa has two bits, rounded up: a step is at most a quarter larger than it need
+    # be.
     bound = 0.5 * 1.25 * largest / 127
     assert (np.abs(decoded - values) <= bound * (1 + 1e-5) + 2.0**-126).all()
     assert (decoded[values == 0] == 0).all()
@@ -75,7 +78,9 @@ def test_zero_blocks_and_tiny_values() -> None:
     codec, values = Int8Codec(KV), np.zeros((70, *KV.token_shape), np.float32)
     values[64:] = 1e-42
     encoded = codec.encode(values)
-    assert not any(rows[:64].any() for name, rows in encoded.items() if "codes" in name), "as the padding is"
+    assert not any(rows[:64].any() for name, rows in encoded.items() if "codes" in name), (
+        "as the padding is"
+    )
     decoded = codec.decode(encoded, 0, 70)
     assert not decoded[:64].any()
     assert np.abs(decoded).max() < 1e-37
@@ -86,7 +91,9 @@ def test_fields_that_do_not_fit_are_refused() -> None:
         Int8Codec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")))
 
 
-def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict[str, Any]], None]) -> Path:
+def write_kv(
+    path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict[str, Any]], None]
+) -> Path:
     """Write a store whose codes of keys and values are changed before they are stored."""
     codec = StoreCodec("int8", recipe.manifest.fields)
 
@@ -130,7 +137,9 @@ def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> 
             for row in out.sequences.to_pylist():
                 for spec in (spec for spec in recipe.manifest.fields if spec.name != "kv"):
                     codec, given = out.codec.fields[spec.name], recipe.values(spec, row)
-                    encoded = {} if codec.is_identity else codec.encode(to_float32(given, spec.dtype))
+                    encoded = (
+                        {} if codec.is_identity else codec.encode(to_float32(given, spec.dtype))
+                    )
                     out.write(spec.name, row["first_token"], encoded or given)
             with pytest.raises(StoreError, match="'kv/key_codes'"):
                 out.commit()
@@ -144,9 +153,13 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
         part = path / "parts"
         first, n = row["first_token"], row["n_tokens"]
         span, blocks = (first, first + n), (first // 64, -(-(first + n) // 64))
-        key_scale = (read_by_zarr(part, "kv/key_scale", *blocks).astype(np.uint32) << 16).view(np.float32)
+        key_scale = (read_by_zarr(part, "kv/key_scale", *blocks).astype(np.uint32) << 16).view(
+            np.float32
+        )
         keys = read_by_zarr(part, "kv/key_codes", *span) * np.repeat(key_scale, 64, axis=0)[:n]
-        value_scale = (read_by_zarr(part, "kv/value_scale", *span).astype(np.uint32) << 16).view(np.float32)
+        value_scale = (read_by_zarr(part, "kv/value_scale", *span).astype(np.uint32) << 16).view(
+            np.float32
+        )
         values = read_by_zarr(part, "kv/value_codes", *span) * value_scale[..., None]
         kv = np.stack([keys, values], axis=3)
         np.testing.assert_array_equal(from_float32(kv, "bfloat16"), store.read(0, "kv"))
@@ -154,4 +167,6 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
 
 def test_a_store_of_another_codec_is_refused(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(CodecUnknown, match="'int6'"):
-        StoreCodec.open(replace(recipe.manifest, codec={**recipe.manifest.codec, "name": "int6"}), tmp_path)
+        StoreCodec.open(
+            replace(recipe.manifest, codec={**recipe.manifest.codec, "name": "int6"}), tmp_path
+        )

@@ -52,14 +52,18 @@ class PredictedContract(LossyContract):
         described = codec.describe()["transform"]
         for name in HIDDEN:
             names = list(codec.sources.get(name, ()))
-            assert described[name].get("predicted_from", []) == (names[0] if len(names) == 1 else names)
+            assert described[name].get("predicted_from", []) == (
+                names[0] if len(names) == 1 else names
+            )
 
     def test_a_field_alone_says_what_it_lacks(self, codec: StoreCodec, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"StoreCodec\.encode"):
             codec.fields[LAST].encode(exact(SEQUENCES[0])[LAST])
         manifest = replace(RECIPE.manifest, codec=codec.describe())
         with (
-            StoreWriter.create_or_resume(tmp_path / "store", manifest, RECIPE.plan, codec.files()) as writer,
+            StoreWriter.create_or_resume(
+                tmp_path / "store", manifest, RECIPE.plan, codec.files()
+            ) as writer,
             writer.part(0) as out,
             pytest.raises(StoreError),
         ):
@@ -98,13 +102,17 @@ class TestFromKvAndJoint(PredictedContract):
         ("transform:1,hidden=1.2,joint", "transform:1,hidden=1.2,tokens,joint", (LOW,), 0.9),
     ],
 )
-def test_they_err_less_at_equal_bits(plain: str, predicted: str, fields: tuple[str, ...], factor: float) -> None:
+def test_they_err_less_at_equal_bits(
+    plain: str, predicted: str, fields: tuple[str, ...], factor: float
+) -> None:
     one, other = learned(plain), learned(predicted)
     errors = {name: relative_error(other, name) for name in HIDDEN}
     for name in fields:
         assert errors[name] < factor * relative_error(one, name)
     if predicted == TestJoint.name:
-        assert max(errors.values()) < 1.3 * min(errors.values()), "bits are split so that all err alike"
+        assert max(errors.values()) < 1.3 * min(errors.values()), (
+            "bits are split so that all err alike"
+        )
 
 
 def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
@@ -115,7 +123,9 @@ def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
         settings = {name: dict(of) for name, of in manifest.codec["transform"].items()}
         settings[field]["predicted_from"] = names
         with pytest.raises(CodecUnknown, match="predicted from"):
-            StoreCodec.open(replace(manifest, codec={**manifest.codec, "transform": settings}), tmp_path)
+            StoreCodec.open(
+                replace(manifest, codec={**manifest.codec, "transform": settings}), tmp_path
+            )
 
 
 def test_only_leading_components_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +133,8 @@ def test_only_leading_components_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     codec = learned("transform:2,hidden=0.7,from-kv@group2")
     codes = encoded(codec, exact(SEQUENCES[0]), SEQUENCES[0][TOKENS])
     features = codec.learned[KV].as_features(codes, 0, len(SEQUENCES[0][TOKENS]))
-    assert features.shape == (len(SEQUENCES[0][TOKENS]), 2 * 2 * 2), "two of each part of both groups"
+    assert features.shape == (len(SEQUENCES[0][TOKENS]), 2 * 2 * 2), (
+        "two of each part of both groups"
+    )
     assert codec.learned[KV].n_features == 8
     assert relative_error(codec, LAST) < 1

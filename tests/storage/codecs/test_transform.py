@@ -54,12 +54,15 @@ class TestTransform(LossyContract):
         with pytest.raises(CodecUnknown, match="'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))
 
-    def test_a_basis_that_is_not_the_recorded_one_is_damage(self, written: Path, tmp_path: Path) -> None:
+    def test_a_basis_that_is_not_the_recorded_one_is_damage(
+        self, written: Path, tmp_path: Path
+    ) -> None:
         store = shutil.copytree(written, tmp_path / "store")
         basis, following = (store / f"codec/{name}basis.safetensors" for name in ("", "next-"))
         shutil.copy(basis, following)
         flip(basis, -1)
-        ActivationStore(store).close()  # as where a kill came after store.json was replaced, before the rename
+        # as where a kill came after store.json was replaced, before the rename
+        ActivationStore(store).close()
         following.unlink()
         with pytest.raises(StoreDamaged, match="sha256"):
             ActivationStore(store)
@@ -81,7 +84,9 @@ def relative_error(codec: TransformCodec) -> float:
     return math.sqrt(error / sum((a**2).sum() for a in TEST))
 
 
-@pytest.fixture(scope="module", params=["transform:2@all", "transform:2@group3", "transform:2@layer"])
+@pytest.fixture(
+    scope="module", params=["transform:2@all", "transform:2@group3", "transform:2@layer"]
+)
 def codec(request: pytest.FixtureRequest) -> TransformCodec:
     return make_codec(request.param)
 
@@ -100,11 +105,17 @@ def test_stored_bits_are_those_asked_for_and_buy_less_error() -> None:
 
 
 def test_taking_the_rotation_off_pays() -> None:
-    assert relative_error(make_codec("transform:1@all")) < 0.7 * relative_error(make_codec("transform:1@all", None))
+    assert relative_error(make_codec("transform:1@all")) < 0.7 * relative_error(
+        make_codec("transform:1@all", None)
+    )
 
 
 def test_a_reader_of_one_layer_needs_its_group_only() -> None:
-    for name, n_groups in (("transform:2@all", 1), ("transform:2@group3", 2), ("transform:2@layer", 4)):
+    for name, n_groups in (
+        ("transform:2@all", 1),
+        ("transform:2@group3", 2),
+        ("transform:2@layer", 4),
+    ):
         codec = make_codec(name)
         assert [len(group) for group in codec.groups] == {1: [4], 2: [3, 1], 4: [1] * 4}[n_groups]
         of_layers = [codec.arrays_of([layer]) for layer in range(N_LAYERS)]
@@ -120,7 +131,9 @@ def test_codes_in_pieces_are_those_of_the_runs_and_layers_come_in_the_order_want
     monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
     joined.load_state(codec.state())
     assert apart.arrays == codec.arrays
-    assert [(array.name, array.axes) for array in joined.arrays] == [("kv/codes", ("token", "piece", "byte"))]
+    assert [(array.name, array.axes) for array in joined.arrays] == [
+        ("kv/codes", ("token", "piece", "byte"))
+    ]
     (rows,), codes = joined.encode(TEST[0]).values(), apart.encode(TEST[0])
     whole = apart.decode(codes, 0, 84)
     np.testing.assert_array_equal(joined.decode({"kv/codes": rows}, 0, 84), whole)
@@ -153,10 +166,16 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
         restored = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"))
         restored.load_state(codec.state())
         assert restored.describe() == codec.describe()
-        assert codec.describe()["error_metric"] == ("relative to layers" if given is None else "given")
+        assert codec.describe()["error_metric"] == (
+            "relative to layers" if given is None else "given"
+        )
         wrong = np.concatenate([restored.decode(codec.encode(x), 0, len(x)) - x for x in TEST])
-        errors[name] = np.square(wrong, dtype=np.float64).mean(axis=(0, 2, 4))  # [layer, key or value]
-    of_keys, of_values = errors["given"][:, 0] / errors["even"][:, 0], errors["given"][:, 1] / errors["even"][:, 1]
+        # [layer, key or value]
+        errors[name] = np.square(wrong, dtype=np.float64).mean(axis=(0, 2, 4))
+    of_keys, of_values = (
+        errors["given"][:, 0] / errors["even"][:, 0],
+        errors["given"][:, 1] / errors["even"][:, 1],
+    )
     assert of_keys.argmin() == 1
     assert of_keys[1] < 0.6
     assert (of_values > 2).all()
@@ -170,7 +189,10 @@ def test_layers_of_small_values_lose_no_more_than_others() -> None:
     codec = TransformCodec(SPEC, TransformSettings.parse("transform:2@all"))
     learn_from(codec, sequences)
     exact = np.concatenate(sequences)
-    wrong = np.concatenate([codec.decode(codec.encode(values), 0, len(values)) for values in sequences]) - exact
+    wrong = (
+        np.concatenate([codec.decode(codec.encode(values), 0, len(values)) for values in sequences])
+        - exact
+    )
     errors, energies = (np.square(each, dtype=np.float64).sum((0, 2, 4)) for each in (wrong, exact))
     relative = np.sqrt(errors / energies)  # [layer, key or value]
     assert (relative.max(0) < 1.5 * np.median(relative, axis=0)).all()
@@ -209,7 +231,9 @@ def test_what_tokens_say_is_not_stored() -> None:
 
 def test_what_is_constant_costs_no_error() -> None:
     learned = make_codec("transform:1@all")
-    np.testing.assert_allclose(learned.decode(learned.encode(TEST[0]), 0, 3), TEST[0][:3], atol=1e-3)
+    np.testing.assert_allclose(
+        learned.decode(learned.encode(TEST[0]), 0, 3), TEST[0][:3], atol=1e-3
+    )
     codec = TransformCodec(hidden_field("last", 6), TransformSettings(1.0, 1.0))
     values = np.full((40, 6), 2.5, np.float32)
     learn_from(codec, [values] * 4)
@@ -234,7 +258,9 @@ def test_names_say_bits_and_scope() -> None:
     for name, expected in {
         "transform:1.0": TransformSettings(1.0, None, None),
         "transform:0.88,hidden=1.55,tokens@all": TransformSettings(0.88, 1.55, 0, True),
-        "transform:1,hidden=2,tokens,from-kv,joint@group2": TransformSettings(1.0, 2.0, 2, True, True, True),
+        "transform:1,hidden=2,tokens,from-kv,joint@group2": TransformSettings(
+            1.0, 2.0, 2, True, True, True
+        ),
         "transform:2@layer": TransformSettings(2.0, None, 1),
     }.items():
         assert TransformSettings.parse(name) == expected
@@ -253,12 +279,21 @@ def test_the_last_hidden_state_has_more_bits_unless_the_name_says_otherwise(
     name: str, of_kv: float, of_layer: float, of_last: float
 ) -> None:
     codec = StoreCodec(name, (SPEC, hidden_field("layer_2", 16), hidden_field("last", 16)))
-    assert [field.expected_bits for field in codec.fields.values()] == pytest.approx([of_kv, of_layer, of_last])
+    assert [field.expected_bits for field in codec.fields.values()] == pytest.approx(
+        [of_kv, of_layer, of_last]
+    )
 
 
 def test_layers_share_as_few_bases_as_the_width_allows() -> None:
-    settings, every = TransformSettings.parse("transform:1"), TransformSettings.parse("transform:1,tokens@all")
-    assert [settings.group_size(n, width) for n, width in ((8, 128), (32, 1024), (2, 10_000))] == [8, 4, 1]
+    settings, every = (
+        TransformSettings.parse("transform:1"),
+        TransformSettings.parse("transform:1,tokens@all"),
+    )
+    assert [settings.group_size(n, width) for n, width in ((8, 128), (32, 1024), (2, 10_000))] == [
+        8,
+        4,
+        1,
+    ]
     assert [every.group_size(n, 1024) for n in (2, 16, 17, 32, 33, 80)] == [2, 16, 9, 16, 11, 16]
     codec = StoreCodec("transform:1,tokens@all", (tokens_field(), kv_field(32, 8, 128)))
     assert codec.describe()["transform"]["kv"]["group_layers"] == 16
@@ -273,7 +308,9 @@ def test_layers_share_as_few_bases_as_the_width_allows() -> None:
         ("transform:1", hidden_field("last", 20_000), "Use lossless or int8"),
     ],
 )
-def test_a_basis_that_is_too_wide_is_refused_when_it_is_named(name: str, field: FieldSpec, instead: str) -> None:
+def test_a_basis_that_is_too_wide_is_refused_when_it_is_named(
+    name: str, field: FieldSpec, instead: str
+) -> None:
     with pytest.raises(CodecUnknown, match=instead):
         StoreCodec(name, (tokens_field(), field))
 
@@ -284,11 +321,16 @@ def test_a_basis_from_disk_is_that_of_the_plain_definition_bit_for_bit() -> None
     for group, part in ((0, 0), (0, 1), (1, 0), (1, 1)):
         sequences = [own[group][part] for i, own in enumerate(parts) if i % 4]
         means = early_means(sequences)
-        by_layer = np.square(np.concatenate(sequences).reshape(-1, 3 if group == 0 else 1, 16)).mean((0, 2))
+        by_layer = np.square(
+            np.concatenate(sequences).reshape(-1, 3 if group == 0 else 1, 16)
+        ).mean((0, 2))
         scale = np.repeat(np.sqrt(by_layer / by_layer.mean()), 16)
         np.testing.assert_allclose(state[f"{group}/{part}/scale"], scale, rtol=1e-6)
         scale = state[f"{group}/{part}/scale"]
-        rows = np.concatenate([values - means[mean_rows(0, len(values))] for values in sequences]) / scale
+        rows = (
+            np.concatenate([values - means[mean_rows(0, len(values))] for values in sequences])
+            / scale
+        )
         axes = np.linalg.eigh((rows.T @ rows).astype(np.float64))[1][:, ::-1].T.astype(np.float32)
         np.testing.assert_array_equal(state[f"{group}/{part}/mean"], means)
         both = {row.tobytes() for row in (np.concatenate([axes, -axes]) * scale).astype(np.float16)}
@@ -301,7 +343,9 @@ def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_p
     told: list[tuple[int, int, str]] = []
     learning = Learning(tmp_path, progress=lambda *step: told.append(step))
     n_tokens, n_sequences = 200, 40
-    sequences = (rng.standard_normal((n_tokens, 32, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences))
+    sequences = (
+        rng.standard_normal((n_tokens, 32, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences)
+    )
     tracemalloc.start()
     try:
         learn_from(codec, sequences, learning=learning)
@@ -316,7 +360,11 @@ def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_p
 def test_learning_in_torch_gives_the_codec_of_numpy_up_to_rounding() -> None:
     plain = make_codec("transform:2@group3")
     codec = TransformCodec(SPEC, plain.settings, ROPE)
-    learn_from(codec, CALIBRATION, learning=Learning(place=lambda array: torch.from_numpy(np.ascontiguousarray(array))))
+    learn_from(
+        codec,
+        CALIBRATION,
+        learning=Learning(place=lambda array: torch.from_numpy(np.ascontiguousarray(array))),
+    )
     assert relative_error(codec) == pytest.approx(relative_error(plain), rel=0.02)
 
 
@@ -333,7 +381,10 @@ def test_rotation_is_llamas() -> None:
 
 @pytest.mark.parametrize(
     "rope",
-    [Rope(INV_FREQ[:2], np.array(1.7)), Rope(np.stack([INV_FREQ, INV_FREQ / 2, INV_FREQ / 4]), np.array([1, 1.5, 2]))],
+    [
+        Rope(INV_FREQ[:2], np.array(1.7)),
+        Rope(np.stack([INV_FREQ, INV_FREQ / 2, INV_FREQ / 4]), np.array([1, 1.5, 2])),
+    ],
     ids=["partial", "per layer"],
 )
 def test_unrotating_undoes_rotating_at_any_positions_and_layers(rope: Rope) -> None:

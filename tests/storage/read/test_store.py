@@ -18,7 +18,13 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.errors import SchemaVersionError, SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
+from moa_data.errors import (
+    SchemaVersionError,
+    SelectionInvalid,
+    StoreDamaged,
+    StoreError,
+    StoreNotFound,
+)
 from moa_data.storage import grid
 from moa_data.storage.backend import LocalFile
 from moa_data.storage.read.batch import ShardReader
@@ -57,9 +63,20 @@ def test_token_and_layer_selections(reader: ActivationStore, recipe: Recipe) -> 
     )  # fmt: skip
     for i, row in enumerate(rows(reader)):
         kv = recipe.values(reader.fields["kv"], row)
-        for tokens in (slice(None), slice(10), slice(-5, None), slice(63, 66), slice(500, 600), slice(9, 3)):
+        for tokens in (
+            slice(None),
+            slice(10),
+            slice(-5, None),
+            slice(63, 66),
+            slice(500, 600),
+            slice(9, 3),
+        ):
             for layers in selections:
-                expected = kv[tokens] if layers is None else kv[tokens][:, layers if len_of(layers) else []]
+                expected = (
+                    kv[tokens]
+                    if layers is None
+                    else kv[tokens][:, layers if len_of(layers) else []]
+                )
                 got = reader.read(i, "kv", layers, tokens)
                 np.testing.assert_array_equal(got, expected.reshape(got.shape))
                 assert got.shape == (len(kv[tokens]), expected.shape[1], 2, 2, 8)
@@ -84,9 +101,22 @@ def len_of(layers: Any) -> int:
         (lambda reader: reader.read_batch([0], ["kv", "k"]), "'k'"),
         (lambda reader: reader.read_batch([0], "tokens", layers=[0]), "'tokens'"),
         (lambda reader: reader.read_batch([0, 12], "kv"), "sequence 12"),
-        (lambda reader: reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300))}), "'kv'; it has tokens"),
-        (lambda reader: reader.read_batch([0], "kv", out={"kv": np.zeros((1, 2, 4, 2, 2, 8), np.uint16)}), "300|>="),
-        (lambda reader: reader.read_batch([0], "kv", out={"kv": np.zeros((1, 300, 4, 2, 2, 8), np.int16)}), "uint16"),
+        (
+            lambda reader: reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300))}),
+            "'kv'; it has tokens",
+        ),
+        (
+            lambda reader: reader.read_batch(
+                [0], "kv", out={"kv": np.zeros((1, 2, 4, 2, 2, 8), np.uint16)}
+            ),
+            "300|>=",
+        ),
+        (
+            lambda reader: reader.read_batch(
+                [0], "kv", out={"kv": np.zeros((1, 300, 4, 2, 2, 8), np.int16)}
+            ),
+            "uint16",
+        ),
     ],
 )
 def test_wrong_requests_say_what_is_there(
@@ -109,7 +139,9 @@ def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> No
     assert len(reader.commits) == recipe.manifest.n_parts - 1
     assert 1 not in reader.sequences["part"].to_pylist()
     for i, row in enumerate(rows(reader)):
-        np.testing.assert_array_equal(reader.read(i, "tokens"), recipe.values(reader.fields["tokens"], row))
+        np.testing.assert_array_equal(
+            reader.read(i, "tokens"), recipe.values(reader.fields["tokens"], row)
+        )
     with pytest.raises(StoreError, match="part 1"):
         ActivationStore(store, require_complete=True)
     shutil.rmtree(store / "commits")
@@ -132,7 +164,9 @@ def take_next(commit: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("has_seal", [True, False])
-def test_damage_is_named_at_opening(store: Path, name: str, damage: Callable[[Path], None], has_seal: bool) -> None:
+def test_damage_is_named_at_opening(
+    store: Path, name: str, damage: Callable[[Path], None], has_seal: bool
+) -> None:
     damage(store / name)
     if not has_seal:  # as in stores of other programs
         (store / "commits/store.json").unlink()
@@ -180,7 +214,9 @@ def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path) -> 
 NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
 
 
-def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers: Any = None) -> np.ndarray:
+def expected_batch(
+    reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers: Any = None
+) -> np.ndarray:
     """The batch, made of sequences that were read one by one."""
     parts = [reader.read(i, name, layers) for i in rows]
     out = np.zeros((len(rows), n_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -211,7 +247,9 @@ def test_equals_zarr_and_tensorstore(data: Any) -> None:
     ):
         longest = max(reader.lengths[i] for i in rows)
         out = {
-            name: np.full((len(rows), longest + extra, *shape), 9, reader.fields[name].storage_dtype)
+            name: np.full(
+                (len(rows), longest + extra, *shape), 9, reader.fields[name].storage_dtype
+            )
             for name in NAMES
             if (shape := token_shape(reader, name, layers)) is not None
         }
@@ -219,7 +257,9 @@ def test_equals_zarr_and_tensorstore(data: Any) -> None:
         for name in NAMES:
             assert batch[name] is out[name]
             chosen = layers if name == "kv" else None
-            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows, name, longest + extra, chosen))
+            np.testing.assert_array_equal(
+                batch[name], expected_batch(reader, rows, name, longest + extra, chosen)
+            )
             for b, i in enumerate(rows):
                 row = reader.sequences.slice(i, 1).to_pylist()[0]
                 written = any_bits(name, row, recipe.values(reader.fields[name], row))
@@ -236,7 +276,9 @@ def any_bits(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
     if values.dtype != np.uint16:
         return values
     rng = np.random.default_rng(row["source_row"])
-    special = np.array([0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x8000, 0x0001, 0x8001, 0x7F7F, 0xFF7F], np.uint16)
+    special = np.array(
+        [0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x8000, 0x0001, 0x8001, 0x7F7F, 0xFF7F], np.uint16
+    )
     noise = rng.integers(0, 1 << 16, values.shape, np.uint16)
     return np.where(rng.random(values.shape) < 0.5, rng.choice(special, values.shape), noise)
 
@@ -265,9 +307,13 @@ def test_new_arrays_and_strided_buffers(store: Path, n_threads: int) -> None:
         assert list(batch) == NAMES
         longest = max(reader.lengths[rows])
         for name in NAMES:
-            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows.tolist(), name, longest))
+            np.testing.assert_array_equal(
+                batch[name], expected_batch(reader, rows.tolist(), name, longest)
+            )
         wide = np.zeros((4, longest, 3, 16), np.uint16)
-        reader.read_batch(rows, "hidden/last", out={"hidden/last": wide[:, :, 1]}, n_threads=n_threads)
+        reader.read_batch(
+            rows, "hidden/last", out={"hidden/last": wide[:, :, 1]}, n_threads=n_threads
+        )
         np.testing.assert_array_equal(wide[:, :, 1], batch["hidden/last"])
         assert not wide[:, :, [0, 2]].any(), "nothing beside the buffer is written"
         assert reader.read_batch([], "kv")["kv"].shape == (0, 0, 4, 2, 2, 8)
@@ -288,26 +334,34 @@ def test_a_chunk_is_decoded_once_and_those_of_other_layers_are_not(
 
     with ActivationStore(recipe.write(tmp_path / "store")) as reader:
         rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
-        expected = expected_batch(reader, [*rows, *rows], "kv", max(reader.lengths[rows]), layers=[-1])
+        expected = expected_batch(
+            reader, [*rows, *rows], "kv", max(reader.lengths[rows]), layers=[-1]
+        )
         monkeypatch.setattr(ShardReader, "decode", noting)
         batch = reader.read_batch([*rows, *rows], ["tokens", "kv"], layers=[-1])
     np.testing.assert_array_equal(batch["kv"], expected)
     assert len(decoded) == len(set(decoded))
-    assert sum(name == "tokens" for name, *_ in decoded) == 1, "the sequences of a part share one chunk"
+    assert sum(name == "tokens" for name, *_ in decoded) == 1, (
+        "the sequences of a part share one chunk"
+    )
     assert {column for name, _, _, column in decoded if name == "kv"} == {3}
 
 
 def checksums(reader: ActivationStore) -> tuple[int, int]:
     """Checksums of all keys and values, read together and one by one."""
     together = reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64)
-    return int(together), sum(int(reader.read(i, "kv").sum(dtype=np.int64)) for i in range(len(reader)))
+    return int(together), sum(
+        int(reader.read(i, "kv").sum(dtype=np.int64)) for i in range(len(reader))
+    )
 
 
 def put_checksums(reader: ActivationStore, queue: "multiprocessing.Queue[Any]") -> None:
     queue.put(checksums(reader))
 
 
-def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_forked_children_read_the_same(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)  # enough reads for several threads
     with ActivationStore(store) as reader:
         expected = checksums(reader)

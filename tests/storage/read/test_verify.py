@@ -16,7 +16,9 @@ from moa_data.tests.kit.stores import Recipe, flip
 
 def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
     seen = []
-    report = verify_store(store, progress=lambda done, total, message: seen.append((done, total, message)))
+    report = verify_store(
+        store, progress=lambda done, total, message: seen.append((done, total, message))
+    )
     assert report.ok
     assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts, 0)
     assert (report.n_sequences, report.n_tokens) == (12, 881)
@@ -63,14 +65,20 @@ def test_damaged_commits_are_found(store: Path) -> None:
 
 
 @pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
-def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe, bits: int, layer: int) -> None:
+def test_nan_and_infinity_name_sequence_and_layer(
+    tmp_path: Path, recipe: Recipe, bits: int, layer: int
+) -> None:
     def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
         if name == "kv" and row["source_row"] == 2:
             values[150, layer, 1, 0, 3] = bits
         return values
 
     (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
-    for what in ("id-2", f"in layer {layer};", f"token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3"):
+    for what in (
+        "id-2",
+        f"in layer {layer};",
+        f"token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3",
+    ):
         assert what in damage.message
     row = next(row for row in recipe.plan.to_pylist() if row["source_row"] == 2)
     assert (damage.part, damage.path) == (row["part"], "parts/kv")
@@ -111,7 +119,11 @@ def test_summary_counts_what_is_committed(store: Path, recipe: Recipe) -> None:
     assert summary.n_sequences == len(kept)
     assert summary.n_tokens == sum(row["n_tokens"] for row in kept)
     assert summary.n_response_tokens == sum(row["n_response_tokens"] for row in kept)
-    assert (summary.manifest.n_sequences, summary.manifest.n_tokens, summary.n_pending_parts) == (12, 881, 1)
+    assert (summary.manifest.n_sequences, summary.manifest.n_tokens, summary.n_pending_parts) == (
+        12,
+        881,
+        1,
+    )
     by_name = {item.spec.name: item for item in summary.fields}
     assert by_name["kv"].raw_bytes == summary.n_tokens * 4 * 2 * 2 * 8 * 2
     assert by_name["kv"].stored_bytes > 0

@@ -60,7 +60,9 @@ def add(path: Path, wanted: Recipe) -> None:
     with opened(path) as writer:
         if not writer.has_target or (writer.target_path / "frozen").read_bytes() != NEW_WEIGHTS:
             write_bundle(writer, NEW_WEIGHTS)
-        addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
+        addition = StoreAddition(
+            writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields)
+        )
         for part in addition.pending_parts():
             wanted.write_part(addition, part)
         addition.finish()
@@ -87,11 +89,15 @@ def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
 ) -> None:
     expected = read_tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
     store = write_store(recipe, tmp_path / "store")
-    arrays = {name: content for name, content in read_tree(store).items() if name.startswith("parts/")}
+    arrays = {
+        name: content for name, content in read_tree(store).items() if name.startswith("parts/")
+    }
     is_new: list[bool] = []
     with ActivationStore(store) as open_before:
         for path in killed_everywhere(
-            lambda n: Path(shutil.copytree(store, tmp_path / str(n))), lambda path: add(path, wanted), every
+            lambda n: Path(shutil.copytree(store, tmp_path / str(n))),
+            lambda path: add(path, wanted),
+            every,
         ):
             assert read_tree(path).items() >= arrays.items()
             is_new.append(check_whole(path, wanted))
@@ -106,7 +112,9 @@ def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
     assert is_new[0] < is_new[-1]
 
 
-def test_a_full_disk_at_any_write_leaves_a_whole_store(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
+def test_a_full_disk_at_any_write_leaves_a_whole_store(
+    recipe: Recipe, wanted: Recipe, tmp_path: Path
+) -> None:
     expected = read_tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
     store = write_store(recipe, tmp_path / "store")
     n_full = 0
@@ -128,24 +136,31 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
     with opened(store) as writer:
-        addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
+        addition = StoreAddition(
+            writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields)
+        )
         assert addition.pending_parts() == [0, 1]
         wanted.write_part(addition, 1)
-        with pytest.raises(StoreError, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"):
+        with pytest.raises(
+            StoreError, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"
+        ):
             addition.finish()
         with pytest.raises(StoreError, match="Part 1 lacks no field"):
             addition.part(1)
         with (
             addition.part(0) as out,
-            pytest.raises(StoreError, match="'kv' is not a field of this store, which has hidden/layer_1"),
+            pytest.raises(
+                StoreError, match="'kv' is not a field of this store, which has hidden/layer_1"
+            ),
         ):
             out.write("kv", 0, np.zeros(1, np.uint16))
-        assert unfinished_fields(read_commits(store, (0, 1)).values(), writer.codec) == dict.fromkeys(
-            ("hidden/layer_1", "hidden/layer_2"), 1
-        )
+        assert unfinished_fields(
+            read_commits(store, (0, 1)).values(), writer.codec
+        ) == dict.fromkeys(("hidden/layer_1", "hidden/layer_2"), 1)
     assert not check_whole(store, wanted)
     assert summarize_store(store).unfinished == {"hidden/layer_1": 1, "hidden/layer_2": 1}
-    # Its plain Zarr arrays are there already, and another extraction of the old fields has nothing to do.
+    # Its plain Zarr arrays are there already, and another extraction of the old fields has nothing
+    # to do.
     recipe.write(store)
     assert "hidden/layer_1" in zarr.open_group(store / "parts", mode="r")
     # One of the two alone can be finished; the part that has both keeps them.

@@ -66,7 +66,10 @@ def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
     assert [damage.part for damage in verify_store(store).damages] == [None, 1]
     path = link(store, name)
     before = everything(store.parent)
-    attempts: tuple[Callable[[], object], ...] = (lambda: recipe.write(store), lambda: drop_damage(store))
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: recipe.write(store),
+        lambda: drop_damage(store),
+    )
     for attempt in attempts:
         with pytest.raises(StoreDamaged, match="is a symbolic link") as caught:
             attempt()
@@ -78,18 +81,23 @@ def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
 def test_a_linked_store_is_a_store(store: Path, recipe: Recipe) -> None:
     linked = store.parent / "linked"
     linked.symlink_to(store)
-    (store / "my notes").symlink_to("/nowhere")  # a name that no store has, so that no writer touches it
+    # a name that no store has, so that no writer touches it
+    (store / "my notes").symlink_to("/nowhere")
     assert [damage.part for damage in drop_damage(linked)] == [None, 1]
     recipe.write(linked)
     assert verify_store(linked).ok
     assert (store / "my notes").is_symlink()
 
 
-@pytest.mark.parametrize("name", ["parts", "parts/kv", "parts/kv/c.0.0.0.0.0", "commits", "store.json"])
+@pytest.mark.parametrize(
+    "name", ["parts", "parts/kv", "parts/kv/c.0.0.0.0.0", "commits", "store.json"]
+)
 def test_readers_follow_links(tmp_path: Path, recipe: Recipe, name: str) -> None:
     store = recipe.write(tmp_path / "store")
     link(store, name)
     assert verify_store(store).ok
     with ActivationStore(store) as reader:
         for i, row in enumerate(reader.sequences.to_pylist()):
-            np.testing.assert_array_equal(reader.read(i, "kv"), recipe.values(reader.fields["kv"], row))
+            np.testing.assert_array_equal(
+                reader.read(i, "kv"), recipe.values(reader.fields["kv"], row)
+            )

@@ -23,7 +23,9 @@ def attempts(path: Path) -> set[str]:
     return {file.name.split(".")[-2] for file in path.rglob("*.partial")}
 
 
-def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path: Path, recipe: Recipe) -> None:
+def test_who_joins_deletes_nothing_and_the_last_one_sweeps(
+    store: Path, tmp_path: Path, recipe: Recipe
+) -> None:
     path = tmp_path / "shared"
     first = recipe.open(path, shares=True)
     dead = recipe.open(path, shares=True)
@@ -46,7 +48,10 @@ def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(
 ) -> None:
     monkeypatch.setattr(lock_module, "_GRACE_S", 0.01)
     path = tmp_path / "shared"
-    with recipe.open(path, shares=True), pytest.raises(StoreLocked, match="is being written by process"):
+    with (
+        recipe.open(path, shares=True),
+        pytest.raises(StoreLocked, match="is being written by process"),
+    ):
         recipe.open(path)
     with recipe.open(path), pytest.raises(StoreLocked, match="is being written by process"):
         recipe.open(path, shares=True)
@@ -68,7 +73,9 @@ def test_who_shares_waits_for_the_one_who_opens(
     assert found == [False]
 
 
-def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_part_that_is_written_is_claimed_until_it_is_closed(
+    tmp_path: Path, recipe: Recipe
+) -> None:
     path = tmp_path / "shared"
     with recipe.open(path, shares=True) as first, recipe.open(path, shares=True) as second:
         one, two = first.part(0), first.part(1)
@@ -92,7 +99,12 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, re
     + [(name, StoreLocked, "process PID on ") for name in ("EWOULDBLOCK", "EACCES")],
 )
 def test_a_refused_lock_is_named(
-    store: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception], what: str
+    store: Path,
+    recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: type[Exception],
+    what: str,
 ) -> None:
     left, real = [OSError(getattr(errno, name), "")], fcntl.flock
 
@@ -115,7 +127,9 @@ def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:
     assert (tmp_path / "mine.txt").read_text() == "mine"
     script = "import sys, time; from pathlib import Path; from moa_data.files import lock_file\n"
     script += "lock_file(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", script, tmp_path / "held"], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / "held"], stdout=subprocess.PIPE
+    )
     assert holder.stdout is not None
     holder.stdout.readline()
     with pytest.raises(LockHeld) as caught:
@@ -126,7 +140,8 @@ def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:
     os.close(lock_file(tmp_path / "held"))
 
 
-# Three forks write the parts of one store, each in an order of its own, and are killed at random instants again and
+# Three forks write the parts of one store, each in an order of its own, and are killed at random
+# instants again and
 # again; then one finishes it.
 KILLED_WRITERS = """
 import os, random, signal, sys, time

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.errors import OutputOccupied, StorageUnavailable, StoreDamaged, StoreLocked, StoreMismatch
+from moa_data.errors import (
+    OutputOccupied,
+    StorageUnavailable,
+    StoreDamaged,
+    StoreLocked,
+    StoreMismatch,
+)
 from moa_data.storage.backend import names_below, open_path, put, put_if_absent, remove_files
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_part_commit
@@ -96,7 +102,9 @@ class PlaceContract:
         with pytest.raises(StoreMismatch, match="plan: store has"):
             replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:])).plan).write(place)
 
-    def test_a_place_with_something_else_is_left_alone(self, place: StorePath, recipe: Recipe) -> None:
+    def test_a_place_with_something_else_is_left_alone(
+        self, place: StorePath, recipe: Recipe
+    ) -> None:
         if isinstance(place, Path):
             place.mkdir()
         put(place / "notes.txt", b"mine")
@@ -104,7 +112,9 @@ class PlaceContract:
             recipe.write(place)
         assert names_below(place) == ["notes.txt"]
 
-    def test_the_bundle_is_committed_whole_and_replaced(self, place: StorePath, recipe: Recipe) -> None:
+    def test_the_bundle_is_committed_whole_and_replaced(
+        self, place: StorePath, recipe: Recipe
+    ) -> None:
         recipe.write(place)
         with recipe.open(place) as writer:
             with suppress(KeyboardInterrupt), writer.target() as folder:
@@ -140,7 +150,9 @@ class TestBucket(PlaceContract):
         put(shard, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         with pytest.raises(StoreDamaged, match=f"{shard}: chunk checksum"):
             reader.read(i, "kv")
-        assert [damage.path for damage in verify_store(place, values=False).damages] == ["parts/kv/c.1.0.0.0.0"]
+        assert [damage.path for damage in verify_store(place, values=False).damages] == [
+            "parts/kv/c.1.0.0.0.0"
+        ]
         put(shard, whole[:-50])
         reader.close()
         with pytest.raises(StoreDamaged, match=f"{shard} ends inside its index"):
@@ -151,7 +163,11 @@ class TestBucket(PlaceContract):
             remove_files(shard)
 
     def test_leftovers_go_when_they_are_old(
-        self, place: RemotePath, recipe: Recipe, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+        self,
+        place: RemotePath,
+        recipe: Recipe,
+        wanted: dict[str, bytes],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         dead = recipe.open(place, shares=True)
         recipe.fill(out := dead.part(0))
@@ -184,19 +200,27 @@ class TestBucket(PlaceContract):
             assert writer.is_pending(0)
 
     @pytest.mark.slow
-    def test_two_additions_of_other_fields_do_not_lose_one(self, place: RemotePath, recipe: Recipe) -> None:
+    def test_two_additions_of_other_fields_do_not_lose_one(
+        self, place: RemotePath, recipe: Recipe
+    ) -> None:
         recipe.write(place)
         writers = [recipe.open(place) for _ in range(2)]
-        recipes = [make_recipe(LENGTHS, fields=(*FIELDS, hidden_field(f"layer_{k}", 16))) for k in range(2)]
+        recipes = [
+            make_recipe(LENGTHS, fields=(*FIELDS, hidden_field(f"layer_{k}", 16))) for k in range(2)
+        ]
         additions = [
-            StoreAddition(writer, wider.manifest, extended_codec(writer.codec, wider.manifest.fields))
+            StoreAddition(
+                writer, wider.manifest, extended_codec(writer.codec, wider.manifest.fields)
+            )
             for writer, wider in zip(writers, recipes, strict=True)
         ]
         for wider, addition in zip(recipes, additions, strict=True):
             for part in addition.pending_parts():
                 wider.write_part(addition, part)
         additions[0].finish()
-        with pytest.raises(StoreLocked, match=r"store\.json was changed by another process meanwhile"):
+        with pytest.raises(
+            StoreLocked, match=r"store\.json was changed by another process meanwhile"
+        ):
             additions[1].finish()
         for writer in writers:
             writer.close()
@@ -246,8 +270,12 @@ STEPS = {
 FAST = ("the record", "half")
 
 
-@pytest.mark.parametrize("step", [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in STEPS])
-def test_a_kill_before_any_step_of_a_publication(place: RemotePath, recipe: Recipe, tmp_path: Path, step: str) -> None:
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in STEPS]
+)
+def test_a_kill_before_any_step_of_a_publication(
+    place: RemotePath, recipe: Recipe, tmp_path: Path, step: str
+) -> None:
     """The next writer, on another machine, finishes the whole part of the first or makes all of it anew."""
     n_calls, is_first = STEPS[step]
     is_over = False
@@ -281,10 +309,14 @@ def test_unlike_machines_race(place: RemotePath, recipe: Recipe, tmp_path: Path)
     for part in range(recipe.manifest.n_parts):
         shards = (f"parts/{name}" for name in read_part_commit(commit_path(place, part)).files)
         names = [f"commits/part-{part:05d}.json", *shards]
-        assert {name: found[name] for name in names} in [{name: tree[name] for name in names} for tree in whole]
+        assert {name: found[name] for name in names} in [
+            {name: tree[name] for name in names} for tree in whole
+        ]
 
 
-def test_a_record_whose_uploads_are_gone_comes_to_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_record_whose_uploads_are_gone_comes_to_nothing(
+    place: RemotePath, recipe: Recipe, tmp_path: Path
+) -> None:
     with recipe.open(place, shares=True) as writer:
         record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}")
         put_if_absent(publication_path(record.commit), record.to_json())

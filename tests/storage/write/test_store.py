@@ -75,8 +75,18 @@ def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
         out.write("tokens", 0, np.zeros(10, np.int32))
         end = out.allocated_tokens
         for field, first, values, what in (
-            ("kvs", 10, np.zeros(1, np.int32), "'kvs' is not a field of this store, which has tokens"),
-            ("kv", 0, np.zeros((1, 4, 2, 2, 8), np.float32), r"'kv' takes uint16 .* \[n, 4, 2, 2, 8\] \(bfloat16\)"),
+            (
+                "kvs",
+                10,
+                np.zeros(1, np.int32),
+                "'kvs' is not a field of this store, which has tokens",
+            ),
+            (
+                "kv",
+                0,
+                np.zeros((1, 4, 2, 2, 8), np.float32),
+                r"'kv' takes uint16 .* \[n, 4, 2, 2, 8\] \(bfloat16\)",
+            ),
             ("tokens", 10, np.zeros((3, 1), np.int32), r"got int32 \[3, 1\]"),
             ("tokens", 9, np.zeros(1, np.int32), "token 9 comes before 10"),
             ("tokens", end, np.zeros(1, np.int32), f"lie beyond the part's {end}"),
@@ -87,8 +97,12 @@ def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
 
 def test_a_forgotten_sequence_is_not_committed(writer: StoreWriter, recipe: Recipe) -> None:
     with writer.part(0) as out:
-        recipe.fill(out, lambda name, row, x: x[:-1] if name == "kv" and row["first_token"] == 0 else x)
-        with pytest.raises(StoreError, match=r"1 of \d sequences were not written to 'kv', the first at tokens 0"):
+        recipe.fill(
+            out, lambda name, row, x: x[:-1] if name == "kv" and row["first_token"] == 0 else x
+        )
+        with pytest.raises(
+            StoreError, match=r"1 of \d sequences were not written to 'kv', the first at tokens 0"
+        ):
             out.commit()
     assert 0 in writer.pending_parts()
 
@@ -96,7 +110,11 @@ def test_a_forgotten_sequence_is_not_committed(writer: StoreWriter, recipe: Reci
 def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
     before = read_tree(store)
     changed = recipe.with_manifest(
-        identities={"target.weights_sha256": "XX", "dataset.sha256": "bb", "template.sha256": "new"},
+        identities={
+            "target.weights_sha256": "XX",
+            "dataset.sha256": "bb",
+            "template.sha256": "new",
+        },
         extraction={"max_length": 128, "dtype": "bfloat16"},
         fields=(*recipe.manifest.fields[:3], hidden_field("last", 16, "float32")),
     )
@@ -115,12 +133,20 @@ def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
     assert read_tree(store) == before
 
 
-def begin(recipe: Recipe, store: Path, begins_anew: bool = True, shares: bool = False) -> StoreWriter:
-    return StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan, shares=shares, begins_anew=begins_anew)
+def begin(
+    recipe: Recipe, store: Path, begins_anew: bool = True, shares: bool = False
+) -> StoreWriter:
+    return StoreWriter.create_or_resume(
+        store, recipe.manifest, recipe.plan, shares=shares, begins_anew=begins_anew
+    )
 
 
-def test_a_store_without_parts_is_begun_anew_from_other_inputs(tmp_path: Path, recipe: Recipe) -> None:
-    other = make_recipe((70, 90), (tokens_field(), response_mask_field(), hidden_field("last", 32)), part_tokens=128)
+def test_a_store_without_parts_is_begun_anew_from_other_inputs(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    other = make_recipe(
+        (70, 90), (tokens_field(), response_mask_field(), hidden_field("last", 32)), part_tokens=128
+    )
     expected = read_tree(other.write_bundled(tmp_path / "expected"))
     store = tmp_path / "store"
     recipe.write_bundled(store)
@@ -136,8 +162,12 @@ def test_a_store_without_parts_is_begun_anew_from_other_inputs(tmp_path: Path, r
     assert read_tree(other.write_bundled(store)) == expected
 
 
-def test_a_kill_while_a_store_is_begun_anew_leaves_no_mixture(tmp_path: Path, recipe: Recipe) -> None:
-    other = make_recipe((70, 90), (tokens_field(), response_mask_field(), hidden_field("last", 32)), part_tokens=128)
+def test_a_kill_while_a_store_is_begun_anew_leaves_no_mixture(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    other = make_recipe(
+        (70, 90), (tokens_field(), response_mask_field(), hidden_field("last", 32)), part_tokens=128
+    )
     expected = read_tree(other.write_bundled(tmp_path / "expected"))
     first = recipe.write_bundled(tmp_path / "first")
     for commit in (first / "commits").glob("part-*"):
@@ -151,7 +181,9 @@ def test_a_kill_while_a_store_is_begun_anew_leaves_no_mixture(tmp_path: Path, re
         assert read_tree(other.write_bundled(store)) == expected
 
 
-def test_a_store_that_others_write_to_or_that_has_a_part_is_not_begun_anew(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_store_that_others_write_to_or_that_has_a_part_is_not_begun_anew(
+    tmp_path: Path, recipe: Recipe
+) -> None:
     other, store = recipe.with_manifest(extraction={"max_length": 128}), tmp_path / "store"
     with begin(recipe, store, shares=True) as writer:
         with pytest.raises(StoreLocked):
@@ -168,7 +200,9 @@ def test_a_store_that_others_write_to_or_that_has_a_part_is_not_begun_anew(tmp_p
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077, 0])
-def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path, recipe: Recipe, mask: int) -> None:
+def test_files_have_the_rights_that_the_umask_gives(
+    tmp_path: Path, recipe: Recipe, mask: int
+) -> None:
     before = os.umask(mask)
     try:
         store = recipe.write_bundled(tmp_path / "store")
@@ -203,8 +237,12 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe: Reci
         recipe.write(folder)
 
 
-@pytest.mark.parametrize("change", [('"schema_version": 2', '"schema_version": 3'), ("schema_", "sahema_")])
-def test_a_flipped_bit_in_the_schema_version_is_mended(store: Path, recipe: Recipe, change: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "change", [('"schema_version": 2', '"schema_version": 3'), ("schema_", "sahema_")]
+)
+def test_a_flipped_bit_in_the_schema_version_is_mended(
+    store: Path, recipe: Recipe, change: tuple[str, str]
+) -> None:
     before = read_tree(store)
     (store / "store.json").write_text((store / "store.json").read_text().replace(*change))
     recipe.write(store)
@@ -222,7 +260,9 @@ def test_resume_redoes_exactly_the_damaged_part(store: Path, recipe: Recipe, dam
         os.truncate(path, 100)
     with recipe.open(store) as writer:
         assert writer.pending_parts() == [1]
-        assert {damage.part for damage in writer.damages} == (set() if damage == "delete commit" else {1})
+        assert {damage.part for damage in writer.damages} == (
+            set() if damage == "delete commit" else {1}
+        )
         recipe.write_part(writer, 1)
     assert read_tree(store) == before
 
@@ -239,7 +279,9 @@ def test_leftovers_are_deleted_and_other_files_kept(store: Path, recipe: Recipe)
 
 
 @pytest.mark.parametrize(("call", "code"), [("write", errno.ENOSPC), ("fsync", errno.EDQUOT)])
-def test_disk_full_anywhere_loses_nothing(tmp_path: Path, recipe: Recipe, call: str, code: int) -> None:
+def test_disk_full_anywhere_loses_nothing(
+    tmp_path: Path, recipe: Recipe, call: str, code: int
+) -> None:
     whole = read_tree(recipe.write(tmp_path / "whole"))
     messages: list[str] = []
     for at in range(1, 120, 17):
@@ -265,10 +307,17 @@ def test_starting_lists_the_folders_of_the_store_and_none_of_a_part(
     store = recipe.write(tmp_path / "store")
     listed: list[Any] = []
     looked_at: list[Any] = []
-    for calls, name in ((listed, "scandir"), (listed, "listdir"), (looked_at, "stat"), (looked_at, "open")):
+    for calls, name in (
+        (listed, "scandir"),
+        (listed, "listdir"),
+        (looked_at, "stat"),
+        (looked_at, "open"),
+    ):
         real = getattr(os, name)
 
-        def note(path: Any = ".", *rest: Any, calls: list[Any] = calls, real: Any = real, **more: Any) -> Any:
+        def note(
+            path: Any = ".", *rest: Any, calls: list[Any] = calls, real: Any = real, **more: Any
+        ) -> Any:
             calls.append(path)
             return real(path, *rest, **more)
 
@@ -276,7 +325,8 @@ def test_starting_lists_the_folders_of_the_store_and_none_of_a_part(
     with recipe.open(store) as writer:
         assert writer.pending_parts() == []
     assert len(listed) < 40
-    # Each part has a commit, which is looked for and read, and four shards, whose sizes are compared with it.
+    # Each part has a commit, which is looked for and read, and four shards, whose sizes are
+    # compared with it.
     assert len(looked_at) < 8 * n_parts + 100
     listed.clear()
     with ActivationStore(store, require_complete=True) as reader:
@@ -304,11 +354,15 @@ def test_the_bytes_of_a_tiny_store(tmp_path: Path) -> None:
 def test_a_full_file_system(tmp_path: Path) -> None:
     recipe = make_recipe(tuple(range(100, 180)))
     with tmpfs(tmp_path / "disk", "size=2048k") as disk:
-        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*What was finished is safe"):
+        with pytest.raises(
+            StorageUnavailable, match=r"No space left while writing .*What was finished is safe"
+        ):
             recipe.write(disk / "store")
         assert list(disk.rglob("*.partial")) == []
         with ActivationStore(disk / "store") as reader:
             assert 0 < len(reader.commits) < recipe.manifest.n_parts
         assert verify_store(disk / "store").ok
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        assert read_tree(recipe.write(disk / "store")) == read_tree(recipe.write(tmp_path / "whole"))
+        assert read_tree(recipe.write(disk / "store")) == read_tree(
+            recipe.write(tmp_path / "whole")
+        )
