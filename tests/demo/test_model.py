@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from moa_data.demo import model, run
+from moa_data.demo import model
 from moa_data.demo.config import MODEL_DEFAULTS, DemoConfig
 from moa_data.demo.model import PACKAGE, SMOLLM2, find_model
 from moa_data.demo.run import MODEL_SECONDS, run_demo
 from moa_data.errors import Interrupted, OptionInvalid, TargetError
 from moa_data.pipeline.dataset import read_jsonl
 from moa_data.tests.kit.models import write_target_of_letters
+
+from .conftest import Interrupt
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -34,19 +36,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("package")
-def test_the_whole_job_on_the_model_of_a_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_job_on_the_model_of_a_package(tmp_path: Path, interrupt: Interrupt) -> None:
     config = DemoConfig.of(out=str(tmp_path / "out"), **TINY)
     messages: list[str] = []
 
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "_train", interrupted)
-        with pytest.raises(Interrupted, match=r"in the train phase; .*\(corpus, extract\)$"):
-            run_demo(config)
+    with (
+        interrupt("train"),
+        pytest.raises(Interrupted, match=r"in the train phase; .*\(corpus, extract\)$"),
+    ):
+        run_demo(config)
     report = run_demo(config, lambda done, total, message: messages.append(message))
     assert report.reused == ("corpus", "extract")
     assert list(report.phases) == list(MODEL_SECONDS)

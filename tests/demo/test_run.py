@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,24 +11,22 @@ from moa_data.demo.run import PHASES, run_demo
 from moa_data.errors import Interrupted, OptionInvalid
 from moa_data.tests.kit.command import DEMO
 
+from .conftest import Interrupt
+
 TINY = DemoConfig.of(**DEMO)
 
 
 @pytest.mark.draws
-def test_all_phases_then_reuse_then_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_phases_then_reuse_then_refusal(tmp_path: Path, interrupt: Interrupt) -> None:
     config = TINY.replaced(out=str(tmp_path / "demo"))
 
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "_evaluate", interrupted)
-        with pytest.raises(
+    with (
+        interrupt("evaluate"),
+        pytest.raises(
             Interrupted, match=r"in the eval phase; .*\(corpus, target, extract, train\)$"
-        ):
-            run_demo(config)
+        ),
+    ):
+        run_demo(config)
     first = run_demo(config, provenance={"argv": ["demo"]})
     assert first.reused == PHASES[:4]
     assert first.phases["eval"]["acceptance_length"] >= 1.0
