@@ -63,7 +63,7 @@ _RESTORE = "Restore the file from a copy."
 
 @dataclass(frozen=True)
 class ArrayGrid:
-    """The grid of one array. Only axis 0 (tokens or blocks) and axis 1 (layers or pieces) are cut."""
+    """The grid of an array: only axis 0 (tokens or blocks) and axis 1 (layers, pieces) are cut."""
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
