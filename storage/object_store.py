@@ -383,8 +383,8 @@ def _refuse_fork(url: str) -> None:
     if _runtime_pid != os.getpid():
         raise StorageUnavailable(
             f"{url} was opened before this process was forked, and the object store client does "
-            "not work after a fork. Start processes with the method 'spawn' or 'forkserver', or use"
-            " threads."
+            "not work after a fork. Start processes with the method 'spawn' or 'forkserver', or "
+            "use threads."
         )
 
 
