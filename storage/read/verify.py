@@ -36,7 +36,7 @@ from .store import ActivationStore, read_manifest
 MAX_THREADS = 16
 SLICE_BYTES = 32 << 20  # Raw bytes that a thread decodes at a time.
 Depth = Literal["sizes", "checksums", "values"]
-"""How thoroughly files are checked. Each level includes the ones before it."""
+"""How a file is checked: by its size, also by its checksum, or also by decoding all its values."""
 
 
 @dataclass(frozen=True)
