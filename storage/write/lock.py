@@ -169,9 +169,9 @@ class StoreLock:
         return fd
 
     def is_claimed(self, part: int) -> bool:
-        """Return whether another writer has claimed a part.
+        """Return whether a writer, which may be in this process, has claimed a part.
 
-        A part may be computed without a claim, because claims are best effort.
+        A part may also be computed without a claim, because claims are best effort.
         """
         if self.is_alone:
             return False

@@ -8,7 +8,7 @@ part are durable, the part is published in three steps::
                                       the new commit and the list of its files
     2  parts/kv/c.K.0.0.0.0           renamed from the temporary name, or in a bucket copied from it
                                       by the server
-       commits/part-K.json            created if absent; replaces the old commit if fields are added
+       commits/part-K.json            created if absent, or replaced if fields are added
     3  uploads and record             deleted
 
 If several writers write the same part, the first one that publishes it wins. In a folder, a writer
