@@ -6,7 +6,7 @@ more than single parts (additions of fields, repairs). It may be shared while pa
 Writers that share it publish each part and document, by renames and a commit, under a byte-range
 lock in ``publish.lock``. If two processes write the same part, the second one finds the commit of
 the first. Another byte, the part's claim, is locked while a part is computed, so that other
-processes choose other parts. Locks do not say which parts a store has; only commits do.
+processes choose other parts. Only commits determine which parts a store has, not locks.
 """
 
 import errno
@@ -155,8 +155,8 @@ class StoreLock:
         """Mark a part as being computed.
 
         Returns:
-            A file descriptor that holds the claim until it is closed. It is -1 if there is no
-            claim, because no other process can write or another process has claimed the part.
+            A file descriptor that holds the claim until it is closed. It is -1 without a claim,
+            because no other process can write or another writer has claimed the part.
         """
         if self.is_alone:
             return -1

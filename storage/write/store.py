@@ -29,8 +29,8 @@ time. The renames and the commit of a part are atomic for these processes, and a
 for a commit before them. The second writer of a part leaves the part unchanged and deletes its own
 files.
 
-In a bucket the order is the same, but there is no lock (step 1) and there are no renames. No step
-is exclusive: each document of steps 2 to 6 is created by the first writer, and all other writers
+In a bucket the order is the same, but without the lock of step 1 and without renames. No step is
+exclusive: each document of steps 2 to 6 is created by the first writer, and all other writers
 compare it with their own content (``publish``).
 """
 
@@ -181,7 +181,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend.make_folder(store)
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
-            # Only a process that holds the exclusive lock creates or cleans a store.
+            # If other processes share the lock, they have already created and cleaned the store.
             if writer.joined:
                 writer._check_joined()
                 writer._open_codec()
