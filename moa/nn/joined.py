@@ -34,7 +34,8 @@ Norm = tuple[Tensor, Tensor]
 Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
 """Norms and packed weights of a layer.
 
-The norms are those of :func:`before_attention` and :func:`after_attention`. The packed weights are in the order of ``Joined.products``.
+The norms are those of :func:`before_attention` and :func:`after_attention`. The packed weights are
+in the order of ``Joined.products``.
 """
 
 
