@@ -58,7 +58,7 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises one field: keys and values of equal or different widths, or a field [token, width]."""
+    """Quantises a KV field, whose widths may differ, or a field [token, width]."""
 
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
