@@ -553,10 +553,10 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 
 # Joint hidden states: each hidden state is predicted from the one of the layer below. A decoder
 # layer adds little, so the lowest state takes most of the bits. The bits are split so that all
-# states have the same error d. A component of a Gaussian state with variance v takes log2(v / d) /
-# 2 bits, and none if v is below d. The residual of a predicted state also contains the error of the
-# state below, which is d too. So its components take log2((v + d) / d) / 2 bits. Variances and
-# errors are shares of each state's energy.
+# states have the same error d. A component of a Gaussian state with variance v takes
+# 0.5 * log2(v / d) bits, and none if v is below d. The residual of a predicted state also contains
+# the error of the state below, which is d too. So its components take 0.5 * log2((v + d) / d) bits.
+# Variances and errors are shares of each state's energy.
 
 
 def left_variances(

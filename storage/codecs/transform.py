@@ -693,7 +693,7 @@ class TransformCodec(FieldCodec):
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # A batch that several fields share holds all pieces, even where this field needs fewer.
+        # A batch that several fields share holds all pieces, even if this field needs fewer.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
