@@ -99,8 +99,7 @@ def attend_plainly(
 def needs_equal_heads(device: torch.device, dtype: torch.dtype, has_mask: bool) -> bool:
     """Whether grouped heads would make PyTorch fall back to its math kernel.
 
-    The only other kernel with grouped heads is flash attention. It supports neither masks nor
-    float32.
+    Flash attention has grouped heads, but supports neither masks nor float32.
     """
     return device.type == "cuda" and (has_mask or dtype == torch.float32)
 

@@ -27,9 +27,10 @@ JOINED = (
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 Norm = tuple[Tensor, Tensor]
-"""A prepared RMS norm: the lower bound of a row's L2 norm, and the scale [E].
+"""A prepared RMS norm: the floor sqrt(E * eps) of a row's L2 norm, and the scale [E].
 
-:func:`normed` divides a row by its L2 norm, then multiplies it by the scale.
+:func:`normed` adds the floor to the L2 norm in quadrature, divides the row by the result, and
+multiplies it by the scale.
 """
 Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
 """Norms and packed weights of a layer.
