@@ -8,10 +8,11 @@
 *Packing.* A Huffman code spends at least one bit on a symbol, so codes with few levels are packed:
 five codes of three levels are one symbol with 243 values, and cost as little as 0.2 bit each.
 Several numbers of levels allow the same number of codes per byte. Only the largest odd one of them
-is used, because levels that never occur cost nothing. A code ``q`` in ``-(levels - 1) / 2 ..
-(levels - 1) / 2`` is stored as the digit ``q mod levels``. So the most frequent code, zero, is a
-zero in the byte, as the padding between sequences is. Codes with ``WIDE_LEVELS`` levels do not fit
-into a byte. They are stored as two digits: ``q = low + 255 * high``.
+is used, because levels that never occur cost nothing. A code ``q`` is between
+``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit ``q mod levels``, so that
+the most frequent code, zero, is a zero in the byte, as the padding between sequences is. Codes with
+``WIDE_LEVELS`` levels do not fit into a byte. They are stored as two digits:
+``q = low + 255 * high``.
 
 *Runs and pieces.* A run is a range of codes with similar statistics and the same number of levels.
 In a narrow group of layers each run is a stored array. The runs of a wide group are side by side in
@@ -308,7 +309,7 @@ class GroupTransform:
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
-        """Decode at most ``max_components`` first components of each part.
+        """Decode the first components of each part, at most ``max_components``.
 
         Returns:
             The components of all parts side by side, float32 [n_tokens, n_components].
