@@ -87,13 +87,13 @@ class AddPlan(WritePlan):
             else f"; target/ keeps {self.bundle_layers} decoder layers"
         )
         lines = [
-            f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.forward.dtype}, "
-            f"codec {self.codec.name}; all of it is kept",
+            f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
+            f"{self.forward.dtype}, codec {self.codec.name}; all of it is kept",
             f"adds         {self.added}{kept}",
             f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,}, in {self.n_parts:,} of "
             f"{self.n_stored_parts:,} parts",
-            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per "
-            "token)",
+            f"raw          {format_bytes(self.raw_bytes)} "
+            f"({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per token)",
             f"on disk      {self.describe_disk()} more",
             *self.room(),
         ]
@@ -117,7 +117,8 @@ def add(
     ) as writer:
         with (
             interruptible(
-                f"in a part, which was discarded; until all of {added} is there, {plan.store} is as it was"
+                f"in a part, which was discarded; until all of {added} is there, {plan.store} is "
+                "as it was"
             ),
             ActivationStore(plan.store) as reader,
         ):
@@ -199,8 +200,8 @@ def _learn(
     """Let the new fields learn from the sequences that the old ones learned from."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
-            f"{plan.store}: {plan.added} must learn from all sequences, but {n_pending} parts are still to "
-            "be extracted. Run the extract command that began the store, then add."
+            f"{plan.store}: {plan.added} must learn from all sequences, but {n_pending} parts are "
+            "still to be extracted. Run the extract command that began the store, then add."
         )
     plan.learn(target, reader.lengths, lambda row: reader.read(row, TOKENS), progress)
     save_next_basis(writer, plan.codec)
@@ -227,9 +228,10 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     relative = float(np.linalg.norm(was - own)) / max(float(np.linalg.norm(own)), 1e-15)
     if not relative <= stored_tolerance(reader, dtype):
         raise OptionInvalid(
-            f"{plan.store}: {plan.config.model} gives a hidden/last that differs by {relative:.1%} from the stored "
-            "one, more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
-            "check the release of transformers, and run `moa-data audit`."
+            f"{plan.store}: {plan.config.model} gives a hidden/last that differs by {relative:.1%} "
+            "from the stored one, more than rounding explains, so new fields would not belong to "
+            "the old ones. Nothing was written; check the release of transformers, and run "
+            "`moa-data audit`."
         )
     if not relative:
         return "the first batch gave the stored hidden/last bit for bit"
@@ -360,7 +362,8 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
         how = f"does not say its {missing[0]}" if missing else f"was extracted by {engine['name']}"
         how = f"was imported from {origin}" if origin else how
         raise OptionInvalid(
-            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
+            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new "
+            "store with all fields."
         )
     return dict(stored.extraction)
 

@@ -89,12 +89,13 @@ class AuditReport:
             f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"
         ]
         lines += [
-            f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} (allowed "
-            f"{row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
+            f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} "
+            f"(allowed {row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
             for name, row in self.worst().items()
         ]
         lines += [
-            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by {row.relative_error:.2e}"
+            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by "
+            f"{row.relative_error:.2e}"
             for row in self.rows
             if not row.ok
         ]

@@ -62,8 +62,10 @@ class Comparison:
         if self.teacher is not None:
             totals.append(f"logits {self.teacher.relative:.1%}")
         lines = [
-            f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with {self.reference}",
-            f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times smaller than raw",
+            f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with "
+            f"{self.reference}",
+            f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times "
+            "smaller than raw",
             f"errors       {', '.join(totals)}",
         ]
         lines += [
@@ -146,8 +148,8 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     )
     if first != second:
         raise OptionInvalid(
-            f"{exact.path} and {coded.path} hold activations of different targets ({first} and {second}). Compare "
-            "stores of one target."
+            f"{exact.path} and {coded.path} hold activations of different targets ({first} and "
+            f"{second}). Compare stores of one target."
         )
     names = [name for name in exact.fields if name not in TEXT_FIELDS]
     common = [
@@ -155,8 +157,8 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     ]
     if not common:
         raise OptionInvalid(
-            f"{exact.path} has the activations {', '.join(names)}, and {coded.path} has none of them in the same "
-            "shape. Compare stores that hold the same activations."
+            f"{exact.path} has the activations {', '.join(names)}, and {coded.path} has none of "
+            "them in the same shape. Compare stores that hold the same activations."
         )
     return common
 
@@ -170,8 +172,8 @@ def _common_sequences(
     common = [(i, there[key]) for i, key in enumerate(ids) if key in there]
     if not common:
         raise OptionInvalid(
-            f"{exact.path} with {counted(len(exact), 'sequence')} and {coded.path} with {len(coded)} have none in "
-            "common. Compare stores of the same chats."
+            f"{exact.path} with {counted(len(exact), 'sequence')} and {coded.path} with "
+            f"{len(coded)} have none in common. Compare stores of the same chats."
         )
     chosen = np.random.default_rng(seed).permutation(len(common))[:samples]
     return [common[k] for k in sorted(chosen.tolist())]
@@ -228,8 +230,8 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     }
     if target.has_states or cached - stored:
         raise OptionInvalid(
-            f"{exact.path} does not hold all that the layers of {model} cache, so the target cannot continue from it. "
-            "Leave --model out."
+            f"{exact.path} does not hold all that the layers of {model} cache, so the target "
+            "cannot continue from it. Leave --model out."
         )
     return target
 

@@ -211,9 +211,10 @@ class ForwardPlan:
         for n_bytes, (n_free, place) in zip(self.memory_bytes, free, strict=True):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The target's forwards need {format_bytes(n_bytes)} of {place}: {self._needs}. "
-                    f"Free in {place} are {format_bytes(n_free)}.",
-                    "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
+                    f"The target's forwards need {format_bytes(n_bytes)} of {place}: "
+                    f"{self._needs}. Free in {place} are {format_bytes(n_free)}.",
+                    "Free some, take a larger machine, or extract in bfloat16, with smaller "
+                    "batches or fewer workers.",
                 )
 
     def load_target(self, progress: Progress | None = None) -> Target:
@@ -369,7 +370,8 @@ class WritePlan:
                 if self.present_bytes
                 else ""
             ),
-            f"memory       {self.forward.describe_memory(n_batch_tokens)}; free {format_bytes(free_memory() or 0)}",
+            f"memory       {self.forward.describe_memory(n_batch_tokens)}; free "
+            f"{format_bytes(free_memory() or 0)}",
         ]
 
 
@@ -441,7 +443,8 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
             f"time         not measured, as a model of random weights failed: {first_line(error)}"
         )
     lines = [
-        f"time         {format_range(least_s, most_s, format_hours)} of forwards, encoding and writing"
+        f"time         {format_range(least_s, most_s, format_hours)} of forwards, encoding and "
+        "writing"
     ]
     if n_workers > 1:
         shares = format_range(least_s / n_workers, most_s / n_workers, format_hours)

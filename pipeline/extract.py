@@ -235,8 +235,8 @@ def _work(
         n_done = len(store.committed_parts())
         store.sweep()
         raise Interrupted(
-            f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
-            f"{store.path}. Run the same command again to continue."
+            f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are "
+            f"committed in {store.path}. Run the same command again to continue."
         ) from error
 
 
@@ -266,8 +266,8 @@ def _run_workers(
     scale = config.scale
     if not store.is_shared:
         raise OptionInvalid(
-            f"The file system of {store.path} has no locks of byte ranges, so only one process can write to it. Leave "
-            "out --workers and --engine."
+            f"The file system of {store.path} has no locks of byte ranges, so only one process can "
+            "write to it. Leave out --workers and --engine."
         )
     torch.cuda.empty_cache()  # gives the memory of the target that was proven here to a worker
     # Workers of Ray start in other folders.
@@ -304,8 +304,8 @@ def worker_devices(device: str, n_workers: int) -> list[str]:
     n_devices = torch.cuda.device_count() if kind.type == "cuda" and kind.index is None else 1
     if n_workers > n_devices:
         raise OptionInvalid(
-            f"There are {n_devices} of {device} on this machine, and each of {n_workers} workers needs one of its "
-            "own. Lower --workers, or leave out --device."
+            f"There are {n_devices} of {device} on this machine, and each of {n_workers} workers "
+            "needs one of its own. Lower --workers, or leave out --device."
         )
     return (
         [device]
@@ -364,7 +364,8 @@ def repair(
         return extract(config, progress, provenance, repairs=True)
     except StoreMismatch as error:
         advice = (
-            "Give the --model and the --dataset that it was made from. If only codec.basis_sha256 differs, repair it "
-            f"on the machine that extracted it, restore {CODEC_NAME}/ from a copy, or extract to another folder."
+            "Give the --model and the --dataset that it was made from. If only codec.basis_sha256 "
+            f"differs, repair it on the machine that extracted it, restore {CODEC_NAME}/ from a "
+            "copy, or extract to another folder."
         )
         raise StoreMismatch(str(path), error.changes, advice) from error

@@ -53,7 +53,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=repo_type).private:
             raise DatasetError(
-                f"{repo} is there already and public. Make it private on the Hub, or choose another name."
+                f"{repo} is there already and public. Make it private on the Hub, or choose "
+                "another name."
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
@@ -114,7 +115,8 @@ def pull(
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
             raise DatasetError(
-                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has finished."
+                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has "
+                "finished."
             )
         where: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
         api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **where)
@@ -168,14 +170,16 @@ def _what(path: Path) -> tuple[Path, str, str]:
         summary = summarize_store(path)
         if what := summary.missing or ", ".join(summary.unfinished):
             raise DatasetError(
-                f"{path} is incomplete: {what}. Finish it with the command that began it, then push."
+                f"{path} is incomplete: {what}. Finish it with the command that began it, then "
+                "push."
             )
         return path, MANIFEST_NAME, "dataset"
     for folder in (path, path / "drafter"):
         if (folder / DRAFTER_FILE).is_file():
             return folder, DRAFTER_FILE, "model"
     raise DatasetError(
-        f"{path} is neither a store ({MANIFEST_NAME}), a drafter ({DRAFTER_FILE}) nor a run of `moa-data train`."
+        f"{path} is neither a store ({MANIFEST_NAME}), a drafter ({DRAFTER_FILE}) nor a run of "
+        "`moa-data train`."
     )
 
 
@@ -228,7 +232,8 @@ def _one_line(repo: str) -> Iterator[None]:
         yield
     except RepositoryNotFoundError as error:
         raise DatasetError(
-            f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN in the environment."
+            f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN "
+            "in the environment."
         ) from error
     except HFValidationError as error:
         raise DatasetError(

@@ -95,13 +95,14 @@ class ExtractPlan(WritePlan):
         rows = counted(counts.n_rows, "row")
         lines = [
             f"dataset      {self.dataset}: {rows} read",
-            f"rejected     {counts.n_rejected:,} of {rows}, {counted(counts.n_duplicates, 'duplicate')} left out",
+            f"rejected     {counts.n_rejected:,} of {rows}, "
+            f"{counted(counts.n_duplicates, 'duplicate')} left out",
             *counts.rejection_lines(),
         ]
         if not self.ends_last_turn:
             lines.append(
-                "end of turn  The chat template writes none after the last answer of a chat, so drafters learn the end "
-                "of an answer from the turns before it alone."
+                "end of turn  The chat template writes none after the last answer of a chat, so "
+                "drafters learn the end of an answer from the turns before it alone."
             )
         return lines
 
@@ -124,15 +125,16 @@ class ExtractPlan(WritePlan):
         elif "kv_width" in target:
             cached = f"which cache up to {target['kv_width']:,} numbers of a token"
         lines = [
-            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, {cached}, "
-            f"width {target['hidden_size']})",
+            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} "
+            f"layers, {cached}, width {target['hidden_size']})",
             *self.rows_read(),
             f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
-            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} bytes per token)",
+            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} "
+            "bytes per token)",
             f"on disk      {self.describe_disk()}",
             f"bits         of a value in the parts, at most: {bits}",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
@@ -258,8 +260,8 @@ def _plan_forwards(
         families.layer_sizes(model_config)  # refuses layers that no drafter can use
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
-            f"Layers of {model_config.model_type} do not cache alike; --source vllm gives no keys and values of such. "
-            "Leave it out, or extract hidden states only."
+            f"Layers of {model_config.model_type} do not cache alike; --source vllm gives no keys "
+            "and values of such. Leave it out, or extract hidden states only."
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
@@ -282,8 +284,9 @@ def _plan_forwards(
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
         raise OptionInvalid(
-            f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
-            "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
+            f"Codec {config.storage.codec} learns from forwards on this machine before the first "
+            "part, and it has no GPU. Start the command on a machine of the cluster that has one, "
+            "or choose another --codec."
         )
     forward = ForwardPlan(
         folder=folder,
@@ -334,7 +337,8 @@ def _pick_device(config: ExtractConfig) -> str:
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(
-                f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them."
+                f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of "
+                "them."
             )
         return "cuda" if n_gpus else "cpu"
     return pick_device(wanted)
@@ -504,6 +508,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise WorkerError(
-        f"{runs} records no finished extraction, so its settings are not known. Run the command that made the store: "
-        f"it writes what is missing, after `moa-data repair {json.dumps(str(store))} --drop` also what is damaged."
+        f"{runs} records no finished extraction, so its settings are not known. Run the command "
+        "that made the store: it writes what is missing, after `moa-data repair "
+        f"{json.dumps(str(store))} --drop` also what is damaged."
     )

@@ -75,8 +75,9 @@ def recode(
     with ActivationStore(store, require_complete=True) as source:
         if not source.codec.is_lossless:
             raise OptionInvalid(
-                f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
-                "codec has lost another cannot bring back. Extract again, or give the lossless store."
+                f"{source.path} has codec {source.codec.name}; only a lossless store can be "
+                "recoded, since what one codec has lost another cannot bring back. Extract again, "
+                "or give the lossless store."
             )
         is_folder = (
             isinstance(target_store, Path)
@@ -109,8 +110,8 @@ def recode(
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
                 raise Interrupted(
-                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
-                    "command again to continue."
+                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in "
+                    f"{writer.path}. Run the same command again to continue."
                 ) from error
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
@@ -145,8 +146,8 @@ def _learned_codec(
         )
     if kv_metrics is not None and not isinstance(kv, TransformCodec):
         raise OptionInvalid(
-            f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to say. Give "
-            "transform:<bits>, or leave --drafter out."
+            f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to "
+            "say. Give transform:<bits>, or leave --drafter out."
         )
     if not codec.learned:
         return codec
@@ -165,8 +166,8 @@ def _learned_codec(
         answered = np.flatnonzero(numbers(source.sequences, "n_response_tokens") >= _MIN_RESPONSE)
         if not len(answered):
             raise OptionInvalid(
-                f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
-                "measured. Leave --drafter out."
+                f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which "
+                "a drafter could be measured. Leave --drafter out."
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())

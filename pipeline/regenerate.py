@@ -233,8 +233,8 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
             progress(n_rows, max(total, n_rows), "read rows")
     if not n_chats:
         raise DatasetError(
-            f"Dataset {source.name} has no chat that asks something among {n_rows:,} rows. Point --dataset at chats, "
-            "or name their columns with --columns."
+            f"Dataset {source.name} has no chat that asks something among {n_rows:,} rows. Point "
+            "--dataset at chats, or name their columns with --columns."
         )
     dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity()})
     text = f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers {limits}"
@@ -273,7 +273,8 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
     folder = Path(config.dataset or out).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise OptionInvalid(
-            f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it."
+            f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move "
+            "it."
         )
     work = count_work(config, progress)
     answering = LocalTarget(config) if config.server is None else Server(config)
@@ -439,10 +440,10 @@ class Answers:
         n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
         if n_rejected > self.max_rejected_fraction * self.n_rows:
             raise DatasetError(
-                f"{n_rejected:,} of the first {counts.n_rows:,} rows ({self.n_rows:,} in all) gave no chat, more than "
-                f"--max-rejected-fraction {self.max_rejected_fraction}: {'; '.join(counts.lines(counts.rejected))}. "
-                "Raise that fraction and run the same command again, which keeps the answers so far; or correct the "
-                "data."
+                f"{n_rejected:,} of the first {counts.n_rows:,} rows ({self.n_rows:,} in all) gave "
+                f"no chat, more than --max-rejected-fraction {self.max_rejected_fraction}: "
+                f"{'; '.join(counts.lines(counts.rejected))}. Raise that fraction and run the same "
+                "command again, which keeps the answers so far; or correct the data."
             )
 
     def describe(self, config: RegenerateConfig) -> str:
@@ -450,15 +451,15 @@ class Answers:
         counts = self.counts
         arguments = self.settings["template_kwargs"]
         command = (
-            f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset {self.path} "
-            f"--max-length {config.questions.max_length}"
+            f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset "
+            f"{self.path} --max-length {config.questions.max_length}"
             + (f" --template-kwargs '{json.dumps(arguments)}'" if arguments else "")
             + " --out STORE"
         )
         lines = [
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
-            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; {counts.n_at_limit:,} of the answers "
-            "reached their limit",
+            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; "
+            f"{counts.n_at_limit:,} of the answers reached their limit",
             *(f"  dropped    {n:,}  {reason}" for reason, n in counts.dropped.most_common()),
             *counts.lines(counts.rejected, "  rejected   "),
             *counts.lines(counts.cut, "  cut short  "),
@@ -538,9 +539,9 @@ class LocalTarget:
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
                 reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
                 raise DatasetError(
-                    f"{dropped.total():,} questions had to be dropped for {n_answered:,} that could be kept: "
-                    f"{reasons}. Change --question-temperature, --question-top-p or --question-tokens, with another "
-                    "--out, or give a --dataset."
+                    f"{dropped.total():,} questions had to be dropped for {n_answered:,} that "
+                    f"could be kept: {reasons}. Change --question-temperature, --question-top-p or "
+                    "--question-tokens, with another --out, or give a --dataset."
                 )
             n_before = n_answered + len(questions) + dropped.total()
             generations = generate_batch(
@@ -721,8 +722,9 @@ class Server:
         # A drafter would learn answers without what led to them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
-                f"{self._url} keeps the reasoning apart from the answer, so that the text is not all that was written. "
-                "Start it without a reasoning parser, or leave thinking out: --template-kwargs enable_thinking=false."
+                f"{self._url} keeps the reasoning apart from the answer, so that the text is not "
+                "all that was written. Start it without a reasoning parser, or leave thinking out: "
+                "--template-kwargs enable_thinking=false."
             )
         asked = self._config.questions
         if ended in ("stop", "length"):
@@ -754,8 +756,8 @@ class Server:
             last_s = min(last_s, time.monotonic() + self._config.serving.patience_s)
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(
-                    f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start it, and run the same "
-                    "command again: the answers so far are kept."
+                    f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start it, "
+                    "and run the same command again: the answers so far are kept."
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_WAIT_S)

@@ -121,8 +121,8 @@ class WriteReport:
         did = f"wrote {self.restored}" if self.restored else "wrote no part"
         is_whole = not self.timings.n_parts and not self.timings.n_late
         lines = [
-            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "
-            f"{counted(self.n_parts, 'part')}",
+            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, "
+            f"{self.n_tokens:,} tokens, {counted(self.n_parts, 'part')}",
             f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
@@ -131,7 +131,8 @@ class WriteReport:
                 if self.has_begun_anew
                 else []
             ),
-            f"this run     {f'{did}, every part was there' if is_whole else self.timings.describe()}",
+            "this run     "
+            f"{f'{did}, every part was there' if is_whole else self.timings.describe()}",
         ]
         return "\n".join(lines)
 

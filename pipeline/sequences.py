@@ -289,8 +289,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
             yield forks[index % n_processes][1].recv() or tokenise(content)
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
-            "A process that tokenises was killed, most likely because memory ran out. Use fewer processes, such as "
-            "`--set data.tokenize_processes=1`, or free some memory."
+            "A process that tokenises was killed, most likely because memory ran out. Use fewer "
+            "processes, such as `--set data.tokenize_processes=1`, or free some memory."
         ) from error
     finally:
         for pid, receiver in forks:
@@ -336,12 +336,14 @@ def _check_fits(
     if len(chat.tokens) > n_positions:
         raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
-            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
+            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use "
+            f"--max-length {n_positions}."
         )
     if largest >= sizes["vocab_size"]:
         raise DatasetError(
-            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has {sizes['vocab_size']:,} "
-            "entries. The tokenizer does not belong to this model; copy the model's own tokenizer files."
+            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has "
+            f"{sizes['vocab_size']:,} entries. The tokenizer does not belong to this model; copy "
+            "the model's own tokenizer files."
         )
 
 
@@ -349,7 +351,8 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     """Refuse a dataset without usable rows, or with too many rejected ones."""
     if sequences.n_rows == 0:
         raise DatasetError(
-            f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats."
+            f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with "
+            "chats."
         )
     rejections = sequences.rejections
     reasons = "; ".join(
@@ -359,18 +362,20 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
         hint = "Choose another --dataset or convert it."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:
             hint = (
-                "Expected a column `messages` or `conversations`. Where questions and answers have columns of their "
-                f"own, name them: --columns user=question,assistant=answer, or {' or '.join(FORMATS)}."
+                "Expected a column `messages` or `conversations`. Where questions and answers have "
+                "columns of their own, name them: --columns user=question,assistant=answer, or "
+                f"{' or '.join(FORMATS)}."
             )
         raise DatasetError(
-            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. {hint}"
+            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. "
+            f"{hint}"
         )
     fraction = sequences.n_rejected / sequences.n_rows
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
-            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more "
-            f"than --max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the "
-            "limit."
+            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
+            f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction}: "
+            f"{reasons}. Correct it or raise the limit."
         )
 
 

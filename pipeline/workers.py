@@ -240,8 +240,9 @@ def direct(
             end_s = time.monotonic() + _END_S
     if not is_done(store):
         raise WorkerError(
-            f"{len(lost)} workers ended with work left, at last {''.join(lost[-1:])}. What was committed is kept: run "
-            "the same command again to continue, with fewer --workers if memory ran out."
+            f"{len(lost)} workers ended with work left, at last {''.join(lost[-1:])}. What was "
+            "committed is kept: run the same command again to continue, with fewer --workers if "
+            "memory ran out."
         )
     return timings, lost
 
@@ -374,8 +375,8 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
         ray.init(address=address or "local", **options)
     except ConnectionError as error:
         raise OptionInvalid(
-            f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start --head`, or leave "
-            "out --address."
+            f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start "
+            "--head`, or leave out --address."
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
