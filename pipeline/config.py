@@ -207,8 +207,7 @@ class ExtractConfig(Config):
 
 
 class AddConfig(Config):
-    """Settings of `moa-data add`. Sequence lengths, dtype, codec and batches are those of the
-    store."""
+    """Settings of `moa-data add`. Dtype, codec, sequence lengths and batches are the store's."""
 
     store: str
     """The store, made by `extract`."""
@@ -368,7 +367,7 @@ class ActivationSpec:
     last: bool  # whether to capture the hidden state after the final norm
     # Decoder layers whose output is stored: counted from 0, ascending, without duplicates.
     layers: tuple[int, ...]
-    # Fields of the keys and values. Layers with different shapes are stored in different fields.
+    # Fields of the keys and values. Layers that cache in different ways have different fields.
     kv_fields: tuple[str, ...] = (KV,)
 
     @property
