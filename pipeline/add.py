@@ -236,7 +236,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # Capture kv if the store has it. Capturing it may select other kernels, which changes last bits.
+    # Capture kv if the store has it, because capturing it may select other kernels, which changes
+    # the last bits.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache

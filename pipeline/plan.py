@@ -1,4 +1,4 @@
-"""Plan an extraction before its first forward: the inputs, the sequences, the fields and the output.
+"""Plan an extraction before its first forward: inputs, sequences, fields and output.
 
 ``store.json`` records the inputs of a store. They are the content hashes of target and dataset, and
 the commits of those that come from the Hub, as ``extraction.sources``. Later runs load the recorded
@@ -83,7 +83,7 @@ class ExtractPlan(WritePlan):
     # Content of store.json. A codec that learns has not learned yet.
     manifest: StoreManifest
     sequences: Sequences = field(repr=False)
-    # The origin of the sequences (``texts_origin``). None if it is known only after reading all rows.
+    # The origin of the sequences (``texts_origin``); None if it takes reading all rows to know it.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     keeps_texts: bool  # whether the output folder already holds the tokenised sequences
     dataset: str  # text with the dataset's name, its split and the number of files
@@ -418,7 +418,7 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
-    """Return the ``extraction`` in a store's manifest; None if it does not exist or is unreadable."""
+    """Return the ``extraction`` in a store's manifest; None if it is missing or unreadable."""
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:
