@@ -384,7 +384,7 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
             ["cooking/train.jsonl", "cooking/test.jsonl"],
             "cooking",
             None,
-            r"splits test .*, train .*, and none",
+            r"splits test .*, train .*, but no split",
         ),
     ],
 )
