@@ -261,7 +261,10 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         )
     if not relative:
         return "the first batch gave the stored hidden/last bit for bit"
-    return f"the first batch gave the stored hidden/last up to a relative error of {relative:.1e}, by rounding or codec"
+    return (
+        "the first batch gave the stored hidden/last up to a relative error of "
+        f"{relative:.1e}, by rounding or codec"
+    )
 
 
 def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> WriteReport:

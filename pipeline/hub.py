@@ -81,7 +81,10 @@ def push(path: Path, repo: str, private: bool = False) -> str:
                 allow_patterns=patterns, ignore_patterns=[f"*{PARTIAL_SUFFIX}"],
             )  # fmt: skip
     kind = "store" if repo_type == "dataset" else "drafter"
-    return f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\nrepository   {url}"
+    return (
+        f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\n"
+        f"repository   {url}"
+    )
 
 
 def pull(

@@ -57,7 +57,7 @@ class Timings:
         self.n_tokens += n_tokens * was_first
 
     def __add__(self, other: "Timings") -> "Timings":
-        """Return the sums of two workers; ``extract_s`` and ``wall_s`` are the longer of the two."""
+        """Add two workers' values. ``extract_s`` and ``wall_s`` become the longer of both."""
         first = asdict(self)
         second = asdict(other)
         longest = {name: max(first[name], second[name]) for name in ("extract_s", "wall_s")}
@@ -72,10 +72,16 @@ class Timings:
 
     def describe(self) -> str:
         """Return a text about the parts that the run wrote, and their times."""
-        text = f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in {format_hours(self.extract_s)}"
+        text = (
+            f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in "
+            f"{format_hours(self.extract_s)}"
+        )
         text += f" ({self.tokens_per_s:,.0f} tokens/s)"
         if self.n_padded_tokens:
-            text += f"; forwards {format_hours(self.forward_s)}, waiting for the writer {format_hours(self.wait_s)}"
+            text += (
+                f"; forwards {format_hours(self.forward_s)}, waiting for the writer "
+                f"{format_hours(self.wait_s)}"
+            )
             text += f", padding {self.padding_fraction:.1%}"
         return text + (
             f", {counted(self.n_late, 'part')} that another run committed first"

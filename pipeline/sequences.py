@@ -1,8 +1,8 @@
 """Tokenise the chats of a dataset, drop duplicates, count rejected rows, and cache the sequences.
 
-``texts.arrow`` in the store has a row for each sequence, so that chats are tokenised once and not at
-every start. Readers memory-map it. Its metadata holds the origin of the tokens, the counts, and a
-sha256 of the content. If the file has another origin or is damaged, it is written again.
+``texts.arrow`` in the store has a row for each sequence, so that chats are tokenised once and not
+at every start. Readers memory-map it. Its metadata holds the origin of the tokens, the counts, and
+a sha256 of the content. If the file has another origin or is damaged, it is written again.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Sequences:
     ids: dict[str, int] = field(default_factory=dict)
     # Row number of each sequence in the dataset.
     source_rows: "array[int]" = field(default_factory=lambda: array("q"))
-    # Start of each sequence on the token axis, then the end of the last one: n_sequences + 1 values.
+    # Start of each sequence on the token axis, and the end of the last one: n_sequences + 1 values.
     offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
@@ -168,9 +168,9 @@ class Sequences:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> "Sequences":
-        """Make sequences from the table of :meth:`to_arrow`, whose columns must have one chunk each.
+        """Make sequences from the table of :meth:`to_arrow`.
 
-        Tokens and masks are views of the table.
+        Its columns must have one chunk each. Tokens and masks are views of the table.
         """
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens = table["tokens"].chunk(0)

@@ -180,7 +180,7 @@ class WorkerProcess:
         return code, f"{reason} (log: {log})"
 
     def close(self) -> None:
-        """Kill the process if it still runs, and delete its files. The log of a lost worker stays."""
+        """Kill the process if it runs, and delete its files except the log of a lost worker."""
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -341,7 +341,7 @@ def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
 
 
 def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
-    """Run a worker on its share of the machine; returns the result of :meth:`WorkerProcess.ended`."""
+    """Run a worker on its share of the machine; returns what :meth:`WorkerProcess.ended` returns."""
     import ray
 
     node = ray.get_runtime_context().get_node_id()
