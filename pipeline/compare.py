@@ -198,10 +198,10 @@ def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.nda
     if spec.layer_axis is None:
         errors[spec.name].total.add(torch.from_numpy(exact), torch.from_numpy(coded))
         return
-    others = keys_and_values(spec, coded)
+    coded_parts = keys_and_values(spec, coded)
     for name, values in keys_and_values(spec, exact).items():
         for index, layer in enumerate(spec.layer_numbers):
-            errors[name].add(layer, values[:, index], others[name][:, index])
+            errors[name].add(layer, values[:, index], coded_parts[name][:, index])
 
 
 def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, Tensor]:
@@ -304,7 +304,7 @@ def continued_states(
     Returns:
         The last hidden states of the other positions, [T - n_cached, E].
     """
-    rest = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
+    later_tokens = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
     cache: Any = new_cache()
     for layer, (keys, values) in sorted(caches.items()):
         first = (
@@ -313,6 +313,6 @@ def continued_states(
         )
         cache.update(*first, layer)
     hidden: Tensor = target.body(
-        input_ids=rest, past_key_values=cache, use_cache=True
+        input_ids=later_tokens, past_key_values=cache, use_cache=True
     ).last_hidden_state[0]
     return hidden

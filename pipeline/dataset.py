@@ -68,7 +68,7 @@ def writer_of_answers(dataset: str) -> str | None:
         dataset: a file of chats, or a folder with one such file and its record.
 
     Returns:
-        The hash, or None if there is no readable record.
+        The hash, or None if no record can be read.
     """
     path = Path(dataset).expanduser()
     try:
@@ -402,7 +402,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse one JSON value. Returns an UnreadableRow if the text is invalid or cannot be parsed."""
+    """Parse one JSON value. Returns an UnreadableRow if Python cannot read the text as JSON."""
     try:
         # json.loads guesses the encoding of bytes, and a damaged line must not be read as UTF-16.
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)

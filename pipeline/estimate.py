@@ -122,7 +122,7 @@ class ForwardPlan:
     folder: Path
     model_config: Any = field(repr=False)
     spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)  # a codec that learns may not have learned yet
+    codec: StoreCodec = field(repr=False)  # a codec that learns has not learned yet
     device: str
     dtype: str  # dtype of the stored activations
     compute_dtype: str

@@ -62,7 +62,7 @@ def push(path: Path, repo: str, private: bool = False) -> str:
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
-        # Use patterns for folders. With a pattern per file, each is compared with each file.
+        # The client compares every file with every pattern, so use one pattern per folder.
         tops = {name.split("/")[0] for name in files} - {entry, CARD_NAME}
         first = [*tops, *(f"{top}/*" for top in tops)]
         if CARD_NAME not in files:

@@ -484,22 +484,22 @@ def sources_record(
         before: the record in the store, or None. An entry is replaced only by one with another
             commit. If a commit is unknown, content hashes tell whether the data are the same.
     """
-    now: dict[str, dict[str, str]] = {}
+    current: dict[str, dict[str, str]] = {}
     if not Path(config.model).expanduser().exists():
-        now["model"] = {
+        current["model"] = {
             "id": config.model,
             "revision": config.revision or _MAIN,
             "commit": folder.name,
         }
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
-        now["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
+        current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
     if before is None:
-        return {"sources": now} if now else {}
+        return {"sources": current} if current else {}
     entries = {kind: dict(entry) for kind, entry in before.items()}
     changed = {
         kind: new
-        for kind, new in now.items()
+        for kind, new in current.items()
         if kind in entries and entries[kind]["commit"] != new["commit"]
     }
     return {"sources": entries | changed} if entries else {}

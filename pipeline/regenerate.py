@@ -215,17 +215,17 @@ class Work(NamedTuple):
 def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
     """Count the questions of a run. This reads all rows of a dataset."""
     limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
-    asked = config.questions
+    questions = config.questions
     if config.self_prompted is not None:
         n_rows = config.self_prompted
-        settings = asked.model_dump(
+        settings = questions.model_dump(
             include={"question_temperature", "question_top_p", "question_tokens"}
         )
         text = f"{counted(n_rows, 'question')} that the target writes, and answers {limits}"
-        most_tokens = n_rows * (config.max_new_tokens + asked.question_tokens)
+        most_tokens = n_rows * (config.max_new_tokens + questions.question_tokens)
         return Work(None, n_rows, most_tokens, settings, text)
     source = ChatSource(
-        config.dataset or "", asked.split, asked.dataset_config, asked.dataset_revision
+        config.dataset or "", questions.split, questions.dataset_config, questions.dataset_revision
     )
     total = source.count_rows()
     n_rows = 0
@@ -247,7 +247,7 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
         f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
         f"{limits}"
     )
-    settings = {"dataset": dataset, "columns": list(asked.columns)}
+    settings = {"dataset": dataset, "columns": list(questions.columns)}
     return Work(source, n_rows, n_answers * config.max_new_tokens, settings, text)
 
 
@@ -393,13 +393,15 @@ class Answers:
             "Choose another --out.",
         ):
             recorded = _Record.model_validate_json(self.record.read_bytes())
-        now = self._record.settings
+        current = self._record.settings
         earlier = recorded.settings
-        changed = [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]
+        changed = [
+            name for name in {**earlier, **current} if earlier.get(name) != current.get(name)
+        ]
         # If the record counts no row, nothing was answered with the earlier settings.
         if changed and recorded.rows.n_rows:
             listed = ", ".join(
-                f"{name} {earlier.get(name)} (now {now.get(name)})" for name in changed
+                f"{name} {earlier.get(name)} (now {current.get(name)})" for name in changed
             )
             raise OutputOccupied(
                 f"{self.path} was begun with {listed}. Give those settings, or another --out."
@@ -540,9 +542,9 @@ class LocalTarget:
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, answers)
-            asked = batch
-            while asked := [row for row in asked if row.begin_turn()]:
-                self._generate([(row, tokens) for row in asked if (tokens := self._prompt(row))])
+            active = batch
+            while active := [row for row in active if row.begin_turn()]:
+                self._generate([(row, tokens) for row in active if (tokens := self._prompt(row))])
             answers.append([self._checked(row) for row in batch])
 
     def estimate(self, most_tokens: float) -> str:
@@ -767,10 +769,10 @@ class Server:
                 "that the model wrote. Start the server without a reasoning parser, or turn off "
                 "thinking: --template-kwargs enable_thinking=false."
             )
-        asked = self._config.questions
+        questions = self._config.questions
         if ended in ("stop", "length"):
-            is_cut = ended == "length" or n_prompt + n_tokens > asked.max_length
-            row.take(text, n_tokens, is_cut, asked.keep_cut)
+            is_cut = ended == "length" or n_prompt + n_tokens > questions.max_length
+            row.take(text, n_tokens, is_cut, questions.keep_cut)
         else:
             row.end(
                 LossReason.TOOLS if ended == "tool_calls" else LossReason.REFUSED,

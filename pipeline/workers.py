@@ -341,7 +341,7 @@ def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
 
 
 def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
-    """Run a worker on its share of the machine; returns what :meth:`WorkerProcess.ended` returns."""
+    """Run a worker on its share of a machine; returns exit code and text as ``ended`` does."""
     import ray
 
     node = ray.get_runtime_context().get_node_id()
