@@ -238,7 +238,7 @@ class QuestionSettings(RowSettings):
     """Which questions are answered, and which chats are left out."""
 
     max_rows: Count | None = None
-    """Read only the first rows, this many; default: all."""
+    """Read only this many rows, from the start of the dataset; default: all."""
     max_length: Count = 2048
     """Longest chat in tokens, answers included. Use the --max-length of the later extraction."""
     keep_cut: bool = True

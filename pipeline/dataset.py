@@ -117,12 +117,12 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     if not splits or (split is None and len(splits) == 1 and not n_without):
         return list(split_of_file), next(iter(splits), None), 0
     shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
-    beside = f", and {counted(n_without, 'file')} without a split" if n_without else ""
+    without_split = f", and {counted(n_without, 'file')} without a split" if n_without else ""
     example = min(splits, key=lambda name: ("train" not in name, name))
     raise DatasetError(
-        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{beside}, but no split "
-        f"{wanted!r}{' (the default)' if split is None else ''}. Choose one with "
-        f"--split, for example --split {example}, or point --dataset at a single file."
+        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{without_split}, but no "
+        f"split {wanted!r}{' (the default)' if split is None else ''}. Choose one with --split, "
+        f"for example --split {example}, or point --dataset at a single file."
     )
 
 

@@ -140,7 +140,7 @@ class WriteReport:
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
             *(
-                ["begun anew   the folder held a store of other inputs without any part"]
+                ["replaced     a store of other inputs in this folder, which had no parts"]
                 if self.has_begun_anew
                 else []
             ),
