@@ -266,7 +266,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ) | {f"generate {DECODE} --prompt 'Hi <|eot_id|>'": ("message 0 contains '<|eot_id|>'", "Correct the text")}),
     "several splits": (split, {
         EXTRACT.replace("chats.jsonl", "data"): (SPLITS, "'train_sft' (the default). Choose one with --split"),
-        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "none that is called 'nope'"),
+        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "but no split 'nope'"),
     }),
     **{f"code in {folder}": (
         put_code(folder), dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out"))
