@@ -20,7 +20,7 @@ The *context* is what the layers see of verified positions. There are three kind
     hidden    outputs of m target layers (-1 is the embedding) -> fc -> norm    as published
     memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
     kv        unchanged keys and values of one or more target layers for each draft layer. With
-              several target layers, each query head of a group sees those of another target layer
+              several target layers, the query heads of a group are divided among them
 
 With ``hidden`` and ``memory``, each layer computes the keys and values of the context with its own
 projections and without its input norm. Training runs many blocks at once (:mod:`.training`); a
@@ -65,7 +65,7 @@ N_READ_LAYERS = 5  # target layers whose outputs are read by default, as in DSpa
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
-    """The sizes of block-parallel drafters. Those of the KV encoder are 0 unless context is memory."""
+    """The sizes of block-parallel drafters; KV encoder sizes are 0 unless context is memory."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
 
@@ -77,9 +77,9 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     # What the layers see of verified positions: hidden, kv or memory. See the module.
     context: str = "hidden"
     fused_layers: tuple[int, ...] = ()
-    """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs. With
-    the context ``kv``, each draft layer sees the KV of equally many of them, the first draft layer
-    that of the lowest. Empty with the context ``memory``."""
+    """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
+    With the context ``kv``, each draft layer sees the KV of equally many of them, the first draft
+    layer that of the lowest. Empty with the context ``memory``."""
     block_layers: int = 5  # decoder layers
     # True if only the tokens that ``t2d`` marks can be drafted (speculators).
     reduced_vocabulary: bool = False
@@ -103,7 +103,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
                 f"heads of {n_seen} target layers, which each layer sees: give other fused_layers"
             )
         if self.n_drafts < 1:
-            yield "a block of 1 slot has only the anchor and drafts nothing: give a block_size from 2"
+            yield "a block of 1 slot has only the anchor and drafts nothing: give a block_size >= 2"
         if not 0 <= self.mask_token < self.vocab_size:
             yield f"mask_token ({self.mask_token}) must be one of the {self.vocab_size} tokens"
 
@@ -147,7 +147,10 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
 
 def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
-    """Return the target layers that the settings or sizes of a drafter read; -1 is the embedding."""
+    """Return the target layers that a drafter with these settings or sizes reads.
+
+    -1 is the embedding.
+    """
     if settings.fused_layers is None and settings.context != "memory":
         return default_read_layers(
             n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS
@@ -157,7 +160,10 @@ def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
 
 
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
-    """Return the default layers to read, evenly spread from 1 to L - 3; the middle one if n is 1."""
+    """Return the default layers to read, evenly spread from 1 to L - 3.
+
+    A single layer is the middle one.
+    """
     if n_read == 1:
         return (n_layers // 2,)
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
@@ -209,8 +215,8 @@ class BlockState(LayerState):
         """Return and clear the fresh states, ``counts`` of each row: [B, n, E], right padded."""
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
             raise DrafterError(
-                "the target's hidden states do not reach the last committed token: call observe "
-                "before drafting."
+                "the target's states are missing for some committed tokens: observe them before "
+                "drafting."
             )
         like = next(part for parts in self.fresh for part in parts)
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
@@ -278,7 +284,7 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Start with the target's final norm, because its LM head reads the hidden states."""
+        """Start with the target's final norm, because the hidden states go through its LM head."""
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
@@ -326,7 +332,7 @@ class BlockDrafter(KVEncoder, Drafter):
         return self.norm(x)
 
     def drafting(self, hidden: Tensor) -> Tensor:
-        """Select the drafting slots, the last K of each block: [..., N * G, E] -> [..., N, K, E]."""
+        """Select the last K slots of each block: [..., N * G, E] -> [..., N, K, E]."""
         picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[
             ..., -self.config.n_drafts :, :
         ]
@@ -335,7 +341,7 @@ class BlockDrafter(KVEncoder, Drafter):
     # Features: the hidden state of a slot and the Markov head's memory
 
     def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Make features [..., K, F] from hidden [..., K, E] and the token before each draft [..., K]."""
+        """Make features [..., K, F] from hidden [..., K, E] and previous tokens [..., K]."""
         if self.markov_head is None:
             return hidden
         return torch.cat((hidden, self.markov_head.read(hidden, before).to(hidden.dtype)), dim=-1)
@@ -371,7 +377,7 @@ class BlockDrafter(KVEncoder, Drafter):
         """Compute the acceptance logit [...] of each draft; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        # The memory starts with the embedding of the previous token, which the head reads as well.
+        # The memory starts with the embedding of the previous token, which the head may read too.
         logits: Tensor = self.confidence_head(
             features[..., : self.confidence_head.proj.in_features]
         )

@@ -106,7 +106,10 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """Mask [B, 1, S] bool: a query sees the first ``lengths[row]`` slots. None if all are equal."""
+    """Build a mask [B, 1, S] bool in which a query sees the first ``lengths[row]`` slots.
+
+    Returns None if all lengths are equal.
+    """
     if are_alike(lengths):
         return None
     slots = torch.arange(max(lengths), device=device)
@@ -114,7 +117,7 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Append keys and values [B, H, S, d] to ``first``, in their own dtype.
+    """Append keys and values [B, H, S, d] to ``first``, which is converted to their dtype.
 
     Their heads are repeated if ``first`` has more heads.
     """
