@@ -64,7 +64,7 @@ class Parting:
 
 @dataclass
 class Conformance:
-    """What was compared, and the result."""
+    """The result of a comparison."""
 
     n_rounds: int
     n_prompts: int
@@ -189,8 +189,8 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
     written = folder / "rounds.json"
     log = folder / "log"
     job_file.write_text(json.dumps(job))
-    # vLLM runs in one process, so that its scheduler can be observed. Its CPU build needs the other
-    # two variables.
+    # vLLM runs in one process, so that its scheduler can be observed. Its CPU build needs the
+    # VLLM_CPU variables.
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

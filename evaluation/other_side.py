@@ -113,7 +113,7 @@ def _speculators(job: dict[str, Any]) -> Answers:
 
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
-    # FlexAttention requires texts of at least 128 tokens.
+    # FlexAttention requires texts of 128 tokens.
     config.transformer_layer_config._attn_implementation = "eager"
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks

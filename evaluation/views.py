@@ -248,7 +248,7 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """List where greedy answers differ from the baseline's; sampled answers always differ."""
+    """List where greedy answers differ from the baseline's; nothing is listed for sampling."""
     if report.config["temperature"]:
         return []
     divergences = [

@@ -124,7 +124,7 @@ class Drafter(nn.Module, ABC):
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Set the starting weights that depend on the target and the data; runs after `initialize`.
+        """Set the starting weights that depend on target and data, after :meth:`initialize`.
 
         The default implementation chooses the draft vocabulary.
 
@@ -143,10 +143,10 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def reads(cls, n_layers: int, settings: Any) -> Reads:
-        """Return the activations that training needs besides the ones that are always read.
+        """Return the activations that training reads, besides those that are always read.
 
         Tokens, response masks and the last hidden state are always read. By default nothing else is
-        needed.
+        read.
 
         Args:
             n_layers: L.
@@ -199,7 +199,10 @@ class Drafter(nn.Module, ABC):
 
     @property
     def own_head(self) -> Tensor | None:
-        """A trained matrix [V or V_d, n] whose products are added to the logits; default None."""
+        """A trained matrix [V or V_d, n]; None by default.
+
+        Its products are the logits, or are added to them.
+        """
         return None
 
     def weights_per_draft(self) -> tuple[int, int]:

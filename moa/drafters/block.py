@@ -59,7 +59,7 @@ from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-CONTEXTS = ("hidden", "kv", "memory")  # what a drafter can see of verified positions
+CONTEXTS = ("hidden", "kv", "memory")  # kinds of context, see the module
 N_READ_LAYERS = 5  # target layers whose outputs are read by default, as in DSpark and DFlash
 
 

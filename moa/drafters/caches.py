@@ -169,7 +169,7 @@ def causal_features(
 
 
 class Fed(NamedTuple):
-    """The tokens that a draft step feeds: their positions, and what they see."""
+    """Positions and masks of the tokens that a draft step feeds."""
 
     positions: Tensor  # [B or 1, b] int64
     rotation: Rotation  # the drafter's rotation at these positions

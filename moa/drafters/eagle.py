@@ -99,7 +99,8 @@ class FeatureDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # All rounds run at once, level by level. Each level is fed with those before.
+        # All rounds run at once, level by level. Each level is fed with the features of the level
+        # before it.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         context = context[:, 1:]  # [B, S], the last slot of the target that a query sees.
         slots = torch.arange(context.shape[1], device=context.device)

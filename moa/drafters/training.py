@@ -50,7 +50,7 @@ from ..targets.bundle import FrozenTarget
 
 @dataclass(frozen=True)
 class Reads:
-    """What training reads of a store besides tokens, response masks and the last hidden state."""
+    """What training reads from a store, besides tokens, response masks and last hidden states."""
 
     kv: bool = False  # True if the target's KV is read.
     # The layers whose KV is read, ascending. Negative numbers count from the last layer; None reads
@@ -103,7 +103,7 @@ class BlockDraws:
     """The blocks of a response that are trained, and the loss weights of their positions."""
 
     n_drafts: int = 1  # K, drafts of a block
-    # Upper bound of blocks per sequence; more are sampled down. None uses all of them.
+    # Upper bound of blocks per sequence. If there are more, this many are sampled. None uses all.
     max_anchors: int | None = None
     # Draft k, counted from 0, has the loss weight exp(-k / position_decay). At 0 all have weight 1.
     position_decay: float = 0.0
@@ -113,7 +113,7 @@ class BlockDraws:
 
 @dataclass
 class Draws:
-    """The random draws of one step, one per row."""
+    """The random draws of one step. Tensors and ``seeds`` have one entry per row."""
 
     step_bound: Tensor | None  # [B] int64, see :func:`masks.drafted_positions`. None: no bound.
     staircase_rows: Tensor  # [B] bool, see :func:`masks.self_attention_mask`
@@ -151,7 +151,7 @@ class Draws:
 
 @dataclass
 class Rounds:
-    """The draft rounds that a step trains: drafted positions, and what each of them sees."""
+    """The draft rounds that a step trains: drafted positions, and the context of each."""
 
     queries: Tensor  # [B, Q] int64, positions
     context: Tensor  # [B, Q] int64, last position whose target activations the query sees.

@@ -111,12 +111,13 @@ def choose_draft_vocabulary(
     best = max(gains, key=lambda n: gains[n], default=upper_bound)
     if gains.get(best, 1.0) < _LEAST_GAIN:
         return DraftVocabulary(
-            0, f"fewer would commit {gains.get(best, 1.0):.2f} times the tokens per weight read"
+            0,
+            f"fewer tokens would commit {gains.get(best, 1.0):.2f} times the tokens per weight read",
         )
     share = coverage(halves, best)
     before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (upper_bound, best))
     return DraftVocabulary(
         best,
-        f"about {share:.1%} of what further responses say; a round of {N_DRAFTS} drafts reads "
+        f"about {share:.1%} of the tokens of further responses; a round of {N_DRAFTS} drafts reads "
         f"{after} weights, not {before}: {gains[best]:.2f} times the tokens per weight read",
     )
