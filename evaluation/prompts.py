@@ -106,7 +106,7 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(
-            f"{where}: there is no message before the assistant's message; correct the line."
+            f"{where}: no message comes before the assistant's message; correct the line."
         )
     names = ("question_id",) if chat.asks_each else ("prompt_id", "id")
     prompt_id = printable(

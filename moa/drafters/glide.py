@@ -9,8 +9,8 @@ target KV heads, d target head dim, b nodes of one level, n tokens of one call, 
                      -> + cross-attention to the KV of the target's last layer at verified positions
                      -> + MLP -> LM head
 
-Only the tokens of drafts are fed back. There is no norm before the cross-attention or the LM head,
-as in the official code (``train/glide.py``).
+Only the tokens of drafts are fed back. The cross-attention and the LM head have no norm before
+them, as in the official code (``train/glide.py``).
 
 Training cuts the text into blocks. Each block is a draft round: its positions see the target's KV
 of the blocks before it. For blocks of 3 and offset 1::

@@ -74,7 +74,7 @@ class DrafterSizes:
 
     @property
     def max_depth(self) -> int | None:
-        """The maximum number of draft levels, or None if there is no limit."""
+        """The maximum number of draft levels, or None for any number."""
         return None
 
     def check_depth(self, depth: int) -> None:

@@ -112,7 +112,8 @@ def choose_draft_vocabulary(
     if gains.get(best, 1.0) < _LEAST_GAIN:
         return DraftVocabulary(
             0,
-            f"fewer tokens would commit {gains.get(best, 1.0):.2f} times the tokens per weight read",
+            f"fewer tokens would commit {gains.get(best, 1.0):.2f} times the tokens per weight "
+            "read",
         )
     share = coverage(halves, best)
     before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (upper_bound, best))
