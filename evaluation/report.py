@@ -382,7 +382,7 @@ def check_output(path: str | Path) -> Path:
             raise OptionInvalid(
                 f"--out {path} holds something that is not a {KIND}; choose another --out."
             )
-        # A run that was stopped between its two files leaves the Markdown file alone.
+        # A run that was stopped between its two files leaves only the Markdown file.
         is_ours = (
             path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         )

@@ -336,9 +336,8 @@ class Eagle3Drafter(FeatureDrafter):
             smoothing: see :func:`..nn.losses.d_pace_weights`.
         """
         labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
-        if (
-            self.draft_tokens is not None
-        ):  # A token outside the draft vocabulary has no probability.
+        # A token outside the draft vocabulary has no probability.
+        if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
             labels = order[labels]
