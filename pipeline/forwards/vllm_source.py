@@ -31,7 +31,10 @@ from ..config import ActivationSpec
 from .capture import Capture, finite_rows
 
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
-"""Supported releases, because the connector interface is experimental. CPU tests use the second."""
+"""Supported releases of vLLM. Its connector interface is experimental and changes between releases.
+
+The first release is tested on GPUs, the second on CPUs.
+"""
 
 _CONNECTOR = "MoaDataConnector"
 _MODULE = "moa_data.pipeline.forwards.vllm_connector"
