@@ -44,8 +44,8 @@ class DemoConfig(Config):
     """Number of generated training chats. The target learns from all of them. Default with --model:
     176, written by the target."""
     n_store_chats: Common[Count] = 2400
-    """Number of training chats that are extracted to the store, which the drafter learns from. With
-    --model, all are."""
+    """Number of training chats that are extracted to the store. The drafter learns from these. With
+    --model, all training chats are extracted."""
     n_held_out: Count = 200
     """Number of generated held-out chats, the pool of evaluation prompts. Default with --model:
     16."""

@@ -55,7 +55,7 @@ _Example = tuple[Tensor, Tensor]
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # The pattern is Llama-3's, but splits numbers into digits, because sums are learnt by digits.
+    # Llama-3's pattern, except that numbers are split: the model learns sums digit by digit.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -255,7 +255,7 @@ class SpeculatorsFormat(FileFormat):
                 f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}."
             )
         with parsing(
-            f"{path}: row {row} of the Arrow dataset is not text",
+            f"{path}: row {row} of the Arrow dataset lacks token ids or a loss mask",
             DatasetError,
             "Prepare the dataset again.",
         ):

@@ -85,7 +85,7 @@ class HostSlot:
         if index == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[index].numel() < n_bytes:
-            # torch's allocator rounds pinned memory up to a power of two. Ask for all of it.
+            # torch's allocator rounds pinned memory up to a power of two, so use all of that.
             self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
         target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
         self._copies.append((source, target))

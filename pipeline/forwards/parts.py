@@ -235,9 +235,10 @@ class BackgroundWriter:
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
-    """Divide the sequences of a part, longest first, into batches of ``batch_tokens``.
+    """Divide the sequences of a part, longest first, into batches.
 
-    A sequence longer than ``batch_tokens`` gets a batch of its own.
+    A batch has at most ``batch_tokens`` tokens, including padding. A longer sequence gets a batch
+    of its own.
     """
     lengths = numbers(sequences, "n_tokens")
     start = 0

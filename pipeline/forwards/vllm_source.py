@@ -33,7 +33,7 @@ from .capture import Capture, finite_rows
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
 """Supported releases of vLLM. Its connector interface is experimental and changes between releases.
 
-The first release is tested on GPUs, the second on CPUs.
+Only the second release is tested, on CPUs.
 """
 
 _CONNECTOR = "MoaDataConnector"
