@@ -413,7 +413,7 @@ def test_speculators_files_must_belong_to_their_rows(
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
     refused_with("no Arrow dataset")
     (folder / "state.json").unlink()
-    refused_with("loss masks lie there")
+    refused_with("holds the loss masks")
 
 
 def test_speculators_fp8_states_are_read_with_their_scales(
