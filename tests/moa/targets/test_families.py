@@ -396,7 +396,7 @@ def test_a_config_that_does_not_say_whether_the_lm_head_is_tied(tmp_path: Path) 
 @pytest.mark.parametrize(("name", "value"), [("gemma3_text", True), ("gemma4_text", "all")])
 def test_tokens_that_see_later_ones_are_refused(name: str, value: Any) -> None:
     """As in EmbeddingGemma: padding would be seen, and what is drafted could not be verified."""
-    with pytest.raises(TargetError, match=f"tokens of this {name} see those after them"):
+    with pytest.raises(TargetError, match=f"tokens of this {name} attend to later tokens"):
         prove_logits(target_of(name, use_bidirectional_attention=value))
 
 
