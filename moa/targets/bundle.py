@@ -221,7 +221,7 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
         "lm_head.weight": scaled_head(model),
     }
     size = body.config.vocab_size, body.config.hidden_size
-    # OPT-350m is an example of embeddings with another width.
+    # In OPT-350m, for example, the embeddings have another width.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
             f"the embeddings and the LM head of this {body.config.model_type} are not both of "

@@ -143,7 +143,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
     @property
     def home(self) -> tuple[Any, ...]:
-        """Address, shape and strides of the buffer; a CUDA graph depends on these values."""
+        """Address, shape and strides of the buffer; if they change, CUDA graphs become invalid."""
         return self.buffer.data_ptr(), self.buffer.shape, self.buffer.stride()
 
     def take_up(self, tokens: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
         """Reserve slots for a call by a graph, which works for rows of any lengths [B, 1].
 
-        The rows must not be empty.
+        It is used only after a prefill.
         """
         self._n_before = 0
         self.n_pending = n_tokens

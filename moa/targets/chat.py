@@ -38,7 +38,7 @@ _UNREAD = re.compile(
 # Values of these keys that only switch thinking on or off, or set how much the assistant thinks.
 _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
 # Keys that mark whether to train on a message, as named by OpenAI, axolotl, ms-swift, xtuner and
-# others. A true train mark includes the message in training, a true skip mark excludes it.
+# others. A message is trained on if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
     r"|.+_mask",
@@ -95,7 +95,7 @@ class RejectReason(StrEnum):
     NO_MESSAGES = "the row has neither messages nor conversations"
     MALFORMED_MESSAGES = "messages is not a list of objects with a role and a content"
     UNKNOWN_ROLE = "a message has an unknown role"
-    EMPTY_CONTENT = "a message is empty or no text"
+    EMPTY_CONTENT = "a message is empty or not a text"
     NON_TEXT_PART = "a message has a part that is not text"
     NO_RESPONSE = "the chat has no assistant message"
     MALFORMED_TURNS = "turns is not a list of questions"

@@ -81,7 +81,7 @@ def _convert(file: Path, folder: Path) -> None:
         n_values = sum(tensor.n_elements for tensor in reader.tensors)
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        # Single tensors are float32 for a moment, which takes up to a quarter more.
+        # Single tensors are float32 for a moment, so a quarter more memory is required.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
@@ -91,7 +91,7 @@ def _convert(file: Path, folder: Path) -> None:
             folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk."
         )
         _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
-        # The file is linked into an empty folder, because transformers reads all files of a folder.
+        # Link the file into an empty folder, because transformers also reads the other files there.
         link = Path(scratch) / "model.gguf"
         link.symlink_to(file.resolve())
         tokenizer = AutoTokenizer.from_pretrained(

@@ -60,8 +60,8 @@ def resolve_model_folder(
         return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(
-            f"{path_or_id} is neither a folder nor a GGUF file, nor a Hub id of the form "
-            "owner/name."
+            f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF "
+            "file."
         )
     from huggingface_hub import snapshot_download
 

@@ -200,7 +200,7 @@ def _check_fit(
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
     """Refuse a stored LM head whose shape differs from the embeddings that it is tied to.
 
-    transformers would fail when it compares the two.
+    It is checked before loading, because transformers compares the two while it loads them.
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")

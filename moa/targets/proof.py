@@ -34,8 +34,7 @@ def prove_logits(target: Target) -> None:
     model: Any = target.model
     states = list[Tensor]()
     # Small logits do not show a soft cap, and large ones show nothing but the cap. So the hidden
-    # states of some tokens are scaled up.
-    # float16 ends at 65,504, so its states keep their size.
+    # states of some tokens are scaled up. In float16, which ends at 65,504, they keep their size.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
@@ -59,7 +58,7 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        return  # Weights that overflow are reported with the first sequence.
+        return  # Invalid weights are reported with the first sequence.
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
             f"tokens of this {target.config.model_type} attend to later tokens. Choose another "

@@ -92,7 +92,8 @@ class SavedAnswer:
     """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
     session: str  # The id that the server gave; empty for none.
-    # The prompt and the committed tokens of the answer. Newer tokens come from the server again.
+    # The prompt and the committed tokens of the answer. Newer tokens are known to the server, or
+    # are computed again.
     tokens: tuple[Annotated[int, Field(ge=0)], ...]
     n_prompt: Count
     max_new_tokens: Count

@@ -53,8 +53,8 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LinkEvent:
     """An event of the connection.
 
-    Without a message and an error, the stream has started. With a message, the stream has received
-    it. With an error, the stream has ended, or no stream could be made (``stream`` 0).
+    With neither a message nor an error, the stream has started. With a message, the stream has
+    received it. With an error, the stream has ended, or no stream could be made (``stream`` 0).
     """
 
     stream: int

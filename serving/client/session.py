@@ -84,7 +84,7 @@ class RolledBack:
 
 @dataclass(frozen=True)
 class LinkChanged:
-    """The network went or came back."""
+    """The connection was lost or restored."""
 
     up: bool
     reason: str = ""
@@ -156,7 +156,7 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafted token, with the probability that the target agrees if it agrees with all before."""
+    """A drafted token, and the probability that it is right if all earlier drafts are right."""
 
     token: int
     probability: float
@@ -308,7 +308,7 @@ class Session:
             )
         if self.is_offline and self.is_opened:
             self.is_offline = False
-            self._events.append(ModeChanged(self.mode, "the server is there again"))
+            self._events.append(ModeChanged(self.mode, "the server answers again"))
         if kind == "committed":
             self._commit(message.committed)
         elif kind == "context":
@@ -482,11 +482,11 @@ class Session:
         ):
             why = "the draft of the answer is complete"
         elif n_drafts >= self.settings.max_offline:
-            why = "no more may be shown unverified"
+            why = "the limit of unverified tokens is reached"
         elif self._is_stuck:
-            why = "the drafter lacks contexts of the server"
+            why = "the drafter needs contexts from the server"
         else:
-            why = "the drafter is too unsure of what follows"
+            why = "the drafter is too unsure of the next token"
         self._events.append(
             ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}")
         )
