@@ -68,7 +68,7 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
     The choice among several templates is that of transformers.
 
     Raises:
-        TemplateError: there is no template.
+        TemplateError: the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(

@@ -58,7 +58,7 @@ class DraftingModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer; None if there is no chat template."""
+        """The target's tokenizer; None without a chat template."""
         return self.template and self.template.tokenizer
 
     @classmethod
@@ -103,7 +103,7 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
         bundle: a store or its folder target/; None for the store that the run was trained from.
 
     Raises:
-        RequestInvalid: there is no bundle.
+        RequestInvalid: no bundle was found.
     """
     if bundle is not None:
         base_folder = Path(bundle).expanduser()
