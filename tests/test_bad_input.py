@@ -284,8 +284,8 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         {GENERATE: ("config.json calls for more than",)},
     ),
     "pickled weights": (pickle_weights, {GENERATE: ("no file named model.safetensors",)}),
-    "weights elsewhere": (weights_at("../model.safetensors"), {GENERATE: ("are said to lie in '../model",)}),
-    "weights in a pickle": (weights_at("pytorch_model.bin"), {GENERATE: ("are said to lie in 'pytorch_model.bin'",)}),
+    "weights elsewhere": (weights_at("../model.safetensors"), {GENERATE: ("are said to be in '../model",)}),
+    "weights in a pickle": (weights_at("pytorch_model.bin"), {GENERATE: ("are said to be in 'pytorch_model.bin'",)}),
     "an adapter": (
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
         {GENERATE: ("adapter_config.json: an adapter would change the weights",)},
