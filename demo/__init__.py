@@ -1,4 +1,5 @@
-"""Runs all stages in turn, from a generated corpus to a measured drafter, without network or accelerator.
+"""The demo: all stages in turn, from a generated corpus to a measured drafter.
 
-It calls the other stages as a user would; nothing of them is written here a second time.
+The demo needs neither a network nor an accelerator. It calls the other stages as a user would, and
+contains no second implementation of them.
 """

@@ -1,9 +1,9 @@
-"""Generates a small, varied chat corpus from a seed, which the demo trains its target on.
+"""Generates a small, varied chat corpus from a seed, for the training of the demo's target.
 
-The task families (see `FAMILIES`) draw their words, numbers and phrasings from one `random.Random`, so that text is
-neither constant nor noise: answers follow from their prompts, and no prompt occurs twice. The held-out prompts come
-from the same families and share no opening with the training chats. Every row is
-`{"messages": [{"role", "content"}, ...], "category": family}`.
+Each task family (see `FAMILIES`) draws words, numbers and phrasings from one `random.Random`. The
+text is neither constant nor noise: answers follow from their prompts, and no prompt occurs twice.
+The held-out prompts come from the same families. Their first user messages do not occur in the
+training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": family}`.
 """
 
 import json
@@ -53,9 +53,9 @@ NAMES = (
 )
 ITEMS = ("apples", "books", "coins", "eggs", "keys", "lemons", "pears", "stones")
 WORDS = (
-    "amber", "bell", "bird", "bread", "castle", "cloud", "dragon", "drum", "engine", "field", "flute", "garden",
-    "hammer", "honey", "island", "king", "lantern", "lemon", "mirror", "ocean", "paper", "queen", "rabbit", "river",
-    "silver", "table", "tower", "valley", "window", "zebra",
+    "amber", "bell", "bird", "bread", "castle", "cloud", "dragon", "drum", "engine", "field",
+    "flute", "garden", "hammer", "honey", "island", "king", "lantern", "lemon", "mirror", "ocean",
+    "paper", "queen", "rabbit", "river", "silver", "table", "tower", "valley", "window", "zebra",
 )  # fmt: skip
 ANIMALS = (
     "fox",
@@ -89,19 +89,19 @@ FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee",
 
 
 def _chat(*turns: str) -> Chat:
-    """Return turns as messages, user and assistant in alternation."""
+    """Return turns as messages that alternate between user and assistant."""
     return [
         {"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)
     ]
 
 
 def _join(words: Sequence[str]) -> str:
-    """Return `a, b and c`."""
+    """Join words as in `a, b and c`."""
     return ", ".join(words[:-1]) + " and " + words[-1]
 
 
 def arithmetic(rng: random.Random) -> Chat:
-    """Draw a running total in steps, each written out."""
+    """Draw a chat about a running total. The answer writes out each step."""
     name = rng.choice(NAMES)
     item = rng.choice(ITEMS)
     total = rng.randint(5, 20)
@@ -126,38 +126,44 @@ def arithmetic(rng: random.Random) -> Chat:
 
 
 def story(rng: random.Random) -> Chat:
-    """Draw a tiny story about a given animal, name, place and treasure."""
+    """Draw a chat with a tiny story about an animal, a name, a place and a treasure."""
     animal = rng.choice(ANIMALS)
     name = rng.choice(NAMES)
-    place = rng.choice(PLACES)
+    setting = rng.choice(PLACES)
     treasure = rng.choice(TREASURES)
     mood = rng.choice(MOODS)
     friend = rng.choice(FRIENDS)
     ask = rng.choice((
-        f"Tell me a short story about a {mood} {animal} called {name} who finds a {treasure} in the {place}.",
-        f"Write a tiny story. Hero: {name} the {animal}, who is {mood}. Place: the {place}. Thing: a {treasure}.",
+        f"Tell me a short story about a {mood} {animal} called {name} who finds a {treasure} in "
+        f"the {setting}.",
+        f"Write a tiny story. Hero: {name} the {animal}, who is {mood}. Place: the {setting}. "
+        f"Thing: a {treasure}.",
     ))  # fmt: skip
-    found = rng.choice((
+    discovery = rng.choice((
         f"One morning {name} saw a {treasure} under a stone.",
         f"One evening {name} found a {treasure} beside the path.",
         f"After the rain {name} spotted a {treasure} in the grass.",
     ))  # fmt: skip
     middle = rng.choice((
-        f"\"Who has lost this?\" asked {name}. Nobody knew, so {name} went to ask the old {friend}.",
+        f"\"Who has lost this?\" asked {name}. Nobody knew, so {name} went to ask the old "
+        f"{friend}.",
         f"{name} was not sure what to do with it and showed it to a friend, the {friend}.",
     ))  # fmt: skip
     end = rng.choice((
-        f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the {treasure} forever.",
-        f"The {friend} was very happy to have it back. From that day on, {name} and the {friend} were best friends.",
+        f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the "
+        f"{treasure} forever.",
+        f"The {friend} was very happy to have it back. From that day on, {name} and the {friend} "
+        "were best friends.",
     ))  # fmt: skip
     return _chat(
         ask,
-        f"Once upon a time a {mood} {animal} called {name} lived in the {place}. {found} {middle} {end}",
+        f"Once upon a time a {mood} {animal} called {name} lived in the {setting}. {discovery} "
+        f"{middle} {end}",
     )
 
 
 def shopping(rng: random.Random) -> Chat:
-    """Draw a list that is kept over several turns: add, remove, count."""
+    """Draw a chat that keeps a list over several turns: add, remove, count."""
     things = rng.sample(WORDS, rng.randint(2, 4))
     turns = [
         f"Please keep a list for me: {_join(things)}.",
@@ -185,22 +191,28 @@ FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
 
 
 class Corpus(NamedTuple):
-    """Training chats and held-out chats (whose last message is the reference answer), in file order."""
+    """Training chats and held-out chats, in file order.
+
+    The last message of a held-out chat is the reference answer.
+    """
 
     train: list[dict[str, object]]
     held_out: list[dict[str, object]]
 
 
 def opening(messages: Chat) -> str:
-    """Return the user's first message, which training and held-out chats must not share."""
+    """Return the first user message. Training and held-out chats must not share it."""
     return next(message["content"] for message in messages if message["role"] == "user")
 
 
 def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
-    """Generate the corpus; equal arguments give equal rows on every machine. Families take turns in both halves."""
+    """Generate the corpus, with the families in equal shares.
+
+    Equal arguments produce equal rows on every machine.
+    """
     rng = random.Random(seed)
     seen: set[str] = set()
-    # Held-out chats first, so that the number of training chats does not change them.
+    # Draw the held-out chats first, so that they do not depend on the number of training chats.
     held_out = list(_rows(rng, n_held_out, seen))
     train = list(_rows(rng, n_train, seen))
     rng.shuffle(train)
@@ -208,7 +220,10 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
 
 
 def _rows(rng: random.Random, count: int, seen: set[str]) -> Iterator[dict[str, object]]:
-    """Yield `count` rows, families in turn, each opening new to `seen` (which grows)."""
+    """Yield `count` rows that cycle through the families.
+
+    The first user message of each row is new, and is added to `seen`.
+    """
     names = list(FAMILIES)
     for index in range(count):
         name = names[index % len(names)]
@@ -226,10 +241,11 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
             seen.add(key)
             return messages
     raise OptionInvalid(
-        f"family {name!r} gave no new prompt in {MAX_REDRAWS} draws ({len(seen)} used); ask for fewer chats"
+        f"family {name!r} drew no new prompt in {MAX_REDRAWS} tries ({len(seen)} are used); ask "
+        "for fewer chats"
     )
 
 
 def write_jsonl(rows: list[dict[str, object]], path: Path) -> None:
-    """Write rows as JSON lines, atomically."""
+    """Write rows as JSON lines atomically."""
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

@@ -1,7 +1,8 @@
-"""The demo: corpus -> target -> extract -> train -> eval -> serve, each phase kept once it is finished.
+"""Runs the phases of the demo: corpus, target, extract, train, eval and serve.
 
-With a real model the phase ``target`` is left out, and the model writes the corpus. ``demo.json`` in the demo's folder
-holds the settings, and for each finished phase its seconds and figures.
+Finished phases are kept. With a real model, the phase ``target`` is skipped, and the model writes
+the corpus. ``demo.json`` in the demo's folder holds the settings, and the seconds and figures of
+each finished phase.
 """
 
 import importlib
@@ -32,11 +33,13 @@ from .corpus import generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
 
 STATE_FILE = "demo.json"
-_OURS = {STATE_FILE + PARTIAL_SUFFIX}  # left by a kill before the first phase
+_OURS = {STATE_FILE + PARTIAL_SUFFIX}  # A run that is killed before its first phase leaves it.
 PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
-"""Phases with smollm2 -> seconds on two idle cores of 2.5 GHz."""
-_SERVED_PROMPTS = 4  # of a real model, which is slow; the one with the longest answer is served
+"""Phase -> seconds with smollm2 on two idle cores at 2.5 GHz."""
+# Number of prompts that a real model, which is slow, answers to find the one with the longest
+# answer. That prompt is served.
+_SERVED_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class DemoReport:
     reused: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return the report as lines for people."""
+        """Return the report as text for the terminal."""
         store, measured, served = (self.phases[phase] for phase in ("extract", "eval", "serve"))
         same = "SOME ANSWERS DIFFER from plain decoding"
         if measured["n_exact"] == measured["n_answers"] and served["is_equal"]:
@@ -61,25 +64,28 @@ class DemoReport:
         pictures = ", ".join(str(path) for path in sorted(self.folder.rglob("*.png")))
         return "\n".join((
             *self._choices(),
-            f"acceptance   {measured['acceptance_length']:.2f} tokens per target call, bonus token included; {same}",
+            f"acceptance   {measured['acceptance_length']:.2f} tokens per target call, bonus token "
+            f"included; {same}",
             f"speed        {measured['ratio']:.2f} x plain decoding on this machine",
             *(f"             {line[2:]}" for line in measured.get("break_even", ())),
-            f"network cut  {served['n_alone']} tokens written alone, {served['n_rolled_back']} taken back when it "
-            "returned",
-            f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} of raw",
+            f"network cut  {served['n_alone']} tokens written alone, {served['n_rolled_back']} "
+            "taken back when it returned",
+            f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} "
+            "of raw",
             f"time         {total_s:.0f} s: {times}{reused}",
             f"pictures     {pictures}",
         ))  # fmt: skip
 
     def _choices(self) -> list[str]:
-        """Say what a real model wrote, and which drafter was trained and why."""
+        """Return lines on the chats of a real model, and on the drafter and why it was chosen."""
         chats = self.phases.get("corpus", {})
         if "n_answer_tokens" not in chats:
             return []
         drafter, *_ = advise(self.phases["extract"]["n_tokens"], is_on_cpu=True)
         return [
-            f"chats        {chats['n_chats']:,} to train on and {chats['n_held_out']:,} to measure with, of the "
-            f"model's own questions and answers ({chats['n_answer_tokens']:,} tokens of answers)",
+            f"chats        {chats['n_chats']:,} to train on and {chats['n_held_out']:,} to measure "
+            f"with, of the model's own questions and answers ({chats['n_answer_tokens']:,} tokens "
+            "of answers)",
             f"drafter      eagle on hidden:last: {drafter.reason}",
         ]
 
@@ -87,11 +93,15 @@ class DemoReport:
 def run_demo(
     config: DemoConfig, progress: Progress | None = None, provenance: dict[str, Any] | None = None
 ) -> DemoReport:
-    """Run the demo, or what is left of it; OptionInvalid where the folder holds something else."""
+    """Run the phases of the demo that are not finished yet.
+
+    Raises:
+        OptionInvalid: the folder holds other files, or a demo with other settings.
+    """
     folder = Path(config.out)
     phases = {"corpus": _corpus, "target": _target}
     if config.model is not None:
-        find_model(config.model)  # before anything is written
+        find_model(config.model)  # Fail before anything is written.
         phases = {"corpus": _own_corpus}
     phases |= {"extract": _extract, "train": _train, "eval": _evaluate, "serve": _serve}
     finished = _open(config, folder)
@@ -106,9 +116,9 @@ def run_demo(
         try:
             facts = phase(config, folder, show, provenance or {})
         except (KeyboardInterrupt, Interrupted) as error:
-            kept = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
+            progress_note = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
             raise Interrupted(
-                f"interrupted in the {name} phase; run the same command again, {kept}"
+                f"interrupted in the {name} phase; run the same command again, {progress_note}"
             ) from error
         finished[name] = {"seconds": time.perf_counter() - began_s, **facts}
         _save(config, folder, finished)
@@ -118,7 +128,10 @@ def run_demo(
 def _with_estimate(
     progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]
 ) -> Progress:
-    """Add to each message how long the phases after this one take, judged by those that are finished."""
+    """Add the estimated time of the following phases to each progress message.
+
+    The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases.
+    """
     names = list(MODEL_SECONDS)
     number = names.index(name) + 1
     note = f"phase {number} of {len(names)}"
@@ -139,7 +152,12 @@ def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]])
 
 
 def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
-    """Begin a demo's folder, or return its finished phases; anything else is refused and left as it is."""
+    """Create the folder of a demo, or return the finished phases of an existing one.
+
+    Raises:
+        OptionInvalid: the folder holds other files, or a demo with other settings. It is not
+            changed.
+    """
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
@@ -148,7 +166,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
         )
         if not is_free:
             raise OptionInvalid(
-                f"{folder} exists and holds no demo ({STATE_FILE} is missing). Choose another --out."
+                f"{folder} exists, but holds no demo ({STATE_FILE} is missing). Choose another "
+                "--out."
             )
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
@@ -167,7 +186,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     ]
     if changed:
         raise OptionInvalid(
-            f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out."
+            f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another "
+            "--out."
         )
     return finished
 
@@ -175,7 +195,9 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
 def _corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    for stage in ("target", "serving"):  # which need every package: before anything is written
+    # These modules import every package that the demo needs. A missing package fails here, before
+    # anything is written.
+    for stage in ("target", "serving"):
         importlib.import_module(f"{__package__}.{stage}")
     corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
     (folder / "corpus").mkdir(exist_ok=True)
@@ -188,11 +210,11 @@ def _corpus(
 def _own_corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    """Let the model write questions and answer them; the first ones are held out."""
+    """Let the model write questions and answer them. The first chats are held out."""
     importlib.import_module(f"{__package__}.serving")
     from ..pipeline.regenerate import regenerate
 
-    # Continues by itself too.
+    # This resumes an interrupted phase by itself.
     settings = RegenerateConfig(
         model=_target_name(config, folder),
         self_prompted=config.n_held_out + config.n_chats,
@@ -229,7 +251,7 @@ def _held_out(folder: Path) -> Path:
 def _target(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    # The stages are imported where they run: torch and transformers take seconds.
+    # Import a stage only when it runs, because importing torch and transformers takes seconds.
     from .target import train_target
 
     return train_target(
@@ -250,7 +272,7 @@ def _extract(
         data=DataSettings(max_sequences=config.n_store_chats if config.model is None else None),
         forward=ForwardSettings(device="cpu"),
     )
-    # Continues by itself from what an interrupted phase has left, as training does.
+    # This resumes an interrupted phase by itself.
     extract(settings, progress=progress, provenance=provenance)
     summary = summarize_store(folder / "store")
     return {
@@ -267,10 +289,10 @@ def _train(
 
     out = folder / "drafter"
     every = max(1, config.drafter_steps // 4)
-    can_resume = (out / LAST).is_file()  # an interrupted phase has left it
+    can_resume = (out / LAST).is_file()  # An interrupted phase leaves this checkpoint.
     if out.exists() and not can_resume:
-        shutil.rmtree(out)  # stopped before its first checkpoint: nothing to keep
-    own = {
+        shutil.rmtree(out)  # The run stopped before its first checkpoint.
+    settings = {
         "store": str(folder / "store"),
         "out": str(out),
         "drafter": {} if config.model is None else {"kind": FAST_KIND},
@@ -283,7 +305,9 @@ def _train(
         "seed": config.seed,
         "resume": can_resume,
     }
-    report = train(TrainConfig.merged([("", PRESETS["small"]), ("", own)]), progress, provenance)
+    report = train(
+        TrainConfig.merged([("", PRESETS["small"]), ("", settings)]), progress, provenance
+    )
     return {"n_parameters": report.n_parameters, "n_tokens": report.n_tokens_total}
 
 
@@ -322,12 +346,11 @@ def _serve(
 ) -> dict[str, Any]:
     from .serving import answer_through_a_cut
 
-    # The client needs no more than the store's frozen weights, and the server no more than the
-    # target.
+    # The client reads only the store's frozen weights, and the server only the target.
     n_prompts = config.n_eval_prompts if config.model is None else _SERVED_PROMPTS
     rows = [*read_jsonl(_held_out(folder))][:n_prompts]
     progress(0, 1, "serve, and cut the network")
-    prompts = [row["messages"][:-1] for row in rows]  # without the reference answer
+    prompts = [row["messages"][:-1] for row in rows]  # The last message is the reference answer.
     return answer_through_a_cut(
         folder, _target_name(config, folder), prompts, config.max_new_tokens
     )

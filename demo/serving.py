@@ -1,4 +1,7 @@
-"""Serves the demo's target, and answers one prompt over a slow network that is cut on the way; draws what was shown."""
+"""Serves the demo's target and answers one prompt over a slow network that is cut meanwhile.
+
+The course of the answer is drawn as a picture.
+"""
 
 import asyncio
 import contextlib
@@ -20,18 +23,23 @@ from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
 from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
-DELAY_S = 0.021  # of each byte one way, the mean of 4G
-# Least time of a target call, about that of an 8B target on a small GPU; the demo's own takes one
-# or two.
+DELAY_S = 0.021  # One-way delay in seconds, the mean of 4G.
+# Minimum time of a target call, about that of an 8B target on a small GPU. The demo's own target
+# takes 1 or 2 ms.
 TARGET_MS = 25.0
-# the network is cut when this share of the answer is there, for so many seconds
+# Share of the answer after which the network is cut, and seconds that the cut lasts.
 CUT_AFTER, CUT_S = 0.35, 1.5
 
 
 class CutProxy:
-    """Listens on a port of 127.0.0.1 and forwards bytes to another, each way late by so many seconds.
+    """Forwards bytes between a port of 127.0.0.1 and another port, with a delay in each direction.
 
-    Runs in a thread of its own. While it is cut, connections stay open and silent, as on a network that loses packets.
+    The proxy runs in its own thread. While it is cut, connections stay open but silent, as on a
+    network that loses all packets.
+
+    Args:
+        port: the port of 127.0.0.1 to forward to.
+        delay_s: one-way delay in seconds.
     """
 
     def __init__(self, port: int, delay_s: float) -> None:
@@ -45,12 +53,12 @@ class CutProxy:
         is_ready.wait()
 
     def cut(self) -> None:
-        """Let nothing pass."""
+        """Hold all bytes back."""
         self._loop.call_soon_threadsafe(self._is_open.clear)
 
     def restore(self) -> None:
-        """Let everything pass again, what was held first."""
-        with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+        """Forward bytes again, starting with those that were held back."""
+        with contextlib.suppress(RuntimeError):  # The proxy may have ended meanwhile.
             self._loop.call_soon_threadsafe(self._is_open.set)
 
     def __enter__(self) -> Self:
@@ -73,7 +81,7 @@ class CutProxy:
 
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        with contextlib.suppress(asyncio.CancelledError):  # the proxy ends
+        with contextlib.suppress(asyncio.CancelledError):  # The end of the proxy cancels this task.
             await asyncio.gather(
                 self._forward(up, writer), self._forward(reader, down), return_exceptions=True
             )
@@ -89,15 +97,15 @@ class CutProxy:
 
 
 class Timeline:
-    """The course of an answer: tokens shown and verified against time, with one cut when ``n_tokens`` are shown."""
+    """Records shown and verified tokens against time, and cuts the network at ``n_tokens``."""
 
     def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
         self._proxy = proxy
         self._n_tokens = n_tokens
         self._began_s = time.perf_counter()
-        # seconds, tokens shown, of these verified
+        # Each point is (seconds, number of tokens shown, number of these that are verified).
         self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
-        self.cut: list[float] = []  # seconds of the cut and of the return
+        self.cut: list[float] = []  # Times of the cut and of the network's return, in seconds.
         self.n_rolled_back = 0
 
     def note(self, event: Event) -> None:
@@ -106,7 +114,7 @@ class Timeline:
         _, shown, verified = self.points[-1]
         if isinstance(event, Tokens):
             shown = event.start + len(event.tokens)
-            # A run of tokens is either unverified as a whole or not at all.
+            # The tokens of an event are either all unverified or all verified.
             self.points.append((now, shown, verified if "unverified" in event.kinds else shown))
         elif isinstance(event, Verified):
             self.points.append((now, shown, event.stop))
@@ -117,7 +125,7 @@ class Timeline:
             self.cut.append(now)
             self._proxy.cut()
             timer = threading.Timer(CUT_S, self._restore)
-            timer.daemon = True  # an interrupted demo does not wait for it
+            timer.daemon = True  # An interrupted demo must not wait for the timer.
             timer.start()
 
     def _restore(self) -> None:
@@ -125,7 +133,7 @@ class Timeline:
         self._proxy.restore()
 
     def draw(self, path: Path) -> None:
-        """Draw the answer against time."""
+        """Draw shown and verified tokens against time."""
         seconds, shown, verified = zip(*self.points, strict=True)
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         axes = figure.subplots()
@@ -157,9 +165,11 @@ class Timeline:
 def answer_through_a_cut(
     folder: Path, model: str, prompts: list[list[dict[str, Any]]], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Serve the target in a process of its own, and answer the one of the prompts that has the longest answer.
+    """Serve the target in a separate process, and answer the prompt with the longest answer.
 
-    Returns what the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.
+    Returns:
+        The figures of the report. ``is_equal`` says whether the tokens are those of plain greedy
+        decoding.
     """
     live = Target.load(model, device="cpu")
     live.prepare()
@@ -169,7 +179,7 @@ def answer_through_a_cut(
         ).tokens
         for messages in prompts
     ]
-    # The longest answer: a cut must fall into it.
+    # Choose the longest answer, so that the cut falls into it.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
         _served(folder, model) as port,
@@ -193,7 +203,7 @@ def answer_through_a_cut(
 
 @contextlib.contextmanager
 def _served(folder: Path, model: str) -> Iterator[int]:
-    """Run ``moa-data serve`` for as long as the context is open; yields its gRPC port."""
+    """Run ``moa-data serve`` while the context is open, and yield its gRPC port."""
     command = [
         sys.executable, "-m", "moa_data", "serve", "--model", model,
         "--drafter", str(folder / "drafter"), "--port", "0", "--grpc-port", "0", "--device", "cpu",
@@ -208,10 +218,10 @@ def _served(folder: Path, model: str) -> Iterator[int]:
         ) as process,
     ):
         try:
-            # when it is ready, or has ended
+            # The server writes this line when it is ready. The line is empty if the server ended.
             line = process.stdout.readline() if process.stdout else ""
-            if (found := re.search(r"gRPC \S+:(\d+)", line)) is None:
+            if (match := re.search(r"gRPC \S+:(\d+)", line)) is None:
                 raise ServingError(f"The server did not start. See {log}.")
-            yield int(found[1])
+            yield int(match[1])
         finally:
             process.terminate()

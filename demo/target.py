@@ -1,6 +1,7 @@
-"""Trains the demo's target: a byte-level BPE tokenizer and a tiny Llama, saved as an ordinary Hugging Face folder.
+"""Trains the demo's target, a tiny Llama with a byte-level BPE tokenizer.
 
-The chat template is Llama-3's with `{% generation %}` around the answers, so that masks come from the template itself.
+The target is saved as an ordinary Hugging Face folder. The chat template is Llama-3's with
+`{% generation %}` around the answers, so that the template itself provides the response masks.
 """
 
 import json
@@ -26,7 +27,7 @@ from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
-# file that is written last: a folder without it was not finished, and is made again
+# Name of the file that is written last. A folder without this file is incomplete and is rebuilt.
 MARKER = "training.json"
 BOS = "<|begin_of_text|>"
 EOT = "<|eot_id|>"
@@ -38,21 +39,23 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
 )
 MAX_POSITIONS = 512
-# a little, for the embeddings: what answers copy from prompts has to be read well
+# Loss weight of prompt tokens. It is above zero to train the embeddings, because answers copy words
+# from prompts.
 PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 
-# Ids of one chat (int64) and the weights of the tokens that follow them (float32), [T] each.
+# Token ids of one chat (int64), and the loss weight of each next token (float32); [T] each.
 _Example = tuple[Tensor, Tensor]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # Llama-3's pattern, with digits apart: sums are learnt digit by digit.
+    # Llama-3's pattern, except that numbers are split: the model learns sums digit by digit.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -84,7 +87,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return the untrained target: float32, untied, grouped-query attention, greedy by default."""
+    """Build the untrained target, a float32 Llama with untied embeddings.
+
+    The target has grouped-query attention, and decodes greedily by default.
+    """
     torch.manual_seed(config.seed)
     special: dict[str, Any] = {
         "bos_token_id": tokenizer.bos_token_id,
@@ -99,7 +105,7 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,  # as in the targets that the package is for
+        tie_word_embeddings=False,  # The targets that the package is made for are untied too.
         **special,
     )
     model = LlamaForCausalLM(sizes)
@@ -114,13 +120,19 @@ def train_target(
     progress: Progress | None = None,
     build: Callable[[DemoConfig, PreTrainedTokenizerFast], Any] = build_target,
 ) -> dict[str, Any]:
-    """Train tokenizer and target on the corpus and save them; a finished folder is left as it is.
+    """Train the tokenizer and the target on the corpus and save them. A finished folder is kept.
 
     Args:
-        build: makes the untrained target, of a family whose decoder layers are ``model.model.layers``.
+        train: rows of the corpus.
+        config: settings of the demo.
+        folder: folder of the target.
+        progress: called with steps done, steps in all and a message.
+        build: builds the untrained target. Its family must have the decoder layers in
+            ``model.model.layers``.
 
     Returns:
-        n_parameters, n_tokens (seen in training, prompts included), and train_loss of the last step (nats per token).
+        ``n_parameters``; ``n_tokens``, the tokens seen in training, including prompts;
+        ``train_loss`` of the last step, in nats per token.
     """
     if (folder / MARKER).is_file():
         return dict(json.loads((folder / MARKER).read_text(encoding="utf-8")))
@@ -132,7 +144,8 @@ def train_target(
     facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
-    for file in folder.glob("*.safetensors"):  # the library's own writer lets nobody else read them
+    # Write the weight files again: the library's writer makes them unreadable for other users.
+    for file in folder.glob("*.safetensors"):
         with replacing(file) as partial:
             write_tensors(partial, load_file(file))
     tokenizer.save_pretrained(folder)
@@ -141,7 +154,7 @@ def train_target(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> list[_Example]:
-    """Tokenise chats; tokens of prompts, by the template's own mask, weigh `PROMPT_WEIGHT`."""
+    """Tokenize chats. The template's mask marks the answers; other tokens weigh `PROMPT_WEIGHT`."""
     examples = []
     for row in rows:
         encoded: Any = tokenizer.apply_chat_template(
@@ -158,9 +171,14 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) ->
 def _batches(
     examples: list[_Example], batch_tokens: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Return index batches of like length whose padded size stays within `batch_tokens`, in random order."""
+    """Divide examples into batches of similar lengths, in random order.
+
+    Returns:
+        Indices of each batch. The padded size of a batch is at most `batch_tokens`, unless a single
+        example is longer.
+    """
     lengths = np.array([len(ids) for ids, _ in examples])
-    # Jittered by up to 16 tokens, so that epochs form other batches.
+    # Jitter the lengths by up to 16 tokens, so that the batches differ between epochs.
     order = np.argsort(lengths + rng.uniform(0, 16, len(lengths)))
     batches: list[np.ndarray] = []
     start = 0
@@ -175,10 +193,14 @@ def _batches(
 def _fit(
     model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None
 ) -> tuple[int, float]:
-    """Train with a linear warm-up and a cosine down to 2 % of the peak rates; return the tokens seen and the loss."""
+    """Train with a linear warm-up, then a cosine decay to 2 % of the peak learning rates.
+
+    Returns:
+        The number of tokens seen, and the loss of the last step.
+    """
     rng = np.random.default_rng(config.seed)
     n_steps = config.target_steps
-    # Muon for the matrices of the decoder layers, AdamW for embeddings, norms and head.
+    # Muon trains the matrices of the decoder layers; AdamW trains embeddings, norms and LM head.
     in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
     optimizer = Muon(
         [p for p in model.parameters() if id(p) in in_layers],
@@ -202,8 +224,8 @@ def _fit(
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
         columns = zip(*(train[i] for i in pending.pop()), strict=True)
-        # Padding on the right, which causality alone hides, has no weight, nor has what follows the
-        # last token.
+        # Padding is on the right, so causal attention hides it without a mask. The padding and the
+        # token after the last one have no weight in the loss.
         ids, weights = (pad_sequence(list(column), batch_first=True) for column in columns)
         logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
         losses = functional.cross_entropy(

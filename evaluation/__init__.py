@@ -1,4 +1,5 @@
-"""Measures decoding: drafters beside plain decoding of the same prompts, and drafters without their target.
+"""Measures decoding with drafters against plain decoding, and drafters without their target.
 
-Decoding itself lives in ``moa.decoding``; here are prompts, timing, statistics and reports.
+Decoding itself is implemented in ``moa.decoding``. This package has prompts, timing, statistics and
+reports.
 """

@@ -1,8 +1,9 @@
-"""``conform``: whether another engine drafts the same tokens as this package, and what it computes differently.
+"""``conform``: checks whether another engine drafts the same tokens as this package.
 
-The other side decodes greedily and says what it drafted in each round (:mod:`.other_side`). Here the same drafter
-drafts after the same tokens. Where the two part, each known wrong choice (:mod:`.wrong_choices`) is put into our own
-code: the first with which all rounds are those of the other side is what differs.
+The other engine decodes greedily and reports what it drafted in each round (:mod:`.other_side`).
+Here the same drafter drafts after the same tokens. If the drafts differ, each known wrong choice
+(:mod:`.wrong_choices`) is applied to our own code. A choice with which all rounds are equal to
+those of the other engine is reported as the cause.
 
 Shapes: n tokens of a text, E target width, V vocabulary.
 """
@@ -39,48 +40,51 @@ from .wrong_choices import CHOICES, Choice, Reading
 
 QUESTIONS = (
     "What is 17 times 23?", "Why is the sky blue?", "Write a function that reverses a list.",
-    "A shop sells 48 pens in April and half as many in May. How many in all?", "Name three rivers in Europe.",
-    "What happened in 1969?", "Translate 'good morning' into French.", "How does a bicycle stay upright?",
+    "A shop sells 48 pens in April and half as many in May. How many in all?",
+    "Name three rivers in Europe.", "What happened in 1969?",
+    "Translate 'good morning' into French.", "How does a bicycle stay upright?",
 )  # fmt: skip
 _TIES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Difference of two logits, relative to the larger, below which rounding decides between them."""
+"""Difference of two logits, relative to the larger, that counts as a tie. Rounding decides ties."""
 _TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft of a round that differs: the tokens that are drafted here and there."""
+    """The first draft of a round that differs: the tokens drafted here and by the other engine."""
 
     prompt: int
-    n_tokens: int  # committed before the round
-    draft: int  # its number in the round, from 0
+    n_tokens: int  # committed tokens before the round
+    draft: int  # index of the draft in the round, from 0
     here: int
     there: int
-    gap: float  # by how much the first one's logit is higher here: little where precision decides
+    # Logit of ``here`` minus logit of ``there``, computed here. It is small if precision decides.
+    gap: float
 
 
 @dataclass
 class Conformance:
-    """What was compared, and what was found."""
+    """The result of a comparison."""
 
     n_rounds: int
     n_prompts: int
     partings: list[Parting]
-    other_answers: list[int]  # prompts whose answers differ from plain decoding here
-    causes: list[str] = field(default_factory=list)  # choices each of which explains all rounds
-    # where none does, the one that leaves the fewest rounds, and how many
+    other_answers: list[int]  # Prompts whose answers differ from plain decoding here.
+    causes: list[str] = field(default_factory=list)  # Choices that explain all rounds.
+    # If no choice explains all rounds: the one with the fewest differing rounds, and their number.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
-        """Return the report as text, a line for each finding."""
+        """Return the report as text, one line per finding."""
         lines = []
         rounds = counted(self.n_rounds, "round")
         if self.partings:
-            one = self.partings[0]
+            first = self.partings[0]
             lines += [
-                f"parts        {len(self.partings)} of {rounds}; first after token {one.n_tokens} of prompt "
-                f"{one.prompt + 1}, draft {one.draft + 1}: token {one.here} here, {one.there} there "
-                f"(logits {max(one.gap for one in self.partings):.2g} apart at most)"
+                f"differs      {len(self.partings)} of {rounds}; first after token "
+                f"{first.n_tokens} of prompt {first.prompt + 1}, draft {first.draft + 1}: token "
+                f"{first.here} here, {first.there} there "
+                f"(logits {max(parting.gap for parting in self.partings):.2g} apart at most)"
             ]
             known = self.causes or ["none of the known ones explains all rounds"]
             lines += [f"cause        {cause}" for cause in known]
@@ -90,11 +94,12 @@ class Conformance:
             )
         if self.nearest:
             lines.append(
-                f"nearest      {self.nearest[0]} ({self.nearest[1]} of {rounds} still part)"
+                f"nearest      {self.nearest[0]} ({self.nearest[1]} of {rounds} still differ)"
             )
         if self.other_answers:
             lines.append(
-                f"answers      {len(self.other_answers)} of {self.n_prompts} differ from plain decoding here"
+                f"answers      {len(self.other_answers)} of {self.n_prompts} differ from plain "
+                "decoding here"
             )
         return "\n".join(lines)
 
@@ -104,53 +109,72 @@ def conform(
     model: str,
     engine: str,
     *,
-    python: str = sys.executable,  # of the engine's environment
-    prompts: str | None = None,  # a file of chats, or a few questions of :data:`QUESTIONS`
+    python: str = sys.executable,
+    prompts: str | None = None,
     n_prompts: int = 8,
     max_new_tokens: int = 64,
-    n_drafts: int = 5,  # drafts of a round; DFlash drafts whole blocks
+    n_drafts: int = 5,
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Conformance:
-    """Compare an engine's drafts with ours, and name what differs.
+    """Compare an engine's drafts with ours, and find the cause of differences.
+
+    Args:
+        drafter: the drafter's folder.
+        model: the target.
+        engine: name of the engine.
+        python: Python of the engine's environment.
+        prompts: a file of chats. None uses :data:`QUESTIONS`.
+        n_prompts: upper bound of the prompts.
+        max_new_tokens: upper bound of an answer's tokens.
+        n_drafts: drafts of a round. DFlash drafts whole blocks.
+        dtype: dtype of both sides.
+        progress: receives the number of wrong choices that were tried.
 
     Raises:
-        OptionInvalid: the engine takes no such drafter, failed, or drafted nothing.
+        OptionInvalid: the engine cannot run this drafter, failed, or drafted nothing.
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
-    (own,) = load_drafters([drafter], target, target.model.dtype).values()
-    # other programs draft all tokens by the target's LM head
-    own.config = replace(own.config, draft_tokens=())
-    if own.kind not in FORMATS[engine]:
+    (loaded,) = load_drafters([drafter], target, target.model.dtype).values()
+    # Other programs draft all tokens with the target's LM head.
+    loaded.config = replace(loaded.config, draft_tokens=())
+    if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
-            f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {own.kind}."
+            f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {loaded.kind}."
         )
-    layout, method = FORMATS[engine][own.kind]
+    layout, method = FORMATS[engine][loaded.kind]
     chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
     if prompts:
-        chats = [one.turns[0] for one in load_prompts(prompts).prompts]
+        chats = [prompt.turns[0] for prompt in load_prompts(prompts).prompts]
     texts = [prompt_tokens(target.template, list(chat)) for chat in chats[:n_prompts]]
-    most = own.config.max_depth or n_drafts
+    max_drafts = loaded.config.max_depth or n_drafts
     with tempfile.TemporaryDirectory(prefix="moa-data-conform-") as folder:
-        place = Path(drafter).expanduser()
-        if any((place / name).is_file() for name in (CONFIG_FILE, f"drafter/{CONFIG_FILE}")):
-            place = Path(folder) / "drafter"
-            write_layout(own, LAYOUTS[layout], place, target.model.dtype, pieces_of(target))
+        drafter_folder = Path(drafter).expanduser()
+        if any(
+            (drafter_folder / name).is_file() for name in (CONFIG_FILE, f"drafter/{CONFIG_FILE}")
+        ):
+            drafter_folder = Path(folder) / "drafter"
+            write_layout(
+                loaded, LAYOUTS[layout], drafter_folder, target.model.dtype, pieces_of(target)
+            )
         job = {
-            "engine": engine, "method": method, "model": str(target.folder), "drafter": str(place.absolute()),
-            "prompts": texts, "max_new_tokens": max_new_tokens, "dtype": dtype, "max_positions": target.max_positions,
-            "n_drafts": most if method in WHOLE_BLOCKS else min(n_drafts, most),
+            "engine": engine, "method": method, "model": str(target.folder),
+            "drafter": str(drafter_folder.absolute()),
+            "prompts": texts, "max_new_tokens": max_new_tokens, "dtype": dtype,
+            "max_positions": target.max_positions,
+            "n_drafts": max_drafts if method in WHOLE_BLOCKS else min(n_drafts, max_drafts),
         }  # fmt: skip
         answers = ask_engine(job, python, Path(folder))
     if not any(answer["rounds"] for answer in answers):
         raise OptionInvalid(
-            f"{engine} drafted nothing after these prompts; ask for longer answers, or give others."
+            f"{engine} drafted nothing after these prompts; ask for longer answers, or give other "
+            "prompts."
         )
-    return compare(own, target, texts, answers, max_new_tokens, progress)
+    return compare(loaded, target, texts, answers, max_new_tokens, progress)
 
 
 def pieces_of(target: Target) -> dict[str, Any]:
-    """Name what folders of a drafter may hold of its target."""
+    """Return the parts of the target that a drafter's folder may contain, by name."""
     model: Any = target.model
     heads = {
         EMBEDDINGS: model.get_input_embeddings().weight,
@@ -160,21 +184,22 @@ def pieces_of(target: Target) -> dict[str, Any]:
 
 
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
-    """Let another Python decode; OptionInvalid with its last line where it fails."""
-    given = folder / "job.json"
+    """Run the engine in another Python; raises OptionInvalid with its last line if it fails."""
+    job_file = folder / "job.json"
     written = folder / "rounds.json"
     log = folder / "log"
-    given.write_text(json.dumps(job))
-    # vLLM in one process, where its scheduler can be watched; the other two are what its build for
-    # CPUs wants.
+    job_file.write_text(json.dumps(job))
+    # vLLM runs in one process, so that its scheduler can be observed. Its CPU build needs the
+    # VLLM_CPU variables.
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     } | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    environment.pop("PYTHONPATH", None)  # of this Python
+    # It belongs to this Python.
+    environment.pop("PYTHONPATH", None)
     with log.open("w") as sink:
-        words = [python, other_side.__file__, str(given), str(written)]
+        words = [python, other_side.__file__, str(job_file), str(written)]
         try:
             code = subprocess.run(
                 words, stdout=sink, stderr=sink, env=environment, timeout=_TIMEOUT_S
@@ -197,7 +222,7 @@ def compare(
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> Conformance:
-    """Compare the rounds of answers with ours, and look for what explains them."""
+    """Compare the rounds of the answers with ours, and look for wrong choices that explain them."""
     texts = [[*prompt, *answer["tokens"]] for prompt, answer in zip(prompts, answers, strict=True)]
     outputs = [_outputs(target, text) for text in texts]
     frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
@@ -206,15 +231,15 @@ def compare(
         reading = Reading.of(drafter, frozen, target.sizes["n_layers"])
         change(reading)
         for index, text in enumerate(texts):
-            found = _partings(
+            differences = _partings(
                 reading, text, answers[index]["rounds"], reading.states(outputs[index])
             )
-            yield from (Parting(index, *one) for one in found)
+            yield from (Parting(index, *difference) for difference in differences)
 
     def count(change: Choice, most: int) -> int:
         try:
             return sum(1 for _ in islice(partings(change), most))
-        # this drafter has no such part
+        # The choice does not apply to this drafter.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
@@ -222,13 +247,14 @@ def compare(
         plain_generate(target, prompt, max_new_tokens=max_new_tokens).tokens for prompt in prompts
     ]
     result = Conformance(
-        sum(len(answer["rounds"]) for answer in answers), len(prompts), [*partings(lambda reading: None)],
+        sum(len(answer["rounds"]) for answer in answers), len(prompts),
+        [*partings(lambda reading: None)],
         [index for index, answer in enumerate(answers) if answer["tokens"] != plain[index]],
     )  # fmt: skip
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
-        # one round that it leaves is enough to refute it
+        # A single round that still differs refutes the choice.
         result.causes += [name] * (count(change, 1) == 0)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
@@ -241,7 +267,7 @@ def compare(
 
 @torch.inference_mode()
 def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
-    """Run a text: outputs [n, E] of the embedding, -1, all L layers, and the final norm, L."""
+    """Run a text: layer -> outputs [n, E], with -1 for the embedding and L for the final norm."""
     cache = target.new_cache()
     n_layers = target.sizes["n_layers"]
     cache.watched_layers = tuple(range(n_layers))
@@ -259,7 +285,10 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
 def _partings(
     reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
 ) -> Iterator[tuple[int, int, int, int, float]]:
-    """Draft in the rounds of another engine; yields the first draft of each round that differs, without near ties."""
+    """Draft in the rounds of another engine and yield the first difference of each round.
+
+    A near tie does not count as a difference.
+    """
     drafter = reading.drafter
     frozen = reading.frozen
     state = drafter.new_state(1)
@@ -272,13 +301,13 @@ def _partings(
         chain = Chain(
             drafter, frozen, state, cache, drafter.draft_root(state, frozen, [text[:n]], cache)
         )
-        for place, token in enumerate(drafts[: drafter.config.max_depth]):
-            if place:
-                chain.feed(torch.tensor([[drafts[place - 1]]]))
+        for index, token in enumerate(drafts[: drafter.config.max_depth]):
+            if index:
+                chain.feed(torch.tensor([[drafts[index - 1]]]))
             logits = chain.logits[0].float()
             best = int(logits.argmax())
             if best != token:
                 gap = min(float(logits[best] - logits[token]), 1e9)  # JSON has no infinity
                 if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
-                    yield n, place, best, token, gap
+                    yield n, index, best, token, gap
                 break

@@ -1,4 +1,4 @@
-"""Says what drafters are, and what differed in their training."""
+"""Describes drafters, and the differences in their training."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from ..errors import OptionInvalid
 from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
-_RUN_FILES = ("run.yaml", "report.json")  # that `moa-data train` leaves beside a drafter
-# Kinds of drafters are what is compared, and steps are compared as they were taken. Presets are in
-# the settings that
-# they set. The other two change rounding alone.
+_RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
+# Settings that may differ between drafters that were trained alike. The kind of drafter is what is
+# compared. The number of steps is compared as recorded, not as configured. A preset only sets other
+# settings. ``micro_batch_size`` and ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",
@@ -26,7 +26,10 @@ _MAY_DIFFER = CHANGE_NO_RESULT | {
 
 
 def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
-    """List the facts of a drafter and of the run of ``moa-data train`` that its folder holds; else None or empty."""
+    """Return the facts of a drafter and of its training run, if its folder has one.
+
+    Facts that are not known are None or empty.
+    """
     folder = Path(folder).expanduser().absolute()
     facts: dict[str, Any] = {
         "folder": str(folder),
@@ -34,9 +37,10 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "n_parameters": sum(weight.numel() for weight in drafter.parameters()),  # trained weights
         "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
-        # that it was trained on; of a run that recorded no total, by its last invocation
+        # Tokens that the drafter was trained on. A run that recorded no total has the tokens of its
+        # last invocation.
         "n_tokens": None,
-        "n_bytes_read": None,  # of the store, for these tokens
+        "n_bytes_read": None,  # bytes read from the store for these tokens
         "store": {},  # identity of the store: sequences, tokens, hashes, codec
         "settings": {},
     }
@@ -60,39 +64,42 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
 
 
 def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Say what differed in the training of drafters, by name and the fields of their facts, a line each."""
+    """List the differences in the training of drafters, one line each.
+
+    ``drafters`` maps a name to the facts of :func:`drafter_facts`.
+    """
     if len(drafters) < 2:
         return []
-    found = [
+    differences = [
         f"{name}: its folder holds no training run, so nothing says how it was trained"
         for name, facts in drafters.items()
         if not facts["settings"]
     ]
     known = {name: _compared(facts) for name, facts in drafters.items() if facts["settings"]}
-    for key in dict.fromkeys(key for own in known.values() for key in own):
-        # What a run did not record does not count as a difference.
-        by_run = {name: own[key] for name, own in known.items() if key in own}
+    for key in dict.fromkeys(key for values in known.values() for key in values):
+        # A value that a run did not record does not count as a difference.
+        by_run = {name: values[key] for name, values in known.items() if key in values}
         if len(set(map(str, by_run.values()))) > 1:
-            found.append(
+            differences.append(
                 f"{key}: " + ", ".join(f"{name} {_short(value)}" for name, value in by_run.items())
             )
-    return found
+    return differences
 
 
 def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """List what two trainings must share, by how a line about a difference begins."""
+    """Return the values that must be equal, by the words with which a line about them starts."""
     recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
     recorded |= {f"stores differ in {key}": value for key, value in facts["store"].items()}
-    found = {key: value for key, value in recorded.items() if value is not None}
+    compared = {key: value for key, value in recorded.items() if value is not None}
     for name, value in facts["settings"].items():
-        for key, own in value.items() if isinstance(value, dict) else [(name, value)]:
-            # Settings of one kind of drafter alone are what is compared.
+        for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
+            # Settings of a single kind of drafter are part of the comparison, so they may differ.
             if name == "drafter" and key != "forward_kl_weight":
                 continue
             key = name if key == "kind" else key
             if key not in _MAY_DIFFER:
-                found[f"settings differ in {key}"] = own
-    return found
+                compared[f"settings differ in {key}"] = setting
+    return compared
 
 
 def _short(value: Any) -> str:

@@ -1,11 +1,13 @@
-"""Decodes the same prompts with every method in alternation, and compares the tokens; and cuts off the target.
+"""Decodes the same prompts with every method in alternation, compares the tokens, and cuts answers.
 
-All methods are counted by the same code: tokens are the ids that a method generated, seconds are its whole call,
-prefill included. So a method measured against itself gives equal counts, and a speed ratio of 1 up to noise.
+All methods are counted by the same code. Tokens are the ids that a method generated; seconds are
+the time of its whole call, including the prefill. A method that is measured against itself has
+equal counts, and a speed ratio of 1 up to noise.
 
-Disconnections (arXiv 2410.03804): the target answers up to a cut. From there on a drafter writes without verification:
-one chain, with the target's activations of everything before the last token and none after it. In Mixture of Attentions
-and GLIDE nothing after the cut has target KV, in EAGLE the features that are fed back are its own.
+Disconnections (arXiv 2410.03804): the target answers up to a cut. From there a drafter writes one
+chain without verification. It has the target's activations of all tokens before the last one, and
+none after it. In Mixture of Attentions and GLIDE, tokens after the cut have no target KV. In EAGLE,
+the drafter's own features are fed back.
 
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
@@ -35,32 +37,32 @@ from ..moa.targets.live import Target
 from ..text import Progress, first_line
 from .prompts import Prompt
 
-# A method: (prompts as token ids, a seed for each) -> a generation for each.
+# A method takes prompts as token ids and a seed for each, and returns a generation for each.
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
-# (the prompt's messages as text, the answer's text) -> a number; greater is better.
+# A scorer takes the text of the prompt's messages and of the answer. A greater number is better.
 Scorer = Callable[[str, str], float]
-TARGET = "target"  # among the writers: what it writes after the cut is the reference
-_BATCH = 8  # cuts that are continued together; no figure depends on it
+TARGET = "target"  # The writer whose continuation is the reference.
+_BATCH = 8  # Cuts that are continued together. Results do not depend on it.
 
 
 @dataclass
 class MethodRun(DecodeStats):
-    """The figures of one method on one prompt; of several repeats the median counts."""
+    """The figures of one method on one prompt. With several repeats, those of the median run."""
 
-    # index of the first generated token that differs from the baseline's
+    # Index of the first generated token that differs from the baseline's.
     first_divergence: int | None = None
-    # difference of the two highest target logits there, after the repetition penalty
+    # Difference of the two highest target logits there, after the repetition penalty.
     top2_gap: float | None = None
     repeats_s: tuple[float, ...] = ()
 
     @property
     def calls(self) -> tuple[int, int]:
-        """Tokens committed by target calls, and their number: a ratio's two sides."""
+        """Tokens committed by target calls, and the number of calls, as a ratio's two sides."""
         return sum(self.committed_per_call), self.n_target_calls
 
     @property
     def speed(self) -> tuple[int, float]:
-        """Generated tokens, and seconds: a ratio's two sides."""
+        """Generated tokens, and seconds, as a ratio's two sides."""
         return self.n_tokens, self.total_s
 
 
@@ -78,16 +80,20 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn without an answer, since it or a turn before it leaves no position to generate into."""
+    """A turn without an answer.
+
+    The turn, or one before it, leaves no position to generate into, or follows an answer that
+    contains a control token.
+    """
 
     prompt_id: str
     turn: int
-    n_prompt_tokens: int  # 0 where the answer before it spells a control token
+    n_prompt_tokens: int  # 0 if the answer before it contains a control token.
 
 
 @dataclass
 class Measurement:
-    """All rows of a measurement, and the turns that were left out."""
+    """All rows of a measurement, and the turns that were skipped."""
 
     rows: list[PromptRow] = field(default_factory=list)
     skipped: list[SkippedTurn] = field(default_factory=list)
@@ -105,15 +111,21 @@ def measure(
     progress: Progress | None = None,
     sampling: SamplingConfig = GREEDY,
 ) -> Measurement:
-    """Decode every turn of every prompt with every method; batches take turns in which method comes first.
+    """Decode every turn of every prompt with every method.
+
+    The method that comes first changes with each batch.
 
     Args:
-        methods: name -> method. The first is the baseline: its answers make the history of later turns, and the
-            other methods' tokens are compared with its tokens.
-        warmup: prompts that each method decodes first, unmeasured.
-        repeats: times that each method decodes each batch, in alternation.
-        seed: prompt i draws from seed + i.
-        sampling: of the methods.
+        target: the target.
+        methods: name -> method. The first is the baseline: later turns have its answers in their
+            history, and the tokens of other methods are compared with its tokens.
+        prompts: the prompts.
+        warmup: number of prompts that each method decodes before the measurement.
+        batch_size: prompts decoded together.
+        repeats: number of times that each method decodes each batch, in alternation.
+        seed: prompt i uses seed + i.
+        progress: receives the number of prompts done.
+        sampling: sampling of the methods.
     """
     first = opening_tokens(target, prompts)[:warmup]
     result = Measurement()
@@ -124,15 +136,15 @@ def measure(
             generate(batch, [seed] * len(batch))
     for start in range(0, len(prompts), batch_size):
         chats = [
-            _Chat(prompt, seed + at)
-            for at, prompt in enumerate(prompts[start : start + batch_size], start)
+            _Chat(prompt, seed + index)
+            for index, prompt in enumerate(prompts[start : start + batch_size], start)
         ]
         for turn in range(max(len(chat.prompt.turns) for chat in chats)):
             if answered := [
                 chat for chat in chats if chat.begin_turn(target, turn, result.skipped)
             ]:
-                # Each method comes first equally often: the first one finds caches cold and the
-                # machine idle.
+                # Each method comes first equally often, because the first one has cold caches and
+                # an idle machine.
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
                 result.rows += _measure_batch(
@@ -146,8 +158,8 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode the first turns of prompts, of those that leave a position to generate into."""
-    # the texts of all turns, so that none is refused after others were decoded
+    """Encode the first turns of prompts, without those that leave no position to generate into."""
+    # Check the texts of all turns, so that none is rejected after others were decoded.
     for prompt in prompts:
         try:
             target.template.check_prompt(
@@ -160,7 +172,7 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
 
 
 class _Chat:
-    """A prompt and the turns of it that were answered."""
+    """A prompt with its answered turns."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.prompt = prompt
@@ -170,13 +182,16 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Encode a turn; False where there is none with room for an answer, which is skipped with all after it."""
+        """Encode a turn. Returns False if there is none with room for an answer.
+
+        Such a turn and all turns after it are added to ``skipped``.
+        """
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
         try:
             self.tokens = _tokens(target, self.prompt, self.history)
-        # it is the answer that spells a control token: all prompts were checked before
+        # All prompts were checked before, so it is an answer that contains a control token.
         except PromptUnusable:
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
@@ -226,14 +241,17 @@ def _measure_batch(
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
-    """Find the first difference: the shorter length where one is a prefix, None where both are equal."""
+    """Find the index of the first difference; None if the sequences are equal.
+
+    If one is a prefix of the other, this is the shorter length.
+    """
     pairs = enumerate(zip_longest(baseline, other))
     return next((index for index, (left, right) in pairs if left != right), None)
 
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
-    """Compute the difference of the two highest logits of the next token, by one forward without a cache."""
+    """Compute the difference of the two highest logits of the next token, in one forward pass."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
@@ -255,13 +273,13 @@ def _compare(
     repeats: list[Generation],
     sampling: SamplingConfig,
 ) -> MethodRun:
-    # Of an even number of repeats the faster median, so that it is a run that took place; their
-    # tokens are equal.
+    # The lower median is a run that took place, also with an even number of repeats. All repeats
+    # have the same tokens.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
-        # A gap near zero tells a tie, which rounding decides, from an error of the method.
+        # A gap near zero is a tie that rounding decides. A larger gap is an error of the method.
         gap = top2_gap(
             target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty
         )
@@ -275,21 +293,24 @@ def _compare(
 class Continuation:
     """The tokens that the target or a drafter wrote after a cut."""
 
-    tokens: tuple[int, ...]  # up to the first end of sequence, included
-    log_probs: tuple[float, ...]  # the target's of each token, given all before it, in nats
-    # for each token of the reference, whether this writer has the same at that place
+    tokens: tuple[int, ...]  # up to the first end of sequence, which is included
+    log_probs: tuple[float, ...]  # The target's log-probability of each token, in nats.
+    # For each token of the reference, whether this writer has the same token there.
     agrees: tuple[bool, ...]
     score: float | None = None
 
     @property
     def n_common(self) -> int:
-        """The number of tokens up to the first that differs from the reference."""
-        return next((place for place, same in enumerate(self.agrees) if not same), len(self.agrees))
+        """The number of tokens before the first that differs from the reference."""
+        return next((index for index, same in enumerate(self.agrees) if not same), len(self.agrees))
 
 
 @dataclass(frozen=True)
 class CutRow:
-    """One cut of one answer, after ``n_written`` of its tokens: ``target`` and each drafter -> what it wrote."""
+    """One cut of one answer, after ``n_written`` of its tokens.
+
+    ``by_writer`` maps ``target`` and each drafter to its continuation.
+    """
 
     prompt_id: str
     category: str
@@ -300,7 +321,10 @@ class CutRow:
 
 
 class _Cut(NamedTuple):
-    """A row with the text before its cut, whose last token has no target activations, and the reference after it."""
+    """A row with the text before its cut and the reference after it.
+
+    The last token of ``committed`` has no target activations.
+    """
 
     row: CutRow
     prompt: Prompt
@@ -309,7 +333,10 @@ class _Cut(NamedTuple):
 
 
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
-    """Choose after how many of its tokens an answer is cut: evenly spaced, fewer than ``n_cuts`` if it is short."""
+    """Choose the numbers of tokens after which an answer is cut, evenly spaced.
+
+    A short answer has fewer than ``n_cuts``.
+    """
     points = {round(n_answer_tokens * (number + 1) / (n_cuts + 1)) for number in range(n_cuts)}
     return sorted(point for point in points if 0 < point < n_answer_tokens)
 
@@ -317,18 +344,29 @@ def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
 def measure_disconnections(
     target: Target,
     drafters: Mapping[str, Drafter],
-    # of which the first turns are answered; one without room for an answer is left out
     prompts: Sequence[Prompt],
     *,
-    # that are written after each cut, at most; fewer where the target's positions or the text end
     n_tokens: int,
     n_cuts: int,
-    max_new_tokens: int,  # cuts lie within this many tokens of an answer
+    max_new_tokens: int,
     batch_size: int = _BATCH,
     scorer: Scorer | None = None,
     progress: Progress | None = None,
 ) -> list[CutRow]:
-    """Cut the greedy answers to prompts and let every drafter continue from each cut."""
+    """Cut the greedy answers to prompts and let every drafter continue from each cut.
+
+    Args:
+        target: the target.
+        drafters: name -> drafter.
+        prompts: their first turns are answered. A prompt without room for an answer is skipped.
+        n_tokens: upper bound of the tokens written after each cut. There are fewer at the end of
+            the target's positions or of the text.
+        n_cuts: cuts of each answer.
+        max_new_tokens: all cuts are within this many tokens of an answer.
+        batch_size: cuts that are continued together.
+        scorer: scores the answers; None for no score.
+        progress: receives the number of answers, then of cuts.
+    """
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
     for start in range(0, len(usable), batch_size):
@@ -360,7 +398,7 @@ def _continue_batch(
     n_tokens: int,
     scorer: Scorer | None,
 ) -> None:
-    """Fill ``by_writer`` of some cuts."""
+    """Fill ``by_writer`` of the cuts."""
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
         if name == TARGET:
@@ -368,10 +406,10 @@ def _continue_batch(
             continuations = [cut.reference for cut in cuts]
         else:
             continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
-        found = continuation_log_probs(
+        all_log_probs = continuation_log_probs(
             target, cache, [cut.committed[-1] for cut in cuts], continuations
         )
-        for cut, tokens, log_probs in zip(cuts, continuations, found, strict=True):
+        for cut, tokens, log_probs in zip(cuts, continuations, all_log_probs, strict=True):
             agrees = tuple(ours == theirs for ours, theirs in zip_longest(tokens, cut.reference))[
                 : len(cut.reference)
             ]
@@ -382,51 +420,60 @@ def _continue_batch(
 def _draft(
     target: Target, drafter: Drafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
-    """Draft a chain after each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
+    """Draft a chain after each cut.
+
+    A chain ends at the end of sequence, of the target's positions, or of the drafter's levels.
+    """
     proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
-    # as the end of a round leaves it
+    # The state is that of the end of a round.
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
-    # Block drafters make so many levels at once and no more.
+    # Block drafters draft at most ``max_depth`` levels.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
     room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
-    found = []
-    for tokens, own in zip(drafts.tokens.tolist(), room, strict=True):
+    chains = []
+    for tokens, limit in zip(drafts.tokens.tolist(), room, strict=True):
         ends = [
-            place + 1 for place, token in enumerate(tokens[:own]) if token in target.eos_token_ids
+            index + 1 for index, token in enumerate(tokens[:limit]) if token in target.eos_token_ids
         ]
-        found.append(tokens[: min(ends, default=own)])
-    return found
+        chains.append(tokens[: min(ends, default=limit)])
+    return chains
 
 
 def continuation_log_probs(
     target: Target, cache: TargetCache, roots: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Compute the target's log-probability of each token of continuations, given everything before it, in nats.
+    """Compute the target's log-probability of each token of continuations, in nats.
 
-    ``cache``: with everything before the roots, the tokens before the continuations, committed; it is left so.
+    Each token is conditioned on everything before it.
+
+    Args:
+        target: the target.
+        cache: has everything before the roots committed. It is not changed.
+        roots: the token before each continuation.
+        continuations: the tokens of each row.
     """
-    # The last token of a continuation predicts what nobody wrote.
+    # The last token of a continuation is not fed, because its prediction is not needed.
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
     hidden = target.forward(padded(fed, target.device), cache)  # [B, n, E]
-    found = []
+    log_probs = []
     for row, tokens in enumerate(continuations):
         log_p = target.logits(hidden[row, : len(tokens)]).float().log_softmax(dim=-1)  # [n, V]
         chosen = torch.tensor(list(tokens), dtype=torch.int64, device=log_p.device)[:, None]
-        found.append(log_p.gather(1, chosen)[:, 0].tolist())
-    return found
+        log_probs.append(log_p.gather(1, chosen)[:, 0].tolist())
+    return log_probs
 
 
 def load_scorer(name: str) -> Scorer:
-    """Find a user's function by ``module:function`` or ``file.py:function``."""
+    """Load a user's function from ``module:function`` or ``file.py:function``."""
     where, _, function = name.rpartition(":")
     try:
         if where.endswith(".py"):
             scorer: Scorer = runpy.run_path(str(Path(where).expanduser()))[function]
         else:
             scorer = getattr(importlib.import_module(where), function)
-    except Exception as error:  # the user's module may raise anything
+    except Exception as error:  # The user's module may raise anything.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             f"--scorer {name}: no such function ({reason}); check the name."
@@ -443,7 +490,10 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         score = scorer(prompt, answer)
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
-    except Exception as error:  # the user's function may raise anything
-        reason = f"with an answer to prompt {cut.row.prompt_id}, failed ({type(error).__name__}: {first_line(error)})"
+    except Exception as error:  # The user's function may raise anything.
+        reason = (
+            f"with an answer to prompt {cut.row.prompt_id}, failed "
+            f"({type(error).__name__}: {first_line(error)})"
+        )
         raise OptionInvalid(f"the scorer, called {reason}; correct the function.") from error
     return float(score)

@@ -1,8 +1,12 @@
-"""Drafts of other engines, round by round: a script for their own Python, which needs nothing of this package.
+"""Records the drafts of other engines, round by round.
 
-``python other_side.py JOB.json ROUNDS.json``. The job names the engine, the folders of the target and of the drafter,
-prompts as token ids, and how long chains and answers are. Written is for each prompt the answer's ``tokens`` and its
-``rounds``, each a pair: how many tokens of the text were committed, and what was drafted after them.
+This script runs in the engine's own Python and needs nothing of this package::
+
+    python other_side.py JOB.json ROUNDS.json
+
+The job names the engine, the folders of the target and of the drafter, prompts as token ids, and
+the lengths of chains and answers. The output has the ``tokens`` and the ``rounds`` of each answer.
+A round is a pair: the number of committed tokens of the text, and the drafts after them.
 """
 
 import json
@@ -23,7 +27,7 @@ def _load(kind: Any, folder: str, dtype: str, **options: Any) -> Any:
 
 
 def _transformers(job: dict[str, Any]) -> Answers:
-    """Decode with ``generate(assistant_model=...)``, whose candidates are kept."""
+    """Decode with ``generate(assistant_model=...)`` and record its candidates."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.generation import candidate_generator as made
@@ -32,10 +36,10 @@ def _transformers(job: dict[str, Any]) -> Answers:
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     drafter = _load(AutoModel if is_block else AutoModelForCausalLM, job["drafter"], job["dtype"])
     if not is_block:
-        own = drafter.generation_config
-        own.num_assistant_tokens = job["n_drafts"]
-        own.num_assistant_tokens_schedule = "constant"
-        own.assistant_confidence_threshold = 0.0
+        generation_config = drafter.generation_config
+        generation_config.num_assistant_tokens = job["n_drafts"]
+        generation_config.num_assistant_tokens_schedule = "constant"
+        generation_config.assistant_confidence_threshold = 0.0
     generator: Any = (
         made.DFlashTokenCandidateGenerator if is_block else made.AssistedCandidateGenerator
     )
@@ -43,11 +47,11 @@ def _transformers(job: dict[str, Any]) -> Answers:
     rounds = list[tuple[int, list[int]]]()
 
     def get_candidates(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        found = plain(self, input_ids, *args, **kwargs)
+        candidates = plain(self, input_ids, *args, **kwargs)
         n = input_ids.shape[1]
-        if found[0].shape[1] > n:
-            rounds.append((n, found[0][0, n:].tolist()))
-        return found
+        if candidates[0].shape[1] > n:
+            rounds.append((n, candidates[0][0, n:].tolist()))
+        return candidates
 
     generator.get_candidates = get_candidates
     answers: Answers = []
@@ -55,15 +59,16 @@ def _transformers(job: dict[str, Any]) -> Answers:
         rounds.clear()
         ids = torch.tensor([prompt])
         text = target.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"],
-            assistant_model=drafter, **({"speculation_type": "dflash"} if is_block else {}),
+            ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            max_new_tokens=job["max_new_tokens"], assistant_model=drafter,
+            **({"speculation_type": "dflash"} if is_block else {}),
         )  # fmt: skip
         answers.append({"tokens": text[0, len(prompt) :].tolist(), "rounds": [*rounds]})
     return answers
 
 
 def _vllm(job: dict[str, Any]) -> Answers:
-    """Decode one prompt at a time with vLLM in this process, whose scheduler is told of all drafts."""
+    """Decode one prompt at a time with vLLM in this process; its scheduler receives all drafts."""
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -79,10 +84,12 @@ def _vllm(job: dict[str, Any]) -> Answers:
     Scheduler.update_draft_token_ids = update
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 4 * job["n_drafts"]
     engine = LLM(
-        model=job["model"], dtype=job["dtype"], enforce_eager=True, max_num_seqs=1, async_scheduling=False,
-        enable_prefix_caching=False, max_model_len=min(longest, job["max_positions"]),
+        model=job["model"], dtype=job["dtype"], enforce_eager=True, max_num_seqs=1,
+        async_scheduling=False, enable_prefix_caching=False,
+        max_model_len=min(longest, job["max_positions"]),
         speculative_config={
-            "method": job["method"], "model": job["drafter"], "num_speculative_tokens": job["n_drafts"],
+            "method": job["method"], "model": job["drafter"],
+            "num_speculative_tokens": job["n_drafts"],
         },
     )  # fmt: skip
     answers: Answers = []
@@ -95,9 +102,10 @@ def _vllm(job: dict[str, Any]) -> Answers:
 
 
 def _speculators(job: dict[str, Any]) -> Answers:
-    """Run speculators' own model over the target's plain answers, a round at each of their tokens.
+    """Run the model of speculators over the target's plain answers, with a round at each token.
 
-    It has no loop of decoding. Chains of EAGLE-3 are fed with the text, and end at the first draft that differs.
+    speculators has no decoding loop. Chains of EAGLE-3 are fed with the text, and end at the first
+    draft that differs from it.
     """
     import torch
     from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -105,12 +113,12 @@ def _speculators(job: dict[str, Any]) -> Answers:
 
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
-    # FlexAttention wants texts of 128 tokens
+    # FlexAttention requires texts of 128 tokens.
     config.transformer_layer_config._attn_implementation = "eager"
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
-    # what enters the final norm; hidden_states ends with what leaves it
+    # The input of the final norm. hidden_states ends with its output.
     last = deque[Any](maxlen=1)
     target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:
@@ -155,11 +163,12 @@ def _chains_of_blocks(
     from speculators.models.dflash import core
 
     anchors = torch.arange(text.shape[1] - model.block_size)[first - 1 :]
-    if not len(anchors):  # the answer is shorter than a block
+    if not len(anchors):  # The answer is shorter than a block.
         return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(
-        hidden, text, torch.ones_like(text), hidden[..., : model.norm.weight.shape[0]], torch.zeros_like(text),
+        hidden, text, torch.ones_like(text), hidden[..., : model.norm.weight.shape[0]],
+        torch.zeros_like(text),
         max_anchors=len(anchors),
     )  # fmt: skip
     first_slot = 0 if model.config.sample_from_anchor else 1

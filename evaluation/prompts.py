@@ -1,11 +1,12 @@
 """Reads prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
 
-Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
-prompt is everything before the last assistant message, or the whole chat where it ends with the user.
-Optional keys: ``prompt_id`` (else ``id``, else the row's number), ``category``, ``tools``, ``system``.
+Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT
+``{"conversations": [{"from", "value"}]}``. The prompt is everything before the last assistant
+message, or the whole chat if it ends with the user. Optional keys: ``prompt_id`` (or ``id``; the
+default is the row's number), ``category``, ``tools``, ``system``.
 
-Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. Each turn is answered by the target,
-and its answer becomes part of the next turn's history.
+Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. The target answers
+each turn, and its answer becomes part of the history of the next turn.
 """
 
 from collections import Counter
@@ -26,64 +27,72 @@ SPEC_BENCH = "spec-bench"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered, turn by turn."""
+    """A conversation that is answered turn by turn."""
 
     prompt_id: str
     category: str
-    turns: tuple[tuple[Message, ...], ...]  # for each answer, the messages after the answer before
-    # JSON schemas of those that the target may call
+    turns: tuple[tuple[Message, ...], ...]  # The new messages before each answer.
+    # JSON schemas of the tools that the target may call.
     tools: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The prompts of a file, ``chats`` or ``spec-bench``, and how many it held before any were left out."""
+    """The prompts of a file, its format, and the number of prompts before a selection."""
 
-    kind: str
+    kind: str  # ``chats`` or ``spec-bench``
     n_in_file: int
     prompts: tuple[Prompt, ...]
 
 
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
-    """Read a file of prompts, one JSON object per line; a row that is not a prompt is named.
+    """Read a file of prompts, one JSON object per line.
 
-    ``n_prompts``: use this many: of chats the first ones, of Spec-Bench questions in turn from each category.
+    Args:
+        path: the file.
+        n_prompts: use this many: the first chats, or Spec-Bench questions in turn from each
+            category. None uses all.
+
+    Raises:
+        DatasetError: a row is not a prompt; the message names the row.
     """
     path = Path(path).expanduser()
-    found = list[tuple[str, Prompt]]()
+    rows = list[tuple[str, Prompt]]()
     try:
         for number, row in enumerate(read_jsonl(path), start=1):
             where = f"{path} row {number}"
-            found.append(_parse(row, where, number))
-            if found[-1][0] != found[0][0]:
+            rows.append(_parse(row, where, number))
+            if rows[-1][0] != rows[0][0]:
                 raise DatasetError(
-                    f"{where} is not a prompt of {found[0][0]} as those before; put them into two files."
+                    f"{where} is not a prompt of {rows[0][0]} like the rows before it; put them "
+                    "into two files."
                 )
     except OSError as error:
         raise DatasetError(
-            f"{path}: {error.strerror or error}; give a jsonl file of chats or of Spec-Bench questions."
+            f"{path}: {error.strerror or error}; give a jsonl file of chats or of Spec-Bench "
+            "questions."
         ) from error
-    if not found:
-        raise DatasetError(f"{path} holds no prompt; expected one JSON object per line.")
-    kind = found[0][0]
-    prompts = _with_own_ids([prompt for _, prompt in found])
+    if not rows:
+        raise DatasetError(f"{path} has no prompts; expected one JSON object per line.")
+    kind = rows[0][0]
+    prompts = _with_own_ids([prompt for _, prompt in rows])
     return PromptFile(kind, len(prompts), tuple(_choose(prompts, kind, n_prompts)))
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    # Figures are summed by id: one that occurs again gets a number, ``id#2``.
-    given = {prompt.prompt_id for prompt in prompts}
+    # Figures are grouped by id, so a repeated id gets a number, ``id#2``.
+    all_ids = {prompt.prompt_id for prompt in prompts}
     n_seen = Counter[str]()
-    found = []
+    renamed = []
     for prompt in prompts:
         name = prompt.prompt_id
         n_seen[name] += 1
-        while n_seen[name] > 1 and f"{name}#{n_seen[name]}" in given:
+        while n_seen[name] > 1 and f"{name}#{n_seen[name]}" in all_ids:
             n_seen[name] += 1
-        found.append(
+        renamed.append(
             prompt if n_seen[name] == 1 else replace(prompt, prompt_id=f"{name}#{n_seen[name]}")
         )
-    return found
+    return renamed
 
 
 def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
@@ -93,11 +102,11 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
     messages = tuple(chat.messages)
     turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
     if not chat.asks_each:
-        # A chat that ends with the question is a prompt as it stands.
+        # A chat that ends with a question is a prompt already.
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(
-            f"{where}: nothing comes before the assistant's message; correct the line."
+            f"{where}: no message comes before the assistant's message; correct the line."
         )
     names = ("question_id",) if chat.asks_each else ("prompt_id", "id")
     prompt_id = printable(

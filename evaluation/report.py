@@ -1,7 +1,8 @@
-"""Sums up an evaluation: counts and ratios over the measured rows.
+"""Summarizes an evaluation: counts and ratios over the measured rows.
 
-Acceptance length = tokens committed per target call, bonus token included, prefill not counted. Intervals are bootstrap
-over prompts: calls, turns and cuts of one prompt are not independent.
+Acceptance length = tokens committed per target call, including the bonus token, without the
+prefill. Intervals are bootstrapped over prompts, because the calls, turns and cuts of one prompt
+are not independent.
 """
 
 import dataclasses
@@ -22,38 +23,45 @@ from .drafters import training_differences
 from .measure import CutRow, Measurement, MethodRun, PromptRow
 
 KIND = "moa-data evaluation report"
-TITLE = "# Speculative decoding against plain decoding"  # first line of the Markdown file beside it
+# First line of the Markdown file next to the report.
+TITLE = "# Speculative decoding against plain decoding"
 SCHEMA_VERSION = 3
-_PROBE_BYTES = 256 << 10  # about what a report and its figures take
+_PROBE_BYTES = 256 << 10  # Approximate size of a report with its figures.
 _N_RESAMPLES = 2000
 _CONFIDENCE = 0.95
 
 Interval = tuple[float, float] | None
 CONVENTIONS = {
-    "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
-    "all calls of all prompts divided by the number of calls; plain decoding has 1. Systems that leave the bonus token "
-    "out report one less.",
+    "acceptance_length": "tokens committed per target call, including the bonus token, without the "
+    "prefill: the sum over all calls of all prompts divided by the number of calls; plain decoding "
+    "has 1. Systems that leave out the bonus token report one less.",
     "intervals": "95 %, bootstrap over prompts: turns and cuts of one prompt stay together",
-    "target_calls": "calls of the target after the prefill; each answer has one prefill besides",
-    "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the prefill gives the first",
-    "seconds": "the whole generation, prefill included; the median of repeats; of a batch, the prompt's equal share",
-    "ratio": "total tokens / total seconds of the method over the same of the baseline",
-    "pairs": "each drafter over the first one by the same method, prompts paired",
-    "accepted_by_position": "share of target calls that accepted the draft at each position, the first draft first; an "
-    "answer's last call may be cut",
+    "target_calls": "calls of the target after the prefill; each answer also has one prefill",
+    "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the first "
+    "token comes from the prefill",
+    "seconds": "the whole generation, prefill included; the median of repeats; in a batch, each "
+    "prompt has an equal share",
+    "ratio": "tokens per second of the method divided by tokens per second of the baseline, each "
+    "over all prompts",
+    "pairs": "each drafter divided by the first one with the same method, prompts paired",
+    "accepted_by_position": "share of target calls that accepted the draft at each position, the "
+    "first draft first; an answer's last call may be cut short",
     "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens",
-    "exact_match": "the same token ids as the baseline's; first_divergence counts generated tokens from 0",
-    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target activations yet",
-    "agreement": "share of the tokens of the target's own greedy continuation that the writer has at the same place; a "
-    "place where only the writer has ended counts as different",
-    "log_prob": "mean over tokens of the target's log-probability of what was written, given all text before it; nats",
+    "exact_match": "the same token ids as the baseline; first_divergence counts generated tokens "
+    "from 0",
+    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target "
+    "activations yet",
+    "agreement": "share of the tokens of the target's own greedy continuation that the writer has "
+    "at the same position; a position at which only the writer has ended counts as different",
+    "log_prob": "mean over tokens of the target's log-probability of the written token, given all "
+    "text before it; nats",
     "offsets": "by_offset[i] is the (i + 1)-th token after the cut",
 }
 
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over some rows; ``CONVENTIONS`` says what is counted."""
+    """The figures of one method over some rows. ``CONVENTIONS`` defines them."""
 
     method: str
     n_answers: int
@@ -65,8 +73,8 @@ class MethodSummary:
     draft_s: float
     verify_s: float
     tokens_per_s: float
-    acceptance_length: float | None  # None without a target call
-    # None for fewer than two prompts with a call, as ratio_interval
+    acceptance_length: float | None  # None without a target call.
+    # None if fewer than two prompts have a call, as for ratio_interval.
     acceptance_length_interval: Interval
     accepted_drafts: tuple[int, ...]
     accepted_by_position: tuple[float, ...]
@@ -77,7 +85,7 @@ class MethodSummary:
 
     @property
     def call_ms(self) -> float:
-        """Milliseconds per target call, drafting included and prefill excluded; 0 without a call."""
+        """Milliseconds per target call with drafting, without the prefill; 0 without a call."""
         return (
             1e3 * (self.seconds - self.prefill_s) / self.n_target_calls
             if self.n_target_calls
@@ -87,7 +95,10 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over ``n`` values and its 95 % interval; None where nothing was counted, or for fewer than two prompts."""
+    """A mean over ``n`` values and its 95 % interval.
+
+    The mean is None without values, and the interval is None with fewer than two prompts.
+    """
 
     mean: float | None
     interval: Interval
@@ -96,7 +107,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The figures of one writer, the target or a drafter, over all cuts; ``common_prefix`` counts tokens."""
+    """The figures of one writer, the target or a drafter, over all cuts.
+
+    ``common_prefix`` counts tokens.
+    """
 
     writer: str
     n_cuts: int
@@ -110,17 +124,18 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class Disconnection:
-    """The figures and rows of what was written after cuts of answers."""
+    """The figures and rows of the texts that were written after cuts of answers."""
 
     n_cuts: int
     n_cut_prompts: int
-    n_skipped: int  # prompts without a cut: no position to generate into, or an answer of one token
-    writers: list[WriterSummary]  # the target first; empty without a cut
+    # Prompts without a cut: they leave no position to generate into, or the answer has one token.
+    n_skipped: int
+    writers: list[WriterSummary]  # The target comes first. Empty without a cut.
     rows: list[CutRow]
 
     @classmethod
     def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
-        """Sum up the cuts of the answers to some prompts."""
+        """Summarize the cuts of the answers to ``n_prompts`` prompts."""
         n_cut_prompts = len({row.prompt_id for row in rows})
         writers = [summarize_writer(name, rows) for name in rows[0].by_writer] if rows else []
         return cls(len(rows), n_cut_prompts, n_prompts - n_cut_prompts, writers, list(rows))
@@ -134,7 +149,7 @@ class EvaluationReport:
     config: dict[str, Any]
     environment: dict[str, Any]
     provenance: dict[str, Any]
-    prompts: dict[str, Any]  # kind, file, and how many were there and used
+    prompts: dict[str, Any]  # kind, file, and the numbers of prompts in it and used
     auto: dict[str, str] = field(default_factory=dict)  # method named auto -> how often it drafted
     drafters: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> its facts
     disconnection: Disconnection | None = None
@@ -146,45 +161,46 @@ class EvaluationReport:
 
     @cached_property
     def categories(self) -> dict[str, list[MethodSummary]]:
-        """Category -> the same over its rows."""
+        """Category -> one summary per method over the rows of the category."""
         rows = self.measurement.rows
         names = dict.fromkeys(row.category for row in rows)
         return {name: summarize([row for row in rows if row.category == name]) for name in names}
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Why the drafters are not comparable, a line each; empty where they were trained alike."""
+        """Differences in training that make drafters hard to compare, one line each."""
         return training_differences(self.drafters)
 
     @cached_property
     def pairs(self) -> list[dict[str, Any]]:
-        """Each drafter over the first one, method by method."""
+        """Each drafter compared with the first one, method by method."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
-        """The summary of a method by its name."""
+        """Return the summary of a method by its name."""
         return next(summary for summary in self.methods if summary.method == name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; NaN does not occur."""
+        """Return the report as plain values without NaN."""
         values: dict[str, Any] = dataclasses.asdict(self)
         measurement: dict[str, Any] = values.pop("measurement")
         for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
             for name, run in measured.runs.items():
-                found = row["runs"][name]
-                found |= {
+                run_values = row["runs"][name]
+                run_values |= {
                     "n_target_calls": run.n_target_calls,
                     "tokens_per_s": run.n_tokens / run.total_s,
                 }
-                found |= {
-                    "seconds": found.pop("total_s"),
+                run_values |= {
+                    "seconds": run_values.pop("total_s"),
                     "exact_match": run.first_divergence is None,
                 }
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
         sums = {
             "methods": list(map(dataclasses.asdict, self.methods)),
             "categories": {
-                name: list(map(dataclasses.asdict, own)) for name, own in self.categories.items()
+                name: list(map(dataclasses.asdict, summaries))
+                for name, summaries in self.categories.items()
             },
             "warnings": self.warnings,
             "pairs": self.pairs,
@@ -193,7 +209,7 @@ class EvaluationReport:
 
 
 def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
-    """Sum up the rows by method, in the methods' order; the first is the baseline."""
+    """Summarize the rows by method, in the methods' order. The first method is the baseline."""
     names = list(rows[0].runs)
     base = [row.runs[names[0]] for row in rows]
     return [_summarize_method(name, rows, base) for name in names]
@@ -234,19 +250,22 @@ def _summarize_method(
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
-    """Compare each drafter with the first one, for all methods that both were measured by; None without a call."""
+    """Compare each drafter with the first one, for all methods that both were measured with.
+
+    Ratios are None without a target call.
+    """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
     for method in DRAFTING:
         for drafter in drafters[1:]:
-            one = f"{method} {drafter}"
-            other = f"{method} {drafters[0]}"
-            if one not in rows[0].runs or other not in rows[0].runs:
+            method_name = f"{method} {drafter}"
+            first_name = f"{method} {drafters[0]}"
+            if method_name not in rows[0].runs or first_name not in rows[0].runs:
                 continue
             pair: dict[str, Any] = {"method": method, "drafter": drafter, "over": drafters[0]}
             for name, sides in (("acceptance_length", "calls"), ("speed", "speed")):
                 values = [
-                    (*getattr(row.runs[one], sides), *getattr(row.runs[other], sides))
+                    (*getattr(row.runs[method_name], sides), *getattr(row.runs[first_name], sides))
                     for row in rows
                 ]
                 pair[name], pair[f"{name}_interval"] = ratio_with_interval(prompt_ids, values)
@@ -255,10 +274,12 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
 
 
 def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
-    """Sum up what one writer wrote."""
+    """Summarize the continuations of one writer."""
     prompt_ids = [row.prompt_id for row in rows]
     written = [row.by_writer[name] for row in rows]
-    longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
+    longest = max(
+        max(len(continuation.tokens), len(continuation.agrees)) for continuation in written
+    )
 
     def figure(values: Sequence[Sequence[float]]) -> Figure:
         mean, interval = ratio_with_interval(
@@ -269,15 +290,22 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
     return WriterSummary(
         writer=name,
         n_cuts=len(rows),
-        common_prefix=figure([(one.n_common,) for one in written]),
-        agreement=figure([one.agrees for one in written]),
-        log_prob=figure([one.log_probs for one in written]),
-        score=figure([() if one.score is None else (one.score,) for one in written]),
+        common_prefix=figure([(continuation.n_common,) for continuation in written]),
+        agreement=figure([continuation.agrees for continuation in written]),
+        log_prob=figure([continuation.log_probs for continuation in written]),
+        score=figure(
+            [
+                () if continuation.score is None else (continuation.score,)
+                for continuation in written
+            ]
+        ),
         agreement_by_offset=tuple(
-            figure([one.agrees[i : i + 1] for one in written]) for i in range(longest)
+            figure([continuation.agrees[i : i + 1] for continuation in written])
+            for i in range(longest)
         ),
         log_prob_by_offset=tuple(
-            figure([one.log_probs[i : i + 1] for one in written]) for i in range(longest)
+            figure([continuation.log_probs[i : i + 1] for continuation in written])
+            for i in range(longest)
         ),
     )
 
@@ -285,15 +313,17 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 def ratio_with_interval(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]]
 ) -> tuple[float | None, Interval]:
-    """Compute the ratio of two sums over prompts, or that ratio over a baseline's on the same prompts.
+    """Compute the ratio of two sums over prompts, optionally divided by that of a baseline.
 
     Args:
         prompt_ids: the prompt of each row.
-        values: per row numerator and denominator, and perhaps those of the baseline. A row whose denominator is 0, such
-            as an answer without a target call, is left out.
+        values: for each row a numerator and a denominator, and optionally those of the baseline on
+            the same prompt. A row with denominator 0, such as an answer without a target call, is
+            left out.
 
     Returns:
-        (ratio, interval); None for both without a row, for the interval with fewer than two prompts.
+        (ratio, interval). Both are None without a row; the interval is None with fewer than two
+        prompts.
     """
     if not values:
         return None, None
@@ -301,31 +331,34 @@ def ratio_with_interval(
     used = (table[:, 1::2] > 0).all(axis=1)
     if not used.any():
         return None, None
-    _, place = np.unique(np.array(prompt_ids)[used], return_inverse=True)
-    # Sums by prompt: calls, turns and cuts of one prompt are not independent, so that prompts are
-    # what is resampled.
-    sums = np.zeros((place.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
-    np.add.at(sums, place, table[used])
+    _, prompt_index = np.unique(np.array(prompt_ids)[used], return_inverse=True)
+    # Sums by prompt. Calls, turns and cuts of one prompt are not independent, so prompts are
+    # resampled as a whole.
+    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
+    np.add.at(sums, prompt_index, table[used])
 
     def ratio(drawn: np.ndarray) -> np.ndarray:
         ratios: np.ndarray = drawn[:, 0] / drawn[:, 1]
         return ratios if drawn.shape[1] == 2 else ratios / (drawn[:, 2] / drawn[:, 3])
 
-    found = float(ratio(sums.sum(axis=0, keepdims=True))[0])
+    value = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
-        return found, None
-    # How often each prompt is drawn in each resample; a fixed seed gives equal reports equal
+        return value, None
+    # How often each prompt is drawn in each resample. With a fixed seed, equal reports have equal
     # intervals.
     counts = np.random.default_rng(0).multinomial(
         len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES
     )
     tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(ratio(counts @ sums), (tail, 1 - tail))
-    return found, (float(low), float(high))
+    return value, (float(low), float(high))
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """Compute the share of target calls that accepted the draft at each position from what each of them committed."""
+    """Compute the share of target calls that accepted the draft at each position.
+
+    The argument is the number of tokens that each target call committed.
+    """
     if not committed_per_call:
         return ()
     accepted = np.asarray(committed_per_call) - 1
@@ -333,11 +366,14 @@ def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]
 
 
 def check_output(path: str | Path) -> Path:
-    """Check the file that a report goes to, make its folder, and return it; an earlier report may be there."""
+    """Check the file of a report, create its folder, and return its path.
+
+    An earlier report may exist there. Raises OptionInvalid if the file cannot be written.
+    """
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise OptionInvalid(
-            f"--out {path} does not end in .json; the report is JSON, with a .md file beside it."
+            f"--out {path} does not end in .json; the report is JSON, with a .md file next to it."
         )
     notes = path.with_suffix(".md")
     try:
@@ -346,13 +382,14 @@ def check_output(path: str | Path) -> Path:
             raise OptionInvalid(
                 f"--out {path} holds something that is not a {KIND}; choose another --out."
             )
-        # A run that was stopped between its two files leaves this one alone.
+        # A run that was stopped between its two files leaves only the Markdown file.
         is_ours = (
             path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         )
         if not is_ours:
             raise OptionInvalid(
-                f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
+                f"--out {path} would replace {notes}, which does not belong to a report; move it, "
+                "or choose another --out."
             )
         probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
@@ -374,9 +411,9 @@ def _is_report(path: Path) -> bool:
 
 
 def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
-    """Write the report as JSON and as Markdown beside it; each file replaces its predecessor in one step."""
-    # The Markdown goes first: who sees the JSON finds the whole report.
-    # may fail, and then nothing is replaced
+    """Write the report as JSON and as Markdown next to it, each file atomically."""
+    # The Markdown is written first, so that the report is complete once the JSON exists. The JSON
+    # is serialized before that, so that nothing is replaced if it fails.
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     write_atomic(path.with_suffix(".md"), printable(markdown).encode())
     write_atomic(path, text.encode())

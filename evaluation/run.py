@@ -1,4 +1,4 @@
-"""``eval``: loads target, drafters and prompts, measures, and writes the report; and ``generate`` from Python."""
+"""Implements ``eval``, from loading to the written report, and ``generate`` from Python."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -32,21 +32,26 @@ def evaluate(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> EvaluationReport:
-    """Measure ways of decoding beside plain decoding of the same prompts.
+    """Measure ways of decoding against plain decoding of the same prompts.
 
     Returns:
-        The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
+        The report, which is also written: JSON to ``config.out``, Markdown and figures next to it.
 
     Raises:
-        OptionInvalid: settings or prompts that cannot be used, or an output that holds something else.
-        ReportUnwritten: all was measured, and the report cannot be written.
+        OptionInvalid: settings or prompts cannot be used, or the output holds something else.
+        ReportUnwritten: the measurement is complete, but the report cannot be written.
         DrafterError: target or drafter cannot be loaded, or do not belong together.
     """
-    from .views import markdown_report, write_figures  # matplotlib, which `generate` does not need
+    # This imports matplotlib, which `generate` does not need.
+    from .views import markdown_report, write_figures
 
     out = check_output(config.out)
-    alone = config.disconnection
-    scorer = None if alone.scorer is None else load_scorer(alone.scorer)
+    disconnection_settings = config.disconnection
+    scorer = (
+        None
+        if disconnection_settings.scorer is None
+        else load_scorer(disconnection_settings.scorer)
+    )
     file = load_prompts(config.prompts, config.n_prompts)
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     target.prepare(config.cuda_graphs)
@@ -57,20 +62,23 @@ def evaluate(
         for folder, drafter in zip(folders, drafters.values(), strict=True)
     ]
     disconnection = None
-    if alone.disconnect:
+    if disconnection_settings.disconnect:
         cuts = measure_disconnections(
-            target, drafters, file.prompts, n_tokens=alone.disconnect, n_cuts=alone.cuts,
-            max_new_tokens=config.max_new_tokens, scorer=scorer, progress=progress,
+            target, drafters, file.prompts, n_tokens=disconnection_settings.disconnect,
+            n_cuts=disconnection_settings.cuts, max_new_tokens=config.max_new_tokens,
+            scorer=scorer, progress=progress,
         )  # fmt: skip
         disconnection = Disconnection.of(cuts, len(file.prompts))
     methods, policies = build_methods(config, target, drafters)
     measurement = measure(
-        target, methods, file.prompts, warmup=config.warmup, batch_size=config.batch_size, repeats=config.repeats,
-        seed=config.sampling.seed, progress=progress, sampling=SamplingConfig(**config.sampling.arguments()),
+        target, methods, file.prompts, warmup=config.warmup, batch_size=config.batch_size,
+        repeats=config.repeats, seed=config.sampling.seed, progress=progress,
+        sampling=SamplingConfig(**config.sampling.arguments()),
     )  # fmt: skip
     if not measurement.rows:
         raise OptionInvalid(
-            f"all {len(file.prompts)} prompts are as long as the target's positions or longer; give shorter prompts."
+            f"none of the {len(file.prompts)} prompts leaves a position of the target to generate "
+            "into; give shorter prompts."
         )
     counts = {
         "n_in_file": file.n_in_file,
@@ -95,7 +103,7 @@ def evaluate(
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
-        # last: a report that is there is whole, its figures included
+        # The JSON is written last, so that an existing report is complete with its figures.
         write_report(report, markdown, out)
     except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error
@@ -105,7 +113,7 @@ def evaluate(
 def build_methods(
     config: EvalConfig, target: Target, drafters: Mapping[str, Drafter]
 ) -> tuple[dict[str, Generate], dict[str, AutoPolicy]]:
-    """Build the methods of an evaluation by name, the baseline first, and the policies of those named auto."""
+    """Build the methods by name, the baseline first, and the policies of the methods named auto."""
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
     sampling = SamplingConfig(**config.sampling.arguments())
@@ -171,26 +179,31 @@ def generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Answer a prompt with drafts; greedy answers are those of plain decoding.
+    """Answer a prompt with drafts. Greedy answers are those of plain decoding.
 
     Target and drafter are prepared for decoding, so their weights must not change between calls.
 
     Args:
-        prompt: what the user says, a chat (messages with ``role`` and ``content``), or token ids.
-        max_new_tokens: limit of the answer.
-        tree: shape of the drafts, also as a text such as ``6x8x62``; None for ``auto``, chains that give way to plain
-            decoding where they do not pay.
-        on_tokens: called with each run of tokens, and for each of them whether it was drafted.
+        target: the target.
+        drafter: the drafter, from load_drafter.
+        prompt: the user's message, a chat (messages with ``role`` and ``content``), or token ids.
+        max_new_tokens: upper bound of the answer's tokens.
+        tree: shape of the drafts, also as text such as ``6x8x62``. None is ``auto``: chains, and
+            plain decoding while drafts do not pay off.
+        sampling: greedy by default.
+        seed: seed of the sampling.
+        on_tokens: called with each run of tokens, and for each token whether it was drafted.
 
     Returns:
-        The answer: ``text``, ``tokens`` and ``stats``.
+        The answer with ``text``, ``tokens`` and ``stats``.
 
     Raises:
-        TemplateError: the target's chat template refuses the prompt.
-        DrafterError: the drafter is none, or the prompt is empty, too long or not of the target's vocabulary.
+        TemplateError: the target's chat template rejects the prompt.
+        DrafterError: the drafter is not a Drafter, or the prompt is empty, too long or outside the
+            target's vocabulary.
     """
     if not isinstance(drafter, Drafter):
-        raise DrafterError(f"the drafter is {drafter!r:.60}, expected what load_drafter gives.")
+        raise DrafterError(f"the drafter is {drafter!r:.60}, expected the result of load_drafter.")
     if isinstance(tree, str):
         tree = TreeShape.parse(tree)
     if isinstance(prompt, str):
@@ -201,12 +214,16 @@ def generate(
         tokens = [index(token) for token in items if not isinstance(token, Mapping)]
         if messages and (
             tokens
-            or not all("role" in one and {"content", "tool_calls"} & one.keys() for one in messages)
+            or not all(
+                "role" in message and {"content", "tool_calls"} & message.keys()
+                for message in messages
+            )
         ):
             raise ValueError("no chat")
     except (TypeError, ValueError) as error:
         raise DrafterError(
-            f"the prompt is {prompt!r:.60}, expected a text, messages with role and content, or token ids."
+            f"the prompt is {prompt!r:.60}, expected a text, messages with role and content, or "
+            "token ids."
         ) from error
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})
@@ -215,6 +232,7 @@ def generate(
     drafter.prepare()
     proposer = DrafterProposer(target, drafter, sampling)
     return generate_batch(
-        target, [tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling, seed=seed,
-        tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth), on_tokens=on_tokens,
+        target, [tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling,
+        seed=seed, tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth),
+        on_tokens=on_tokens,
     )[0]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shows evaluation reports: as Markdown, and as PNG figures of one message each, legible at 850 pixels."""
+"""Shows evaluation reports as Markdown, and as PNG figures that are legible at 850 pixels."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,21 +17,23 @@ _WIDTH, _DPI = 6.8, 125  # inches, 850 pixels
 
 
 def markdown_report(report: EvaluationReport) -> str:
-    """Write the report: settings, methods, costs of drafters and rounds, categories, and what followed cuts."""
+    """Write the report: settings, methods, costs of drafters and rounds, categories, and cuts."""
     config = report.config
     environment = report.environment
     prompts = report.prompts
     lines = [
         TITLE,
         "",
-        f"{counted(prompts['n_answers'], 'answer')} of at most {config['max_new_tokens']} tokens to prompts of "
-        f"{prompts['file']} ({prompts['kind']}); {_settings(report)}; {environment['dtype']} on "
-        f"{environment['device']}, {counted(environment['n_threads'], 'thread')}; methods alternate.",
+        f"{counted(prompts['n_answers'], 'answer')} of at most {config['max_new_tokens']} tokens "
+        f"to prompts of {prompts['file']} ({prompts['kind']}); {_settings(report)}; "
+        f"{environment['dtype']} on {environment['device']}, "
+        f"{counted(environment['n_threads'], 'thread')}; methods alternate.",
         *_method_table(report),
         "",
-        "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
-        "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
-        "baseline. Intervals: 95 %, bootstrap over prompts.",
+        "Acceptance length: tokens committed per target call, including the bonus token, without "
+        "the prefill. Tokens/s: generated token ids over the whole generation, prefill included. "
+        "Exact: answers with exactly the tokens of the baseline. Intervals: 95 %, bootstrap over "
+        "prompts.",
         *_drafter_table(report),
         *_pair_table(report),
         *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
@@ -44,12 +46,14 @@ def markdown_report(report: EvaluationReport) -> str:
     if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
         lines += [
             "",
-            f"{n_turns} turns were skipped: longer than the target's positions, or after one that is.",
+            f"{n_turns} turns were skipped: they, or turns before them, are longer than the "
+            "target's positions.",
         ]
     if n_turns := sum(turn.n_prompt_tokens == 0 for turn in skipped):
         lines += [
             "",
-            f"{n_turns} turns were skipped: after an answer that spells a control token of the target.",
+            f"{n_turns} turns were skipped: an answer before them contains a control token of the "
+            "target.",
         ]
     if report.disconnection is not None:
         lines += _disconnection_lines(report.disconnection, config["disconnect"])
@@ -57,7 +61,7 @@ def markdown_report(report: EvaluationReport) -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lay out the lines of a Markdown table, after an empty one."""
+    """Format a Markdown table, with an empty line before it."""
     return [
         "",
         *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows)),
@@ -84,7 +88,7 @@ def _settings(report: EvaluationReport) -> str:
 
 
 def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
-    """Write a figure and its interval in brackets; a dash where there is none."""
+    """Write a figure with its interval in brackets, or a dash if there is none."""
     if value is None:
         return "-"
     if bounds is None:
@@ -150,7 +154,7 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
         rows.append(cells)
     lines = _table(titles, rows)
     if report.warnings:
-        lines += ["", "Not trained alike, so differences are not the drafters' alone:", ""]
+        lines += ["", "Not trained alike, so the drafters are not the only difference:", ""]
         lines += [f"- {warning}" for warning in report.warnings]
     elif several:
         lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]
@@ -183,7 +187,7 @@ def _cost_table(report: EvaluationReport) -> list[str]:
         rows.append(
             [
                 summary.method,
-                *(f"{one / max(1, summary.n_target_calls):.1f}" for one in sums),
+                *(f"{total / max(1, summary.n_target_calls):.1f}" for total in sums),
                 positions,
             ]
         )
@@ -196,7 +200,7 @@ def _break_even_part(report: EvaluationReport) -> list[str]:
 
 
 def break_even_lines(report: EvaluationReport) -> list[str]:
-    """Say how many tokens a target call of each method has to commit before it is faster than the baseline."""
+    """List the number of tokens that a target call of each method must commit to break even."""
     baseline_ms = report.methods[0].call_ms
     if not baseline_ms:
         return []
@@ -206,9 +210,9 @@ def break_even_lines(report: EvaluationReport) -> list[str]:
             continue
         needed = summary.call_ms / baseline_ms
         lines.append(
-            f"- {summary.method}: a round takes {summary.call_ms:.1f} ms and a {report.methods[0].method} step "
-            f"{baseline_ms:.1f} ms, so a round has to commit {needed:.2f} tokens to break even. "
-            f"It commits {summary.acceptance_length:.2f}."
+            f"- {summary.method}: a round takes {summary.call_ms:.1f} ms and a "
+            f"{report.methods[0].method} step {baseline_ms:.1f} ms, so a round has to commit "
+            f"{needed:.2f} tokens to break even. It commits {summary.acceptance_length:.2f}."
         )
         if summary.acceptance_length < needed and not summary.method.startswith("prompt-lookup"):
             lines.append(f"  {_what_helps(report, summary)}")
@@ -244,39 +248,47 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """List where greedy answers differ from the baseline's; sampled ones differ anyway, by their random draws."""
+    """List where greedy answers differ from the baseline's; nothing is listed for sampling."""
     if report.config["temperature"]:
         return []
-    found = [
-        f"- {name}, prompt {row.prompt_id} turn {row.turn}: token {run.first_divergence}, top-2 gap {run.top2_gap:.2e}"
+    divergences = [
+        f"- {name}, prompt {row.prompt_id} turn {row.turn}: token {run.first_divergence}, "
+        f"top-2 gap {run.top2_gap:.2e}"
         for row in report.measurement.rows
         for name, run in row.runs.items()
         if run.first_divergence is not None
     ]
     more = (
-        [f"- and {len(found) - _MAX_DIVERGENCES} more, see the JSON"]
-        if len(found) > _MAX_DIVERGENCES
+        [f"- and {len(divergences) - _MAX_DIVERGENCES} more, see the JSON"]
+        if len(divergences) > _MAX_DIVERGENCES
         else []
     )
     return (
-        ["", "First token that differs from the baseline's:", "", *found[:_MAX_DIVERGENCES], *more]
-        if found
+        [
+            "",
+            "First token that differs from the baseline's:",
+            "",
+            *divergences[:_MAX_DIVERGENCES],
+            *more,
+        ]
+        if divergences
         else []
     )
 
 
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
-    """Write one line per writer, then agreement and log-probability by the number of tokens since the cut."""
+    """Write one line per writer, then agreement and log-probability by tokens since the cut."""
     lines = [
         "",
         "## After a disconnection: the drafter without the target",
         "",
-        f"{counted(found.n_cuts, 'cut')} of greedy answers to {counted(found.n_cut_prompts, 'prompt')}, "
-        f"{counted(n_tokens, 'token')} after each.",
+        f"{counted(found.n_cuts, 'cut')} of greedy answers to "
+        f"{counted(found.n_cut_prompts, 'prompt')}, {counted(n_tokens, 'token')} after each.",
     ]
     if found.n_skipped:
         lines.append(
-            f"{found.n_skipped} prompts were skipped: no room for an answer, or one of a single token."
+            f"{found.n_skipped} prompts were skipped: they leave no room for an answer, or their "
+            "answer is a single token."
         )
     if not found.writers:
         return lines
@@ -296,8 +308,9 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
     lines += _table([*titles, *(["score"] * has_scores)], rows)
     lines += [
         "",
-        "Agreement: share of the target's own greedy continuation that the writer has at the same place. "
-        "Log-probability: the target's, of what was written, given all before it, the writer's own text included.",
+        "Agreement: share of the target's own greedy continuation that the writer has at the same "
+        "position. Log-probability: the target's log-probability of the written token, given all "
+        "text before it, including the writer's own.",
     ]
     lines += _offset_table("Agreement", "agreement_by_offset", "{:.0%}", found.writers[1:])
     return lines + _offset_table(
@@ -326,37 +339,38 @@ def _offset_table(
 
 
 def write_figures(report: EvaluationReport, path: Path) -> None:
-    """Write ``report.png`` beside ``report.json``, and ``report_disconnection.png`` where there were cuts."""
+    """Write ``report.png`` next to ``report.json``, and ``report_disconnection.png`` for cuts."""
     speed_figure(report, path.with_suffix(".png"))
     if report.disconnection is not None and report.disconnection.writers:
         disconnection_figure(report.disconnection, path.with_name(f"{path.stem}_disconnection.png"))
 
 
 def speed_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw each method's tokens/s over the baseline's as a bar, its acceptance length written beside it."""
+    """Draw tokens/s of each method over the baseline's as a bar, with its acceptance length."""
     summaries = report.methods[1:] or report.methods
     drafters = list(report.drafters) if len(report.drafters) > 1 else []
     figure = Figure(figsize=(_WIDTH, 1.1 + 0.38 * len(summaries)), layout="constrained")
     axes = figure.subplots()
-    for place, summary in enumerate(reversed(summaries)):
-        # One colour for all methods of a drafter.
+    for y, summary in enumerate(reversed(summaries)):
+        # All methods of a drafter have the same colour.
         color = next(
             (n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")),
             0,
         )
-        bounds = summary.ratio_interval  # matplotlib takes how far it reaches to either side
+        # matplotlib expects the distances from the value to both bounds.
+        bounds = summary.ratio_interval
         arms = bounds and [
             [max(0.0, summary.ratio - bounds[0])],
             [max(0.0, bounds[1] - summary.ratio)],
         ]
-        axes.barh(place, summary.ratio, 0.65, xerr=arms, color=f"C{color}", alpha=0.8,
+        axes.barh(y, summary.ratio, 0.65, xerr=arms, color=f"C{color}", alpha=0.8,
                   error_kw={"ecolor": "0.3", "capsize": 3})  # fmt: skip
         length = (
             "-"
             if summary.acceptance_length is None
             else f"{summary.acceptance_length:.2f} tokens per call"
         )
-        axes.text(0.02, place, length, va="center", fontsize=9)
+        axes.text(0.02, y, length, va="center", fontsize=9)
     axes.axvline(1.0, color="0.3", linewidth=0.8)
     axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
     axes.set_xlim(left=0)
@@ -367,19 +381,19 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
 
 
 def disconnection_figure(found: Disconnection, path: Path) -> None:
-    """Draw each drafter's agreement with the target against the tokens since the cut, with its interval."""
+    """Draw each drafter's agreement with the target by tokens since the cut, with intervals."""
     figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
-    for index, summary in enumerate(one for one in found.writers if one.writer != TARGET):
-        # A few tokens after the longest answers say nothing.
+    for index, summary in enumerate(item for item in found.writers if item.writer != TARGET):
+        # Offsets that only a single continuation reaches say nothing.
         shown = [
-            (n, one) for n, one in enumerate(summary.agreement_by_offset, start=1) if one.n > 1
+            (n, item) for n, item in enumerate(summary.agreement_by_offset, start=1) if item.n > 1
         ]
-        axes.plot([n for n, _ in shown], [one.mean or 0.0 for _, one in shown], "o-", color=f"C{index}", markersize=3,
-                  label=summary.writer)  # fmt: skip
-        bounded = [(n, *one.interval) for n, one in shown if one.interval is not None]
-        places, low, high = zip(*bounded, strict=True) if bounded else ((), (), ())
-        axes.fill_between(places, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+        axes.plot([n for n, _ in shown], [item.mean or 0.0 for _, item in shown], "o-",
+                  color=f"C{index}", markersize=3, label=summary.writer)  # fmt: skip
+        bounded = [(n, *item.interval) for n, item in shown if item.interval is not None]
+        offsets, low, high = zip(*bounded, strict=True) if bounded else ((), (), ())
+        axes.fill_between(offsets, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens since the target was last reached")
     axes.set_ylabel("agreement with the target")

@@ -1,10 +1,11 @@
-"""Known wrong ways to compute a drafter, each applied to our own code, to name what another program does differently.
+"""Known wrong ways to compute a drafter. Each can be applied to our code, to explain a difference.
 
-A choice changes a :class:`Reading`, a drafter as it is computed here. Where a drafter has no such part the change
-raises an ``AttributeError``, ``KeyError`` or ``IndexError``: it says nothing of that drafter. Choices that change
-training alone (losses, weights of positions, teachers) draft the same tokens and cannot be seen in drafts.
+A choice changes a :class:`Reading`, a drafter as it is computed here. If the drafter has no such
+part, the change raises ``AttributeError``, ``KeyError`` or ``IndexError``; the choice then does not
+apply to it. Choices that change only training (losses, weights of positions, teachers) do not
+change drafts, so they cannot be found here.
 
-Shapes: B = 1 row, n tokens, Q slots of a block, E target width, L target layers.
+Shapes: B = 1 row, n tokens, Q slots of a block, S keys, E target width, L target layers.
 """
 
 import copy
@@ -24,19 +25,19 @@ from ..moa.targets.bundle import FrozenTarget
 
 @dataclass
 class Reading:
-    """A drafter as it is computed: a copy of it that may be changed, and what it is given of the target."""
+    """A copy of a drafter that may be changed, and the target states that it gets."""
 
     drafter: Any
     frozen: FrozenTarget
     n_layers: int  # L
-    # Outputs of these layers are observed, joined: -1 is the embedding, L the last one's after the
-    # final norm.
+    # The outputs of these layers are observed, concatenated. -1 is the embedding, and L the output
+    # of the last layer after the final norm.
     layers: tuple[int, ...]
-    ahead: int = 0  # states that are observed beyond those of the tokens before the root
+    ahead: int = 0  # number of observed states beyond those of the tokens before the root
 
     @classmethod
     def of(cls, drafter: Drafter, frozen: FrozenTarget, n_layers: int) -> "Reading":
-        """Compute a copy of it as this package does."""
+        """Copy a drafter; without changes it is computed as in this package."""
         return cls(
             copy.deepcopy(drafter),
             copy.copy(frozen),
@@ -45,7 +46,7 @@ class Reading:
         )
 
     def states(self, outputs: Mapping[int, Tensor]) -> Tensor:
-        """Join what is observed of a text, of outputs [n, E] by layer."""
+        """Concatenate the observed states of a text from outputs [n, E] by layer."""
         return torch.cat([outputs[layer] for layer in self.layers], dim=-1).to(self.drafter.dtype)
 
 
@@ -53,16 +54,19 @@ Choice = Callable[[Reading], None]
 
 
 def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
-    """Put what ``change(owner, part)`` returns in the place of a part, named from the drafter on; ``*`` is all."""
+    """Replace a part of the drafter by the result of ``change(owner, part)``.
+
+    ``part`` is a dotted path of attributes from the drafter. ``*`` stands for all items of a list.
+    """
 
     def choice(r: Reading) -> None:
         *path, name = part.split(".")
         owners: list[Any] = [r.drafter]
         for step in path:
             owners = [
-                one
+                item
                 for owner in owners
-                for one in (owner if step == "*" else [getattr(owner, step)])
+                for item in (owner if step == "*" else [getattr(owner, step)])
             ]
         for owner in owners:
             setattr(owner, name, change(owner, getattr(owner, name)))
@@ -71,14 +75,15 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
 
 
 def _layers(pick: Callable[[int, int], int]) -> Choice:
-    """Observe ``pick(layer, L)`` in the place of each layer."""
+    """Observe layer ``pick(layer, L)`` in place of each layer."""
     return lambda r: setattr(r, "layers", tuple(pick(layer, r.n_layers) for layer in r.layers))
 
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
     """Change a size to ``pick(sizes, size)``."""
     return _put(
-        "config", lambda own, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))})
+        "config",
+        lambda owner, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))}),
     )
 
 
@@ -91,7 +96,7 @@ def _mask(name: str) -> Choice:
 
 
 def _without(pattern: str) -> Choice:
-    """Leave out the norms whose names match, of those that the drafter has."""
+    """Leave out the drafter's norms whose names match."""
 
     def choice(r: Reading) -> None:
         for name, module in list(r.drafter.named_modules()):
@@ -119,12 +124,18 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Move the positions of a block's slots, [B, Q]."""
-    return _put("run_layers", lambda own, plain: lambda x, at, *rest: plain(x, move(at), *rest))
+    """Move the positions [B, Q] of a block's slots."""
+    return _put(
+        "run_layers",
+        lambda owner, plain: lambda x, positions, *rest: plain(x, move(positions), *rest),
+    )
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Let slot q of a block see key k, both counted from its first slot, where the rule [Q, S] says so."""
+    """Let slot q of a block see key k if the rule [Q, S] is true.
+
+    Both are counted from the block's first slot.
+    """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
         slots = torch.arange(x.shape[1])
@@ -160,7 +171,7 @@ def _context_normed_again(r: Reading) -> None:
 
 
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
-    """Make the context's keys otherwise, of an attention, states [B, n, E] and a rotation."""
+    """Compute the context's keys with ``make(attention, states [B, n, E], rotation)``."""
     return _put(
         "layers.*.self_attn.keys_values",
         lambda own, plain: lambda x, rotation: (make(own, x, rotation), own._heads("v", x)),
@@ -191,7 +202,7 @@ def _in_bfloat16(r: Reading) -> None:
 
 
 CHOICES: dict[str, Choice] = {
-    # What is taken of the target.
+    # Target states
     "its hidden states are taken before the final norm": _layers(
         lambda layer, n: layer - (layer == n)
     ),
@@ -201,7 +212,7 @@ CHOICES: dict[str, Choice] = {
     "the output of the target's last layer is taken after the final norm": _layers(
         lambda layer, n: layer + (layer == n - 1)
     ),
-    # Norms.
+    # Norms
     "the drafter's final norm is left out": _without("norm"),
     "the norm of the target's states (hidden_norm) is left out": _without(
         r"(midlayer\.)?hidden_norm"
@@ -223,7 +234,7 @@ CHOICES: dict[str, Choice] = {
     "the norms of the heads (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
     "the context's keys go without k_norm": _keys(_unnormed),
     "the context is normed again by each layer": _context_normed_again,
-    # Positions.
+    # Positions
     "the block's positions are one too high": _slots_at(lambda at: at + 1),
     "the block's positions are one too low": _slots_at(lambda at: at - 1),
     "all slots of a block have its first position": _slots_at(lambda at: at[:, :1].expand_as(at)),
@@ -235,12 +246,12 @@ CHOICES: dict[str, Choice] = {
     "RoPE has the base 10,000 and is not scaled": _rotation(
         rope_theta=10_000.0, rope_type="default"
     ),
-    # Attention.
+    # Attention
     "slots of a block see only those before them": _slots_see(lambda q, k: k <= q),
     "slots of a block see no other slot": _slots_see(lambda q, k: (k < 0) | (k == q)),
     "the context ends one token too early": _slots_see(lambda q, k: (k != -1) & (q == q)),
     "a block sees the target's state of its own anchor": _sees_anchor,
-    # Slots.
+    # Slots
     "the mask token is 0": _size("mask_token", lambda sizes, mask: 0),
     "the mask token is one too low": _size("mask_token", lambda sizes, mask: mask - 1),
     "the mask token is one too high": _size("mask_token", lambda sizes, mask: mask + 1),
@@ -261,7 +272,7 @@ CHOICES: dict[str, Choice] = {
     "drafts are read one slot off (sample_from_anchor)": _size(
         "sample_from_anchor", lambda sizes, is_anchor: not is_anchor
     ),
-    # Heads.
+    # Heads
     "the Markov head is left out": _put("markov_head", lambda own, head: head and None),
     "the Markov head reads the anchor for every draft": _put(
         "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: memory
@@ -283,7 +294,7 @@ CHOICES: dict[str, Choice] = {
         "draft_logits",
         lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features)),
     ),
-    # Order and precision.
+    # Order and precision
     "embedding and hidden state are joined the other way round": _put(
         "join", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
     ),
@@ -292,4 +303,4 @@ CHOICES: dict[str, Choice] = {
     ),
     "it computes in bfloat16": _in_bfloat16,
 }
-"""What differs, in words -> the change, in the order in which they are tried."""
+"""Description -> change, in the order in which they are tried."""

@@ -1,4 +1,5 @@
-"""Text to stored activations: chats, tokens and response masks, one target forward, the store.
+"""Turn chats into stored activations: tokens and response masks, the target's forward, the store.
 
-Settings and errors are here, the work is in the folders. What a store is lives in ``storage``.
+The stages and their settings are in this folder. The target's forwards are in ``forwards``, other
+projects' formats in ``exchange``, and the format of a store in ``moa_data.storage``.
 """

@@ -1,4 +1,4 @@
-"""Add activations to a store: an extraction with another list of fields, over the sequences that the store holds."""
+"""Add activations to a store: run its sequences through the target again and store other fields."""
 
 import contextlib
 import time
@@ -59,41 +59,44 @@ _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", 
 
 @dataclass(frozen=True)
 class AddPlan(WritePlan):
-    """What an addition will do; ``table`` has the sequences of committed parts that lack new fields."""
+    """The plan of an addition.
+
+    ``table`` lists the sequences of those committed parts that lack new fields.
+    """
 
     config: AddConfig
     stored: StoreManifest  # the store's manifest before the addition
-    # the manifest after it; of a codec that learns, without what the new fields will learn
+    # The manifest after the addition. A codec that learns has not learned the new fields yet.
     manifest: StoreManifest
-    codec: StoreCodec = field(repr=False)  # of old and new fields
-    n_stored_tokens: int  # of the committed parts
-    n_stored_parts: int
+    codec: StoreCodec = field(repr=False)  # the codec for old and new fields together
+    n_stored_tokens: int  # tokens in committed parts
+    n_stored_parts: int  # committed parts
 
     @property
     def added(self) -> str:
-        """Names of the new fields, as text."""
+        """Text that names the new fields."""
         return ", ".join(self.forward.spec.fields) or "no field, the store has them all"
 
     @property
     def n_parts(self) -> int:
-        """Committed parts that lack new fields."""
+        """Number of committed parts that lack new fields."""
         return len(self.table["part"].unique())
 
     def describe(self) -> str:
         """Return the plan as text."""
-        kept = (
+        bundle = (
             ""
             if self.bundle_layers is None
             else f"; target/ keeps {self.bundle_layers} decoder layers"
         )
         lines = [
-            f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.forward.dtype}, "
-            f"codec {self.codec.name}; all of it is kept",
-            f"adds         {self.added}{kept}",
+            f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
+            f"{self.forward.dtype}, codec {self.codec.name}; all of it is kept",
+            f"adds         {self.added}{bundle}",
             f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,}, in {self.n_parts:,} of "
             f"{self.n_stored_parts:,} parts",
-            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per "
-            "token)",
+            f"raw          {format_bytes(self.raw_bytes)} "
+            f"({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per token)",
             f"on disk      {self.describe_disk()} more",
             *self.room(),
         ]
@@ -103,7 +106,15 @@ class AddPlan(WritePlan):
 def add(
     config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> WriteReport:
-    """Add activations to every committed part of a store, or continue where an earlier run stopped."""
+    """Add activations to every committed part of a store, or resume an earlier addition.
+
+    Args:
+        progress: called with (done, total, message).
+        provenance: entries for the record of the run, such as the command line.
+
+    Raises:
+        MoaDataError: the store or the target cannot be used, or Interrupted after Ctrl-C.
+    """
     fix_sums()
     start = time.perf_counter()
     with interruptible("while planning; nothing was written"):
@@ -117,7 +128,8 @@ def add(
     ) as writer:
         with (
             interruptible(
-                f"in a part, which was discarded; until all of {added} is there, {plan.store} is as it was"
+                f"in a part, which was discarded; until all of {added} is there, {plan.store} is "
+                "as it was"
             ),
             ActivationStore(plan.store) as reader,
         ):
@@ -131,12 +143,13 @@ def add(
                 target_layers=extraction["target_layers"],
             )
             write_card(plan.store, recorded.model, recorded.dataset, recorded.storage.licences)
-            named = {"config": recorded.named()}  # would make the whole store, for a repair
+            # `repair` later needs the settings that would extract all fields at once.
+            named = {"config": recorded.named()}
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, writer, timings, agreement)
         if fields or plan.bundle_layers is not None:
-            what = {"added": config.named() | {"fields": fields, "agreement": agreement}}
-            writer.record_run(report.record(provenance) | what | named)
+            addition = {"added": config.named() | {"fields": fields, "agreement": agreement}}
+            writer.record_run(report.record(provenance) | addition | named)
     return report
 
 
@@ -147,7 +160,11 @@ def _write_fields(
     timings: Timings,
     progress: Progress | None,
 ) -> str:
-    """Write the bundle and the new fields of all parts, then the manifest; returns how the target agrees."""
+    """Write the bundle, the new fields of all parts, and then the manifest.
+
+    Returns:
+        A text about how closely the target reproduces the stored values; empty if not compared.
+    """
     agreement = ""
     forward = plan.forward
     n_layers = int(plan.manifest.extraction["target_layers"])
@@ -167,10 +184,9 @@ def _write_fields(
         agreement = _compare(
             plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()]
         )
-        # The same sequences in the same batches as in the extraction: on the same device, with the
-        # same libraries and
-        # number of threads, the bits are those of one extraction of all fields. Elsewhere the last
-        # bits differ.
+        # The batches are those of the extraction. On the same device, with the same libraries and
+        # number of threads, the new fields equal those of an extraction of all fields, bit for bit.
+        # Otherwise, the last bits differ.
         forwards = forward.forwards(
             target,
             plan.codec,
@@ -185,7 +201,7 @@ def _write_fields(
                 progress(n_tokens, plan.n_stored_tokens, f"add {n_done}/{addition.n_parts} parts")
 
         run_parts(forwards, addition, pending, timings, tell)
-    addition.finish()  # from now on readers see the new fields
+    addition.finish()  # publishes the manifest, so that readers see the new fields
     return agreement
 
 
@@ -196,44 +212,59 @@ def _learn(
     target: Target,
     progress: Progress | None,
 ) -> None:
-    """Let the new fields learn from the sequences that the old ones learned from."""
+    """Fit the codec of the new fields on the sequences that the codec of the old fields used."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
-            f"{plan.store}: {plan.added} must learn from all sequences, but {n_pending} parts are still to "
-            "be extracted. Run the extract command that began the store, then add."
+            f"{plan.store}: the codec of {plan.added} must learn from all sequences, but "
+            f"{n_pending} parts are still to be extracted. Run the store's extract command again, "
+            "then add."
         )
     plan.learn(target, reader.lengths, lambda row: reader.read(row, TOKENS), progress)
     save_next_basis(writer, plan.codec)
 
 
 def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[int]) -> str:
-    """Run a batch and compare hidden/last with the stored one; refuse more than rounding explains."""
+    """Run a batch and compare its hidden/last with the stored values.
+
+    Returns:
+        A text about the difference; empty if hidden/last is not stored.
+
+    Raises:
+        OptionInvalid: the difference is larger than rounding can explain.
+    """
     if HIDDEN_LAST not in reader.fields:
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # Keys and values may change the kernels, and so last bits.
+    # Capture kv if the store has it, because capturing it may select other kernels, which changes
+    # the last bits.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
     ).fields[HIDDEN_LAST]
-    own = np.concatenate(
+    computed = np.concatenate(
         [
             values[: len(text)].numpy()
             for values, text in zip(live.float().cpu(), tokens, strict=True)
         ]
     )
-    was = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
-    relative = float(np.linalg.norm(was - own)) / max(float(np.linalg.norm(own)), 1e-15)
+    stored = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
+    relative = float(np.linalg.norm(stored - computed)) / max(
+        float(np.linalg.norm(computed)), 1e-15
+    )
     if not relative <= stored_tolerance(reader, dtype):
         raise OptionInvalid(
-            f"{plan.store}: {plan.config.model} gives a hidden/last that differs by {relative:.1%} from the stored "
-            "one, more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
-            "check the release of transformers, and run `moa-data audit`."
+            f"{plan.store}: {plan.config.model} gives a hidden/last that differs by {relative:.1%} "
+            "from the stored one, more than rounding explains, so new fields would not match the "
+            "old ones. Nothing was written; check the release of transformers, and run "
+            "`moa-data audit`."
         )
     if not relative:
         return "the first batch gave the stored hidden/last bit for bit"
-    return f"the first batch gave the stored hidden/last up to a relative error of {relative:.1e}, by rounding or codec"
+    return (
+        "the first batch gave the stored hidden/last up to a relative error of "
+        f"{relative:.1e}, by rounding or codec"
+    )
 
 
 def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> WriteReport:
@@ -251,7 +282,10 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
 
 
 def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:
-    """Plan an addition without running the target or writing anything; ``progress`` is told of hashed bytes.
+    """Plan an addition without running the target or writing anything.
+
+    Args:
+        progress: called with the bytes of weights that are hashed.
 
     Raises:
         OptionInvalid: `extract` did not make the store, or the activations are unknown.
@@ -270,17 +304,17 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     sizes = target_sizes(model_config)
     n_layers = max(settings["target_layers"], config.target_layers)
     if config.target_layers:
-        layer_sizes(model_config)  # refuses layers that no drafter can use
+        layer_sizes(model_config)  # raises if no drafter can use the target's layers
     old = parse_fields(spec.name for spec in stored.fields).fields
     groups = kv_groups(model_config)
     wanted = (*map(activation_name, old), *config.activations)
-    kv_fields = tuple(one.field for one in groups)
+    kv_fields = tuple(group.field for group in groups)
     full = parse_activations(wanted, n_layers, sizes["n_layers"], kv_fields)
     new = parse_fields(name for name in full.fields if name not in old)
     specs = field_specs(full, sizes, settings["dtype"], groups)
     if not set(stored.fields) <= set(specs):
         raise OptionInvalid(
-            f"{path} describes its fields in another way than this release. Extract to a new store."
+            f"{path} describes its fields differently from this release. Extract to a new store."
         )
     codec = extended_codec(codec, specs)
     forward = ForwardPlan(
@@ -296,14 +330,14 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         uses_cache=full.kv,
         n_encode_threads=resolve_encode_threads(config.encode_threads),
     )
-    left = [commit.part for commit in commits if lacking_fields(commit, new.fields)]
-    if left:
+    lacking = [commit.part for commit in commits if lacking_fields(commit, new.fields)]
+    if lacking:
         forward.check_memory()
     is_described = bool(new.fields) and not forward.codec.learned
     return AddPlan(
         store=path,
         forward=forward,
-        table=rows_where(sequences, np.isin(numbers(sequences, "part"), left)),
+        table=rows_where(sequences, np.isin(numbers(sequences, "part"), lacking)),
         bundle_layers=n_layers if n_layers > settings["target_layers"] else None,
         present_bytes=0,
         config=config,
@@ -321,15 +355,19 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
 
 
 def refuse_addition(plan: ExtractPlan) -> None:
-    """Refuse an extraction to a store that lacks some of its fields or decoder layers, and agrees with it otherwise."""
-    # A resumption does not run the target again over parts that are complete.
+    """Refuse an extraction whose store only lacks fields or decoder layers, which `add` adds.
+
+    Raises:
+        OptionInvalid: the store agrees with the plan in all other respects.
+    """
+    # Resuming an extraction does not run the target again over committed parts.
     if not has_parts(plan.store):
         return
     try:
         old = read_manifest(plan.store)
         new = plan.manifest
     except StoreError:
-        return  # opening the store for writing repairs it, or names the damage
+        return  # Opening the store for writing later repairs it or reports the damage.
     n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
     lacking = [spec.name for spec in new.fields if spec not in old.fields]
     if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
@@ -337,22 +375,26 @@ def refuse_addition(plan: ExtractPlan) -> None:
     settings = dict(new.extraction) | {
         key: old.extraction.get(key) for key in ("activations", "target_layers")
     }
-    # A plan for a dry run has not hashed the weights.
+    # The plan of a dry run lacks the hash of the weights.
     identities = {key: value for key, value in old.identities.items() if key in new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities
     )
     if same != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
         return
-    what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
+    missing = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
     command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
     raise OptionInvalid(
-        f"{plan.store} lacks {', '.join(what)}; its parts are complete. Add with {command}."
+        f"{plan.store} lacks {', '.join(missing)}; its parts are complete. Add with {command}."
     )
 
 
 def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
-    """Return the settings of the extraction; refuse a store whose forwards cannot be repeated."""
+    """Return the settings of the extraction.
+
+    Raises:
+        OptionInvalid: the forwards of the store cannot be repeated.
+    """
     missing = [name for name in _SETTINGS if name not in stored.extraction]
     origin: Any = stored.extraction.get("imported_from")
     engine: Any = stored.extraction.get("engine")
@@ -360,7 +402,8 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
         how = f"does not say its {missing[0]}" if missing else f"was extracted by {engine['name']}"
         how = f"was imported from {origin}" if origin else how
         raise OptionInvalid(
-            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
+            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new "
+            "store with all fields."
         )
     return dict(stored.extraction)
 
@@ -368,7 +411,11 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
 def _find_same_target(
     config: AddConfig, path: StorePath, stored: StoreManifest, progress: Progress | None
 ) -> tuple[Path, str]:
-    """Return the target's folder and the device; refuse another target, tokenizer, template or kind of device."""
+    """Return the target's folder and the device.
+
+    Raises:
+        StoreMismatch: target, tokenizer, chat template or kind of device differ from the store's.
+    """
     folder = find_target(config.model, recorded_sources(stored.extraction))
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted

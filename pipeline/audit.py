@@ -1,4 +1,4 @@
-"""Run random sequences on the live target again and compare with what the store holds."""
+"""Run random sequences of a store through the live target and compare the activations."""
 
 import dataclasses
 import itertools
@@ -27,16 +27,13 @@ from .differences import Difference, Divergence, LayerDifferences
 from .forwards.capture import capture
 from .sequences import content_id, tokenize_row
 
-# Relative L2 error allowed when the forward computes in float32; the dtype is the one in which
-# values are stored.
+# Allowed relative L2 error for each stored dtype, if the forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-# Error that a codec may add, about twice what is measured in a store's worst layer. A transform
-# codec's error depends
-# on its bits, so its bound catches only gross errors.
+# Error that a codec may add: about twice the measured error of the worst layer. The error of a
+# transform codec depends on its bits, so its bound catches only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
-# Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target:
-# batches and kernels
-# then differ in many last bits.
+# Factor of the tolerance if the forward computed in 16 bits, or another engine ran the target.
+# Other batches and kernels then change many last bits.
 _LOW_PRECISION_FACTOR = 5.0
 
 
@@ -48,21 +45,22 @@ class AuditRow:
     sequence_id: str
     field: str  # tokens, response_mask, kv, hidden/..., or logits
     max_error: float  # largest absolute difference
-    # |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs
+    # |stored - live| / |live| in the L2 norm. For kv, the error of the worst layer. For tokens and
+    # response_mask, the fraction of positions that differ.
     relative_error: float
     tolerance: float  # largest relative error that passes
-    detail: str = ""  # what was compared with what
-    is_intact: bool = True  # whether the sequence has the content hash that names it
+    detail: str = ""  # says which values were compared
+    is_intact: bool = True  # whether the content hash of the sequence equals its id
 
     @property
     def ok(self) -> bool:
-        """Whether it passes."""
+        """Whether the comparison passes."""
         return self.is_intact and self.relative_error <= self.tolerance
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All comparisons, and notes on what could not be compared and why."""
+    """All comparisons, with notes about comparisons that could not be made."""
 
     store: StorePath
     model: str
@@ -76,7 +74,7 @@ class AuditReport:
         return all(row.ok for row in self.rows)
 
     def worst(self) -> dict[str, AuditRow]:
-        """Return for each field the row with the largest relative error."""
+        """Return the row with the largest relative error of each field."""
         worst: dict[str, AuditRow] = {}
         for row in self.rows:
             if row.field not in worst or not row.relative_error <= worst[row.field].relative_error:
@@ -84,17 +82,18 @@ class AuditReport:
         return worst
 
     def describe(self) -> str:
-        """Return the report as text: the worst sequence of each field, then what failed."""
+        """Return the report as text: the worst sequence of each field, then all failures."""
         lines = [
             f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"
         ]
         lines += [
-            f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} (allowed "
-            f"{row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
+            f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} "
+            f"(allowed {row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
             for name, row in self.worst().items()
         ]
         lines += [
-            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by {row.relative_error:.2e}"
+            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by "
+            f"{row.relative_error:.2e}"
             for row in self.rows
             if not row.ok
         ]
@@ -111,8 +110,14 @@ def audit(
 ) -> AuditReport:
     """Compare random sequences of a store with the live target.
 
-    Tokens and masks must give the sequence's content hash, and are also made again from the dataset's rows where the
-    dataset of the last run can be read. Activations come from a forward of each sequence alone.
+    The content hash of tokens and mask must equal the sequence's id. If the dataset of the last run
+    can be read, its rows are also tokenised again. Activations are compared with those of a forward
+    of each sequence alone.
+
+    Args:
+        samples: number of sequences to compare.
+        seed: seed of the random choice of sequences.
+        progress: called with (sequences done, total, message).
 
     Raises:
         DatasetError: no part of the store is committed.
@@ -147,7 +152,12 @@ def audit(
 def _tokenize_again(
     stored: ActivationStore, tokenizer: Any, indices: Sequence[int]
 ) -> tuple[dict[int, TokenizedChat], str]:
-    """Tokenise dataset rows by source row; empty with the reason where the dataset cannot be read."""
+    """Tokenise the dataset rows of sequences again.
+
+    Returns:
+        The tokenised chats by source row, and a note. If the rows cannot be compared, there are no
+        chats, and the note says why.
+    """
     only = "tokens and masks were checked by their content hash only"
     extraction: Mapping[str, Any] = stored.manifest.extraction
     wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
@@ -194,16 +204,16 @@ def _text_rows(
     is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
     detail = "content hash" if is_intact else "content hash differs"
     rows = []
-    for name, own in values.items():
+    for name, stored_values in values.items():
         max_error = differing = 0.0
         if chats:
             detail = f"row {source_row} tokenised again"
             live = getattr(chats.get(source_row), name, np.empty(0))
-            if len(live) != len(own):
+            if len(live) != len(stored_values):
                 max_error = differing = float("inf")
-                detail += f"; {len(own)} tokens stored, {len(live)} live"
+                detail += f"; {len(stored_values)} tokens stored, {len(live)} live"
             else:
-                difference = np.abs(own.astype(np.int64) - live.astype(np.int64))
+                difference = np.abs(stored_values.astype(np.int64) - live.astype(np.int64))
                 max_error = float(difference.max())
                 differing = float((difference > 0).mean())
         rows.append(
@@ -222,10 +232,10 @@ def _activation_rows(
     for name in (name for name in stored.fields if name not in TEXT_FIELDS):
         dtype = stored.fields[name].dtype
         values = torch.from_numpy(to_float32(stored.read(index, name), dtype))
-        found = {name: _compare(values, live[name][0].cpu(), stored.fields[name])}
+        comparisons = {name: _compare(values, live[name][0].cpu(), stored.fields[name])}
         if name == HIDDEN_LAST:
-            found["logits"] = _compare_logits(values, live[name][0], target, frozen)
-        for compared, (max_error, relative, detail) in found.items():
+            comparisons["logits"] = _compare_logits(values, live[name][0], target, frozen)
+        for compared, (max_error, relative, detail) in comparisons.items():
             tolerance = stored_tolerance(stored, dtype)
             rows.append(
                 AuditRow(index, sequence_id, compared, max_error, relative, tolerance, detail)
@@ -234,15 +244,23 @@ def _activation_rows(
 
 
 def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
-    """The relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
+    """Return the relative L2 error that rounding and the codec of the store may cause.
+
+    Args:
+        dtype: dtype of the stored field.
+    """
     computed = stored.manifest.extraction.get("compute_dtype", "float32")
-    is_other = computed != "float32" or "engine" in stored.manifest.extraction
-    of_forward = _TOLERANCES[dtype] * (_LOW_PRECISION_FACTOR if is_other else 1.0)
+    is_inexact = computed != "float32" or "engine" in stored.manifest.extraction
+    of_forward = _TOLERANCES[dtype] * (_LOW_PRECISION_FACTOR if is_inexact else 1.0)
     return of_forward + _CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
 
 
 def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, float, str]:
-    """Return the largest difference and relative L2 error of [n, ...]; for kv [n, L, ...] of the worst layer."""
+    """Compare stored and live values of one field, of shape [n, ...], or [n, L, ...] for kv.
+
+    Returns:
+        The largest difference, the relative L2 error (for kv, of the worst layer), and a detail.
+    """
     if spec.layer_axis is None:
         difference = Difference()
         difference.add(live, values)
@@ -257,7 +275,7 @@ def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, floa
 def _compare_logits(
     hidden: Tensor, live: Tensor, target: Target, frozen: FrozenTarget
 ) -> tuple[float, float, str]:
-    """Compare the logits of stored states (bundle's head) and live states (live head)."""
+    """Compare the bundle's logits of stored states with the live target's logits of live states."""
     divergence = Divergence()
     divergence.add_states(
         live.to(target.model.dtype),

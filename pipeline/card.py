@@ -1,6 +1,6 @@
-"""The dataset card: README.md in the store's root, with the front matter that the Hugging Face Hub reads.
+"""Write the dataset card: README.md in the store's root, with front matter for the Hub.
 
-It has no times and no machines: equal inputs give equal bytes.
+The card contains no times and no machine names, so that equal inputs give equal bytes.
 """
 
 import json
@@ -16,7 +16,9 @@ from ..storage.schema import CARD_NAME, FieldSpec, below
 
 # Bounds of the Hub's size categories: 1K, 10K, ...
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
-Licences = tuple[str | None, str | None]  # of target and dataset, as the Hub names them
+Licences = tuple[
+    str | None, str | None
+]  # licences of target and dataset, by their names on the Hub
 _TAGS = (
     "activations",
     "hidden-states",
@@ -26,7 +28,10 @@ _TAGS = (
     "zarr",
     "moa-data",
 )
-_CODES = " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
+_CODES = (
+    " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how "
+    "to decode them."
+)
 _FROM_BFLOAT16 = "(bits.astype(np.uint32) << 16).view(np.float32)      # bfloat16 -> float32, exact"
 _CARD = """---
 {licence}
@@ -44,10 +49,11 @@ configs:
 
 # Activations of {model} on {dataset}
 
-What {model} ({architecture}: {sizes}) computed on {summary.n_sequences:,}
-sequences of {dataset}: {summary.n_tokens:,} tokens, of which the assistant wrote {summary.n_response_tokens:,}.
-Train drafters for speculative decoding, probes or autoencoders from it without running the target. `target/` holds the
-target's config, tokenizer, embeddings, final norm and LM head.
+Activations of {model} ({architecture}: {sizes}) on {summary.n_sequences:,}
+sequences of {dataset}: {summary.n_tokens:,} tokens, {summary.n_response_tokens:,} of them in
+the assistant's messages. Use them to train drafters for speculative decoding, probes or
+autoencoders without running the target. `target/` holds the target's config, tokenizer,
+embeddings, final norm and LM head.
 
 ## Fields
 
@@ -102,9 +108,9 @@ Made with `{command}`.
 
 {licences}
 
-Activations derive from both; so do the tokens, from which the text can be read back. Running the \
-command again writes this card anew: give the licences as `--target-license` and `--dataset-license`, or edit \
-the card last.
+The activations derive from both, and so do the tokens, which can be decoded to the text. Running \
+the command again overwrites this card: give the licences as `--target-license` and \
+`--dataset-license`, or edit the card last.
 """
 
 
@@ -115,7 +121,17 @@ def write_card(
     licences: Licences = (None, None),
     command: str = "moa-data extract",
 ) -> AnyPath:
-    """Write README.md into a store's root, or replace it; ``command`` made the store, and is given without paths."""
+    """Write README.md to a store's root, or replace it.
+
+    Args:
+        model: folder or hub id of the target. Only the last component of a path is shown.
+        dataset: path or hub id of the chats, shown in the same way.
+        licences: licences of target and dataset.
+        command: the command that made the store, without paths.
+
+    Returns:
+        The path of the card.
+    """
     path = below(store, CARD_NAME)
     put(
         path, card_text(store, public_name(model), public_name(dataset), licences, command).encode()
@@ -130,16 +146,18 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
     sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
     # A lossy codec stores codes instead of an array of the field's own name.
     plain = _smallest(
-        one for one in summary.fields if [array.name for array in one.arrays] == [one.spec.name]
+        field
+        for field in summary.fields
+        if [array.name for array in field.arrays] == [field.spec.name]
     )
     is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
     fields = [
         (f"`{spec.name}`", spec.dtype, f"[{', '.join(['token', *map(str, spec.token_shape)])}]", spec.description,
          _mb(n_bytes))
-        for spec, n_bytes in ((one.spec, one.stored_bytes) for one in summary.fields)
+        for spec, n_bytes in ((field.spec, field.stored_bytes) for field in summary.fields)
     ]  # fmt: skip
     settings = sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
-    named = zip(
+    licence_rows = zip(
         ("target", "dataset"),
         (model, dataset),
         (name or "**fill in**" for name in licences),
@@ -164,12 +182,12 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         values=_FROM_BFLOAT16 if is_bfloat16 else "bits",
         conventions=_table(("What", "Meaning"), summary.manifest.conventions.items()),
         settings=_table(("What", "Value"), [(key, f"`{value}`") for key, value in settings]),
-        licences=_table(("Of the", "Name", "Licence"), named),
+        licences=_table(("Of the", "Name", "Licence"), licence_rows),
     )
 
 
 def public_name(path_or_id: str) -> str:
-    """Return what a card calls a model or a dataset: a Hub id as it is, of a path only the last step."""
+    """Return the public name of a model or dataset: a hub id, or the last component of a path."""
     is_path = (
         path_or_id.startswith((".", "/", "~"))
         or path_or_id.count("/") != 1
@@ -180,7 +198,7 @@ def public_name(path_or_id: str) -> str:
 
 def size_category(n_sequences: int) -> str:
     """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
-    power = len(str(n_sequences)) - 3  # 1 from a thousand on
+    power = len(str(n_sequences)) - 3  # 1 for a thousand, 2 for ten thousand, ...
     names = [
         f"n<{_SIZES[0]}",
         *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)),
@@ -199,8 +217,8 @@ def _licence(one: str | None, other: str | None) -> str:
 
 def _smallest(fields: Iterable[FieldSummary]) -> FieldSpec | None:
     activations = [field for field in fields if field.spec.token_shape]
-    found = min(activations, key=lambda field: (field.raw_bytes, field.spec.name), default=None)
-    return found.spec if found else None
+    smallest = min(activations, key=lambda field: (field.raw_bytes, field.spec.name), default=None)
+    return smallest.spec if smallest else None
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

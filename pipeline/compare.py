@@ -1,9 +1,10 @@
-"""Compare two stores of the same sequences: bytes, errors by layer, and what the errors do to the target.
+"""Compare two stores of the same sequences: sizes, errors by layer, and effects on the target.
 
-A store that a codec has made is compared with the lossless one. Next-token distributions are compared in two ways. The
-teacher's are those that the LM head gives of the stored last hidden state; drafters are trained on them. With the
-target at hand, it also continues the second half of sequences from the stored keys and values of the first half, which
-is how codecs of KV caches are judged.
+Usually, a store with a lossy codec is compared with a lossless one. Next-token distributions are
+compared in two ways. The LM head is applied to the stored last hidden states, which gives the
+teacher's distributions on which drafters are trained. If the target is available, it also continues
+sequences at their middle from the stored keys and values of the first half. This is the usual way
+to judge codecs of KV caches.
 
 Shapes: T tokens, L layers, H KV heads, d head dim, V vocabulary.
 """
@@ -35,39 +36,46 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# whose logits are computed for the teacher's figures, over all sequences
+# Number of positions, over all sequences, at which the teacher's distributions are compared.
 _TEACHER_POSITIONS = 2_048
 
-LayerCaches = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values, [H, T, d] each
-Errors = defaultdict[str, LayerDifferences]  # keys, values, or the name of a hidden state's field
+LayerCaches = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer, [H, T, d] each
+# Differences by name: keys, values, or the name of a field of hidden states.
+Errors = defaultdict[str, LayerDifferences]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The figures of a store beside another one of the same sequences."""
+    """The results of comparing a store with a reference store of the same sequences."""
 
     reference: StorePath
     store: StorePath
     n_samples: int
-    n_tokens: int  # of the sampled sequences
+    n_tokens: int  # tokens of the sampled sequences
     bytes_per_token: float
-    times_smaller: float  # than the raw values of all fields
+    times_smaller: float  # compression ratio: bytes of the raw values per stored byte
     errors: Errors
     teacher: Divergence | None  # None without a last hidden state or LM head
-    continued: Divergence | None  # None where no target was given
+    continued: Divergence | None  # None if no target was given
 
     def lines(self) -> list[str]:
-        """Return the figures as lines of text."""
-        totals = [f"{name} {own.total.relative:.1%}" for name, own in self.errors.items()]
+        """Return the results as lines of text."""
+        totals = [
+            f"{name} {differences.total.relative:.1%}" for name, differences in self.errors.items()
+        ]
         if self.teacher is not None:
             totals.append(f"logits {self.teacher.relative:.1%}")
         lines = [
-            f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with {self.reference}",
-            f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times smaller than raw",
+            f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with "
+            f"{self.reference}",
+            f"bytes        {self.bytes_per_token:,.0f} per token, {self.times_smaller:.1f} times "
+            "smaller than raw",
             f"errors       {', '.join(totals)}",
         ]
         lines += [
-            f"{name:12} {own.describe()}" for name, own in self.errors.items() if own.by_layer
+            f"{name:12} {differences.describe()}"
+            for name, differences in self.errors.items()
+            if differences.by_layer
         ]
         if self.teacher is not None:
             lines.append(f"teacher      {self.teacher.describe()} positions")
@@ -78,7 +86,7 @@ class Comparison:
         return lines
 
     def describe(self) -> str:
-        """Return the figures as text."""
+        """Return the results as text."""
         return "\n".join([f"store        {self.store}", *self.lines()])
 
 
@@ -91,15 +99,19 @@ def compare(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare random sequences of a store with the same sequences of another one, usually lossless.
+    """Compare random sequences of a store with those of a reference store, usually a lossless one.
 
     Args:
-        model: the target of both stores, which continues sequences from their keys and values; None to leave that out.
+        model: the target of both stores, which continues sequences from their keys and values. None
+            skips this comparison.
         samples: number of sequences.
+        seed: seed of the random choice of sequences.
+        device: device of the target.
 
     Raises:
-        OptionInvalid: the stores have other targets, or no sequence or no activations in common.
-        StoreMismatch: the model is not the stores' target.
+        OptionInvalid: the stores are of different targets, or have no sequence or no activations in
+            common.
+        StoreMismatch: the model is not the target of the stores.
     """
     with ActivationStore(reference) as exact, ActivationStore(store) as coded:
         fields = _common_fields(exact, coded)
@@ -114,8 +126,8 @@ def compare(
         continued = Divergence()
         for done, (i, j) in enumerate(pairs):
             values = {name: (_read(exact, i, name), _read(coded, j, name)) for name in fields}
-            for name, (one, other) in values.items():
-                add_errors(errors, exact.fields[name], one, other)
+            for name, (exact_values, coded_values) in values.items():
+                add_errors(errors, exact.fields[name], exact_values, coded_values)
             if frozen is not None:
                 compare_teachers(
                     frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher
@@ -140,14 +152,14 @@ def compare(
 
 
 def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
-    """List the activations of both stores, which must be of one target."""
+    """List the activations that both stores have. Both must be of the same target."""
     first, second = (
         opened.manifest.identities.get("target.weights_sha256") for opened in (exact, coded)
     )
     if first != second:
         raise OptionInvalid(
-            f"{exact.path} and {coded.path} hold activations of different targets ({first} and {second}). Compare "
-            "stores of one target."
+            f"{exact.path} and {coded.path} hold activations of different targets ({first} and "
+            f"{second}). Compare stores of the same target."
         )
     names = [name for name in exact.fields if name not in TEXT_FIELDS]
     common = [
@@ -155,8 +167,8 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     ]
     if not common:
         raise OptionInvalid(
-            f"{exact.path} has the activations {', '.join(names)}, and {coded.path} has none of them in the same "
-            "shape. Compare stores that hold the same activations."
+            f"{exact.path} has the activations {', '.join(names)}, but {coded.path} has none of "
+            "them in the same shape. Compare stores with the same activations."
         )
     return common
 
@@ -164,14 +176,14 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
 def _common_sequences(
     exact: ActivationStore, coded: ActivationStore, samples: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Draw sequences that are committed in both stores: their indices in each."""
-    there = {key: i for i, key in enumerate(coded.sequences["sequence_id"].to_pylist())}
+    """Draw sequences that are committed in both stores, as pairs of their indices in each store."""
+    coded_index = {key: i for i, key in enumerate(coded.sequences["sequence_id"].to_pylist())}
     ids = exact.sequences["sequence_id"].to_pylist()
-    common = [(i, there[key]) for i, key in enumerate(ids) if key in there]
+    common = [(i, coded_index[key]) for i, key in enumerate(ids) if key in coded_index]
     if not common:
         raise OptionInvalid(
-            f"{exact.path} with {counted(len(exact), 'sequence')} and {coded.path} with {len(coded)} have none in "
-            "common. Compare stores of the same chats."
+            f"{exact.path} with {counted(len(exact), 'sequence')} and {coded.path} with "
+            f"{len(coded)} have no sequence in common. Compare stores of the same chats."
         )
     chosen = np.random.default_rng(seed).permutation(len(common))[:samples]
     return [common[k] for k in sorted(chosen.tolist())]
@@ -182,18 +194,18 @@ def _read(store: ActivationStore, index: int, name: str) -> np.ndarray:
 
 
 def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.ndarray) -> None:
-    """Add the values of a field in one sequence, [T, *token_shape]."""
+    """Add the errors of a field in one sequence. The values have the shape [T, *token_shape]."""
     if spec.layer_axis is None:
         errors[spec.name].total.add(torch.from_numpy(exact), torch.from_numpy(coded))
         return
-    others = keys_and_values(spec, coded)
+    coded_parts = keys_and_values(spec, coded)
     for name, values in keys_and_values(spec, exact).items():
         for index, layer in enumerate(spec.layer_numbers):
-            errors[name].add(layer, values[:, index], others[name][:, index])
+            errors[name].add(layer, values[:, index], coded_parts[name][:, index])
 
 
 def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, Tensor]:
-    """Split a field of some layers, [T, *token_shape]: keys and values, [T, L, H, d] each."""
+    """Split a field of keys and values, [T, *token_shape], into both, [T, L, H, d] each."""
     tensor = torch.from_numpy(values)
     if spec.key_width is None:
         return {KEYS: tensor[..., 0, :], VALUES: tensor[..., 1, :]}
@@ -208,16 +220,24 @@ def compare_teachers(
     max_positions: int,
     divergence: Divergence,
 ) -> None:
-    """Compare the distributions that last hidden states give, at positions spread over the sequence."""
+    """Compare the teacher's distributions of two stores at positions spread over a sequence.
+
+    Args:
+        frozen: the target's LM head.
+        exact: last hidden states of the reference, [T, E].
+        coded: last hidden states of the other store, [T, E].
+        max_positions: maximum number of positions.
+        divergence: receives the differences.
+    """
     n_positions = min(len(exact), max_positions)
     positions = np.linspace(0, len(exact) - 1, n_positions).round().astype(int)
-    own = torch.from_numpy(exact[positions])
-    others = torch.from_numpy(coded[positions])
-    divergence.add_states(own, others, frozen.logits, frozen.logits)
+    exact_states = torch.from_numpy(exact[positions])
+    coded_states = torch.from_numpy(coded[positions])
+    divergence.add_states(exact_states, coded_states, frozen.logits, frozen.logits)
 
 
 def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], device: str) -> Target:
-    """Load the target of a store, if it can continue from what the store holds."""
+    """Load the target of a store, and refuse one that cannot continue from the stored values."""
     folder = plan.find_target(model, plan.recorded_sources(exact.manifest.extraction))
     plan.check_identities(exact.path, exact.manifest.identities, plan.weight_identities(folder))
     target = Target.load(str(folder), device=device)
@@ -228,19 +248,19 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     }
     if target.has_states or cached - stored:
         raise OptionInvalid(
-            f"{exact.path} does not hold all that the layers of {model} cache, so the target cannot continue from it. "
-            "Leave --model out."
+            f"{exact.path} does not hold the entire cache of {model}, so the target cannot "
+            "continue from it. Leave out --model."
         )
     return target
 
 
 def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarray]) -> LayerCaches:
-    """Cut the fields of a sequence into the cache of each layer."""
+    """Split the fields of a sequence, [T, *token_shape], into the cache of each layer."""
     caches = {}
-    for name, own in values.items():
+    for name, field_values in values.items():
         spec = fields[name]
         if spec.layer_axis is not None:
-            parts = keys_and_values(spec, own)
+            parts = keys_and_values(spec, field_values)
             for index, layer in enumerate(spec.layer_numbers):
                 caches[layer] = (
                     parts[KEYS][:, index].transpose(0, 1),
@@ -256,7 +276,13 @@ def compare_continued(
     values: Mapping[str, tuple[np.ndarray, np.ndarray]],
     divergence: Divergence,
 ) -> None:
-    """Let the target continue the second half of a sequence from what each store holds of the first half."""
+    """Compare the target's outputs on the second half of a sequence, given each store's first half.
+
+    Args:
+        tokens: token ids of the sequence, [T].
+        values: the values of each field in the reference and in the other store.
+        divergence: receives the differences.
+    """
     states = [
         continued_states(
             target,
@@ -273,8 +299,12 @@ def compare_continued(
 def continued_states(
     target: Target, tokens: np.ndarray, caches: LayerCaches, n_cached: int
 ) -> Tensor:
-    """Run a sequence after the first positions of a cache: last hidden states of the others, [T - n_cached, E]."""
-    rest = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
+    """Run the target on a sequence whose first ``n_cached`` positions are taken from caches.
+
+    Returns:
+        The last hidden states of the other positions, [T - n_cached, E].
+    """
+    later_tokens = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
     cache: Any = new_cache()
     for layer, (keys, values) in sorted(caches.items()):
         first = (
@@ -283,6 +313,6 @@ def continued_states(
         )
         cache.update(*first, layer)
     hidden: Tensor = target.body(
-        input_ids=rest, past_key_values=cache, use_cache=True
+        input_ids=later_tokens, past_key_values=cache, use_cache=True
     ).last_hidden_state[0]
     return hidden

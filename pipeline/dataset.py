@@ -1,11 +1,14 @@
-"""The rows of a dataset of chats in order, whatever its format; a row that cannot be read is one bad row.
+"""Read the rows of a dataset of chats in order, in any supported format.
 
-Of a folder one split is read, as on the Hub: a file belongs to the split that its sub-folder or its name spells, such
-as ``train-00000-of-00002.parquet``, ``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``,
-``test.jsonl``, ``chats_validation.jsonl``.
+A row that cannot be read counts as one bad row; the rest of its file is still read.
 
-Files are read here and not by `datasets`, which refuses a whole file for one line that is not JSON, adds nulls to rows
-that lack a key of another row, and copies everything into its cache.
+From a folder, one split is read, as on the Hub. The name of a file or of its sub-folder says to
+which split it belongs: ``train-00000-of-00002.parquet``,
+``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``, ``test.jsonl``,
+``chats_validation.jsonl``.
+
+This module reads local files itself. The `datasets` library refuses a whole file for one line that
+is not JSON, adds nulls to rows that lack a key of another row, and copies everything to its cache.
 """
 
 import hashlib
@@ -31,21 +34,21 @@ from ..text import counted, first_line, format_bytes
 
 MAX_ROW_BYTES = 1 << 28  # longest row that is read into memory
 MAX_EXPANSION = 200
-"""Largest factor by which a big row group of a Parquet file may grow when it is read; chats compress to a tenth."""
+"""Largest allowed compression ratio of a big row group in Parquet. Chats reach about 10."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
-# split that is read where none is given: that of chats in UltraChat and its relatives
+# UltraChat and similar datasets keep their chats in this split.
 DEFAULT_SPLIT = "train_sft"
-RECORD_SUFFIX = ".regeneration.json"  # suffix of what `regenerate` writes beside its chats
+RECORD_SUFFIX = ".regeneration.json"  # suffix of the record that `regenerate` writes for its chats
 
 _DICT = "dataset_dict.json"
 _NO_CHATS = re.compile(
     rf"\..*|dataset_infos?\.json|state\.json|{re.escape(_DICT)}|.*{re.escape(RECORD_SUFFIX)}|cache-.*\.arrow"
 )
-"""Hidden files and folders, what describes a dataset, and the caches that `Dataset.map` leaves beside it."""
+"""Hidden files and folders, metadata of datasets, and cache files of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # Words end where letters do, or where a capital begins (testSet); people also write trainset
-    # and tests.
+    # A word ends before a character that is not a letter, or before a capital (testSet).
+    # Compounds such as trainset and tests are common too.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -57,7 +60,16 @@ _READ_ROWS = 1024
 
 
 def writer_of_answers(dataset: str) -> str | None:
-    """Return weights_sha256 of the model whose `regenerate` wrote a file or folder of chats; None where unknown."""
+    """Return the weights_sha256 of the model that answered these chats.
+
+    `regenerate` records it beside the chats that it writes.
+
+    Args:
+        dataset: a file of chats, or a folder with one such file and its record.
+
+    Returns:
+        The hash, or None if no record can be read.
+    """
     path = Path(dataset).expanduser()
     try:
         [record] = (
@@ -69,45 +81,48 @@ def writer_of_answers(dataset: str) -> str | None:
 
 
 def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None, int]:
-    """Find the files of a dataset: the file itself, or those of one split of a folder, or all where none has a split.
+    """Choose the files of a dataset that are read.
 
     Args:
-        split: the split to read; None for DEFAULT_SPLIT where the folder has it, else for the only one it has.
+        path: a file, or a folder. If no file of a folder belongs to a split, all files are chosen.
+        split: the split to read. None means DEFAULT_SPLIT, or the only split of the folder.
 
     Returns:
-        The files in the order in which they are read, their split if one is known, and how many others there are.
+        The files in reading order, their split if it is known, and the number of files left out.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise DatasetError(
-                f"{path} has the suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}. Convert it to jsonl."
+                f"{path} has the suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}. "
+                "Convert it to jsonl."
             )
         return [path], None, 0
     if not path.is_dir():
         raise DatasetError(
             f"{path} is {kind_of(path)}, expected a file of chats or a folder of such files."
         )
-    found = _files_by_split(path)
-    if not found:
+    split_of_file = _files_by_split(path)
+    if not split_of_file:
         raise DatasetError(
-            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one of these formats."
+            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one "
+            "of these formats."
         )
-    splits = Counter(name for name in found.values() if name is not None)
+    splits = Counter(name for name in split_of_file.values() if name is not None)
     wanted = split or DEFAULT_SPLIT
-    named = [file for file, name in found.items() if name == wanted]
-    named = named or [file for file in found if _is_named(file.relative_to(path), wanted)]
-    if named and len({found[file] for file in named} - {None}) < 2:
-        return named, wanted, len(found) - len(named)
-    n_without = len(found) - splits.total()
+    chosen = [file for file, name in split_of_file.items() if name == wanted]
+    chosen = chosen or [file for file in split_of_file if _is_named(file.relative_to(path), wanted)]
+    if chosen and len({split_of_file[file] for file in chosen} - {None}) < 2:
+        return chosen, wanted, len(split_of_file) - len(chosen)
+    n_without = len(split_of_file) - splits.total()
     if not splits or (split is None and len(splits) == 1 and not n_without):
-        return list(found), next(iter(splits), None), 0
+        return list(split_of_file), next(iter(splits), None), 0
     shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
-    beside = f", beside {counted(n_without, 'file')} of no split" if n_without else ""
+    without_split = f", and {counted(n_without, 'file')} without a split" if n_without else ""
     example = min(splits, key=lambda name: ("train" not in name, name))
     raise DatasetError(
-        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{beside}, and none that is called "
-        f"{wanted!r}{' (the default)' if split is None else ''}. Choose one with "
-        f"--split, for example --split {example}, or point --dataset at a single file."
+        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{without_split}, but no "
+        f"split {wanted!r}{' (the default)' if split is None else ''}. Choose one with --split, "
+        f"for example --split {example}, or point --dataset at a single file."
     )
 
 
@@ -117,21 +132,22 @@ def _is_named(relative: Path, split: str) -> bool:
 
 
 def _files_by_split(folder: Path) -> dict[Path, str | None]:
-    """Map every file of a folder that may hold chats to its split, in the order of the paths."""
-    is_dict = (folder / _DICT).is_file()  # `DatasetDict.save_to_disk` makes a folder a split
-    found: dict[Path, str | None] = {}
+    """Map each file that may hold chats to its split, or to None; the paths are sorted."""
+    # `DatasetDict.save_to_disk` writes one folder per split.
+    is_dict = (folder / _DICT).is_file()
+    splits: dict[Path, str | None] = {}
     for file in sorted(folder.rglob("*")):
         relative = file.relative_to(folder)
         is_named = file.suffix.lower() in SUFFIXES and not any(
             map(_NO_CHATS.fullmatch, relative.parts)
         )
         if is_named and file.is_file():
-            found[file] = relative.parts[0] if is_dict else _split_of(relative)
-    return found
+            splits[file] = relative.parts[0] if is_dict else _split_of(relative)
+    return splits
 
 
 def _split_of(relative: Path) -> str | None:
-    """Return the split that a path spells: its innermost folder that looks like one, else the file's name."""
+    """Guess the split of a file from its innermost folder with a split's name, or from its name."""
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
             return match[0]
@@ -145,15 +161,16 @@ def _split_of(relative: Path) -> str | None:
 
 
 class ChatSource:
-    """The rows of a dataset in order, and a hash of what was read.
+    """The rows of a dataset in order, and a hash that identifies the dataset.
 
-    Local files are read directly and their bytes are hashed; a hub dataset is loaded by `datasets` and its rows are
-    hashed as they are read, because its cache files depend on the version of that library.
+    The hash of local files covers their bytes. A Hub dataset is loaded by `datasets`, whose cache
+    files depend on the version of that library, so its hash covers the rows as they are read.
 
     Args:
         dataset: a file, a folder of files, or a hub id.
-        split: None for DEFAULT_SPLIT, or the only split of a folder.
-        config_name, revision: of a hub dataset; None for its defaults.
+        split: the split to read. None means DEFAULT_SPLIT, or the only split of a folder.
+        config_name: configuration of a Hub dataset; None for its default.
+        revision: branch, tag or commit of a Hub dataset; None for its default.
     """
 
     def __init__(
@@ -165,7 +182,7 @@ class ChatSource:
     ) -> None:
         self.name = dataset
         self.config_name = config_name
-        # of a hub dataset; None for files, and where `datasets` does not say
+        # The commit of a Hub dataset. None for local files, or if `datasets` does not report it.
         self.commit: str | None = None
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
@@ -186,22 +203,26 @@ class ChatSource:
             self.commit = _commit_of(self._hub)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
                 raise DatasetError(
-                    f"Dataset {dataset}: commit {revision} is wanted, but only {self.commit} is in the cache and the "
-                    "Hub cannot be reached. Connect to the network, or unset HF_HUB_OFFLINE."
+                    f"Dataset {dataset}: commit {revision} is wanted, but only {self.commit} is in "
+                    "the cache and the Hub cannot be reached. Connect to the network, or unset "
+                    "HF_HUB_OFFLINE."
                 )
 
     def describe(self) -> str:
-        """Return the dataset's name and the split and files that are read, for people."""
+        """Return a text for people: the dataset's name, its split and the number of files read."""
         n_files = len(self._files)
         others = f" ({n_files} of {n_files + self._n_others} files)" if self._n_others else ""
         return self.name if self._split is None else f"{self.name}, split {self._split}{others}"
 
     def count_rows(self) -> int:
-        """Estimate how many rows there are, for progress; 0 for formats that do not say."""
+        """Estimate the number of rows, for progress. Files in formats without a count add 0."""
         return sum(map(_count_rows, self._files)) if self._hub is None else len(self._hub)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow."""
+        """Yield (row number, row). Numbers start at 0 and run over all files.
+
+        A row that cannot be read is yielded as an UnreadableRow.
+        """
         return enumerate(
             chain.from_iterable(map(_read_file, self._files))
             if self._hub is None
@@ -214,12 +235,15 @@ class ChatSource:
             yield _without_nulls(row)
 
     def count_row(self) -> None:
-        """Add the next row to the dataset's identity; rows that are only read ahead do not count."""
+        """Add the next row to the hash of the dataset. Rows only read ahead do not count."""
         if self._ahead:
             self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
-        """Return what identifies the dataset without reading its rows; None where nothing does."""
+        """Return an identity that needs no reading of rows, or None if there is none.
+
+        Local files are identified by their hash, a Hub dataset by its name and commit.
+        """
         if self._hub is None:
             return {"sha256": self._files_sha256}
         named = {"id": self.name, "config": self.config_name or "", "split": str(self._split)}
@@ -233,7 +257,7 @@ class ChatSource:
     def _files_sha256(self) -> str:
         digest = hashlib.sha256()
         for file in self._files:
-            # A lone file may be renamed or moved; in a folder the names fix the order.
+            # A single file keeps its identity if it is renamed. In a folder, names set the order.
             name = str(file.relative_to(self._root)) if len(self._files) > 1 else ""
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
@@ -247,7 +271,7 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         raise DatasetError(
             f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name)."
         )
-    import datasets  # slow to import, and only a hub id needs it
+    import datasets  # slow to import, and needed for hub ids only
 
     try:
         return datasets.load_dataset(
@@ -255,19 +279,20 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         )
     except ValueError as error:
         raise DatasetError(
-            f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a --dataset-config."
+            f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a "
+            "--dataset-config."
         ) from error
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
         raise DatasetError(
-            f"Dataset {dataset} is neither a local file or folder nor loadable from the hub ({first_line(error)}). "
-            "Check the name and the network, or give a local path."
+            f"Dataset {dataset} is not a local file or folder, and cannot be loaded from the hub "
+            f"({first_line(error)}). Check the name and the network, or give a local path."
         ) from error
 
 
 def _commit_of(hub_rows: Any) -> str | None:
-    """Return the commit of a dataset that `datasets` has loaded: the name of the folder in its cache."""
+    """Return the commit of a loaded Hub dataset, taken from the name of its cache folder."""
     names = {Path(file["filename"]).parent.name for file in hub_rows.cache_files}
     commit = names.pop() if len(names) == 1 else ""
     return commit if _COMMIT.fullmatch(commit) else None
@@ -278,7 +303,7 @@ def _count_rows(path: Path) -> int:
         try:
             return int(pq.ParquetFile(path).metadata.num_rows)
         except (pa.ArrowException, OSError):
-            return 0  # reading it says what is wrong
+            return 0  # the error is reported when the file is read
     if path.suffix.lower() != ".jsonl":
         return 0
     with path.open("rb") as stream:
@@ -300,7 +325,8 @@ def _read_file(path: Path) -> Iterator[Any]:
                 f"{path} cannot be read ({error.strerror}). Check the disk and the rights."
             ) from error
         raise DatasetError(
-            f"{path} is not a readable {suffix[1:]} file ({first_line(error)}). Restore or convert it."
+            f"{path} is not a readable {suffix[1:]} file ({first_line(error)}). Restore or convert "
+            "it."
         ) from error
 
 
@@ -310,13 +336,14 @@ def _read_parquet(path: Path) -> Iterator[Any]:
             columns = [group.column(index) for index in range(group.num_columns)]
             n_bytes = sum(column.total_uncompressed_size for column in columns)
             n_stored = sum(column.total_compressed_size for column in columns)
-            # A few kilobytes may grow to gigabytes when they are read.
+            # Refuse decompression bombs: a few kilobytes may expand to gigabytes.
             if n_bytes > min(
                 MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)
             ):
                 raise DatasetError(
-                    f"{path} holds {format_bytes(n_bytes)} of {group.num_rows:,} rows in {format_bytes(n_stored)}; no "
-                    f"row may have more than {format_bytes(MAX_ROW_BYTES)}. Leave such rows out."
+                    f"{path} has a row group of {group.num_rows:,} rows that expands from "
+                    f"{format_bytes(n_stored)} to {format_bytes(n_bytes)}; a row may have at most "
+                    f"{format_bytes(MAX_ROW_BYTES)}. Remove the long rows."
                 )
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             yield from _arrow_rows(batch)
@@ -326,18 +353,18 @@ def _read_arrow(path: Path) -> Iterator[Any]:
     with pa.memory_map(str(path)) as source:
         try:
             file = pa.ipc.open_file(source)
-            found: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
+            batches: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
         except pa.ArrowInvalid:
-            source.seek(0)  # `datasets` writes the stream format, feather is the file format
-            found = pa.ipc.open_stream(source)
-        for batch in found:
+            source.seek(0)  # `datasets` writes Arrow's stream format, Feather is its file format
+            batches = pa.ipc.open_stream(source)
+        for batch in batches:
             yield from _arrow_rows(batch)
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of a batch; one that Python cannot hold is an UnreadableRow, the others are as they are."""
+    """Yield the rows of a batch. A row that Python cannot represent becomes an UnreadableRow."""
     try:
-        # raises ArrowInvalid also where the batch points outside its data
+        # This also raises ArrowInvalid if offsets of the batch point outside its buffers.
         batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist()
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -351,14 +378,17 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
         return batch.to_pylist()[0]
-    # no UTF-8, a date beyond Python's, depth
+    # Invalid UTF-8, a date outside Python's range, or nesting that is too deep.
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         return UnreadableRow(first_line(error))
 
 
 def _without_nulls(row: Any) -> Any:
-    """Drop keys that Arrow added: its structs have the keys of all rows, and a null where a row lacks one."""
-    # Any column may hold the chat, or a part of it; see Columns.
+    """Drop null values inside the columns of a row.
+
+    All structs of an Arrow column have the same keys, so Arrow adds nulls for keys a row lacks.
+    """
+    # Any column may hold the chat or a piece of it; see Columns.
     return {
         name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value
         for name, value in row.items()
@@ -372,18 +402,19 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Read one JSON value; an UnreadableRow where it is none, or none that Python can hold."""
+    """Parse one JSON value. Returns an UnreadableRow if Python cannot read the text as JSON."""
     try:
         # json.loads guesses the encoding of bytes, and a damaged line must not be read as UTF-16.
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
-    except ValueError as error:  # also UnicodeDecodeError, and whole numbers of thousands of digits
-        return UnreadableRow(f"no JSON: {first_line(error)}")
+    # ValueError includes UnicodeDecodeError, and integers of thousands of digits.
+    except ValueError as error:
+        return UnreadableRow(f"not JSON: {first_line(error)}")
     except RecursionError:
         return UnreadableRow("JSON that is nested too deeply")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    """Read a list of rows, an object whose `data` is one, or JSON lines under the wrong suffix."""
+    """Read a list of rows, an object with the list under `data`, or misnamed JSON lines."""
     with _open_json(path) as stream:
         content = parse_json(stream.read())
     if isinstance(content, UnreadableRow):
@@ -396,9 +427,10 @@ def _read_json(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _open_json(path: Path) -> Iterator[IO[Any]]:
-    """Open a file of JSON: for bytes if it is in UTF-8, for text if in UTF-16 or UTF-32, as PowerShell and Excel write.
+    """Open a JSON file: in binary mode for UTF-8, in text mode for UTF-16 and UTF-32.
 
-    A damaged character makes one row of UTF-8 unreadable, and all that follows it in the other encodings.
+    PowerShell and Excel write UTF-16. A damaged character makes one row of a UTF-8 file unreadable.
+    In the other encodings it makes the rest of the file unreadable.
     """
     with path.open("rb") as stream:
         encoding = json.detect_encoding(stream.read(4))
@@ -410,12 +442,16 @@ def _open_json(path: Path) -> Iterator[IO[Any]]:
             yield io.TextIOWrapper(stream, encoding, newline="\n")
         except UnicodeError as error:
             raise DatasetError(
-                f"{path} begins like {encoding}, but it is not ({first_line(error)}). Convert it to UTF-8."
+                f"{path} starts like {encoding}, but cannot be decoded ({first_line(error)}). "
+                "Convert it to UTF-8."
             ) from error
 
 
 def read_jsonl(path: Path) -> Iterator[Any]:
-    """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is not JSON."""
+    """Yield the values of a JSON lines file. A line that is not JSON becomes an UnreadableRow.
+
+    Empty lines are skipped.
+    """
     with _open_json(path) as stream:
         while line := stream.readline(MAX_ROW_BYTES):
             if len(line) == MAX_ROW_BYTES and line[-1:] not in ("\n", b"\n"):
@@ -434,24 +470,31 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a row make its chat, where questions and answers have columns of their own.
+    """Map the columns of a row to a chat, for datasets with separate columns for each role.
 
-    ``--columns`` names them, a role at a time and in the order of the chat, or by a format::
+    ``--columns`` lists the columns of each role in the order of the chat, or names a format::
 
         alpaca              {"instruction": "Add.", "input": "1, 2", "output": "3"}
         prompt-completion   {"prompt": "Add 1 and 2.", "completion": "3"}
         messages=chat       {"chat": [{"role": "user", "content": "Add 1 and 2."}, ...]}
     """
 
-    # Role of each message and its columns, whose texts are joined by an empty line; empty ones are
-    # left out.
+    # The role of each message and its columns. Their texts are joined with an empty line between
+    # them; empty texts are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # messages, tools or system -> the column that holds it
+    # Pairs of a key of the chat (messages, tools or system) and the column that holds its value.
     renamed: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Columns":
-        """Read ``role=column[+column]`` texts, or the name of a format; nothing for rows that are chats."""
+        """Parse texts such as ``role=column[+column]``, or the name of a format.
+
+        Args:
+            texts: the value of ``columns``. It is empty if the rows are chats already.
+
+        Raises:
+            OptionInvalid: a text does not parse, or user and assistant are not both given.
+        """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
         for text in [part for item in texts for part in FORMATS.get(item, (item,))]:
@@ -465,8 +508,9 @@ class Columns:
                 or role == "tool"
             ):
                 raise OptionInvalid(
-                    f"columns has {text!r}, expected ROLE=COLUMN such as user=instruction+input,assistant=output with "
-                    f"the roles messages, tools, system, user and assistant, or one of {', '.join(FORMATS)}"
+                    f"columns has {text!r}, expected ROLE=COLUMN such as "
+                    "user=instruction+input,assistant=output with the roles messages, tools, "
+                    f"system, user and assistant, or one of {', '.join(FORMATS)}"
                 )
             if role in ("user", "assistant"):
                 turns.append((role, columns))
@@ -479,20 +523,27 @@ class Columns:
             bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})
         ):
             raise OptionInvalid(
-                f"columns is {','.join(texts)}, expected either messages=COLUMN, or columns for both user and assistant"
+                f"columns is {','.join(texts)}, expected either messages=COLUMN, or columns for "
+                "both user and assistant"
             )
         return cls(tuple(turns), tuple(renamed.items()))
 
     def describe(self) -> dict[str, str]:
-        """Return role -> columns, joined by +, as store.json records them; empty for rows that are chats."""
-        # Roles may come twice; their order is that of the chat.
+        """Return the mapping as store.json records it: role to columns, joined by +.
+
+        The result is empty if the rows are chats already.
+        """
+        # A role may occur twice, so the key includes its position in the chat.
         turns = {
             f"{index}.{role}": "+".join(columns) for index, (role, columns) in enumerate(self.turns)
         }
         return turns | dict(self.renamed)
 
     def apply(self, row: Any) -> Any | Rejection:
-        """Return a row with the columns of a chat; one that lacks a column is rejected, anything else as it is."""
+        """Return a row as a chat.
+
+        A row that lacks a column is rejected. A row that is not a mapping is returned unchanged.
+        """
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):
             return row
         wanted = [name for _, columns in self.turns for name in columns] + [
@@ -515,7 +566,11 @@ class Columns:
 
 
 def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
-    """Return the message of one turn, or the messages that its column holds, as in TRL's conversational prompts."""
+    """Return the message of one turn.
+
+    A column may also hold a list of messages, as in TRL's conversational prompts. They are returned
+    as they are.
+    """
     values = [row[name] for name in columns if row[name] not in (None, "")]
     if len(values) == 1 and not isinstance(values[0], str):
         is_chat = isinstance(values[0], list | tuple) and all(

@@ -1,4 +1,4 @@
-"""How much values differ from the values that they stand for, summed over sequences."""
+"""Measure how much values differ from exact values, summed over sequences."""
 
 import math
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from statistics import median
 
 from torch import Tensor
 
-_POSITIONS_AT_ONCE = 64  # the logits of a long sequence are gigabytes
+_POSITIONS_AT_ONCE = 64  # bounds memory: the logits of a long sequence take gigabytes
 
 
 @dataclass
 class Difference:
-    """Sums over values and the exact values that they stand for."""
+    """Sums over values and the exact values that they approximate."""
 
     squared_error: float = 0.0
-    squared_norm: float = 0.0  # of the exact values
-    largest: float = 0.0  # largest absolute difference; infinite where a value is not finite
+    squared_norm: float = 0.0  # sum of the squared exact values
+    largest: float = 0.0  # largest absolute difference; infinite if a value is not finite
 
     def add(self, exact: Tensor, values: Tensor) -> None:
         """Add values of equal shape."""
@@ -29,7 +29,10 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The L2 norm of the differences over that of the exact values; infinite where a value is not finite."""
+        """L2 norm of the differences, relative to the norm of the exact values.
+
+        It is infinite if a value is not finite.
+        """
         if math.isinf(self.largest):
             return math.inf
         return math.sqrt(self.squared_error / (self.squared_norm or 1.0))
@@ -37,7 +40,7 @@ class Difference:
 
 @dataclass
 class LayerDifferences:
-    """What differs in all layers of the target together, and in each of them."""
+    """Differences of each layer of the target, and of all layers together."""
 
     total: Difference = field(default_factory=Difference)
     by_layer: dict[int, Difference] = field(default_factory=dict)
@@ -63,27 +66,30 @@ class LayerDifferences:
         return median(difference.relative for difference in self.by_layer.values())
 
     def describe(self) -> str:
-        """Return the errors of layers as text, in percent."""
+        """Return the relative errors of the layers as text, in percent."""
         numbers = " ".join(
             f"{100 * difference.relative:.1f}" for difference in self.by_layer.values()
         )
-        return f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); by layer {numbers}"
+        return (
+            f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); by "
+            f"layer {numbers}"
+        )
 
 
 @dataclass
 class Divergence(Difference):
-    """The difference of logits, and of the next-token distributions that they stand for."""
+    """The difference of logits, and of the next-token distributions that they define."""
 
     n_positions: int = 0
     n_agreeing: int = 0
     kl_sum: float = 0.0
 
     def add(self, exact: Tensor, values: Tensor) -> None:
-        """Add the logits [n, V] of n positions."""
+        """Add the logits of n positions, [n, V]."""
         super().add(exact, values)
         log_p = exact.double().log_softmax(-1)
         log_q = values.double().log_softmax(-1)
-        # 0 * inf, where a logit is -inf, counts as 0.
+        # If a logit is -inf, 0 * inf must count as 0.
         self.kl_sum += float((log_p.exp() * (log_p - log_q)).nan_to_num(0.0, 0.0, 0.0).sum())
         self.n_agreeing += int((exact.argmax(-1) == values.argmax(-1)).sum())
         self.n_positions += len(exact)
@@ -95,21 +101,31 @@ class Divergence(Difference):
         exact_head: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> None:
-        """Add the logits of last hidden states [n, E], given what makes logits of each."""
+        """Add the logits of last hidden states, [n, E].
+
+        Args:
+            exact: the exact states.
+            values: the states that approximate them.
+            exact_head: maps exact states to logits.
+            head: maps the other states to logits.
+        """
         pairs = zip(exact.split(_POSITIONS_AT_ONCE), values.split(_POSITIONS_AT_ONCE), strict=True)
-        for own, others in pairs:
-            self.add(exact_head(own), head(others))
+        for exact_chunk, chunk in pairs:
+            self.add(exact_head(exact_chunk), head(chunk))
 
     @property
     def kl(self) -> float:
-        """Mean KL from the exact distribution to the other one, in nats."""
+        """Mean KL divergence, KL(exact || approximate), in nats."""
         return self.kl_sum / self.n_positions
 
     @property
     def top1_agreement(self) -> float:
-        """Share of the positions at which both have the same most likely token."""
+        """Fraction of positions at which both distributions have the same most likely token."""
         return self.n_agreeing / self.n_positions
 
     def describe(self) -> str:
-        """Return the figures as text."""
-        return f"KL {self.kl:.4f} nats, same most likely token at {self.top1_agreement:.1%} of {self.n_positions:,}"
+        """Return the KL divergence and the agreement as text."""
+        return (
+            f"KL {self.kl:.4f} nats, same most likely token at {self.top1_agreement:.1%} of "
+            f"{self.n_positions:,}"
+        )

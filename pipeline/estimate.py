@@ -1,7 +1,8 @@
-"""How the target will be run, and what that takes: memory, disk and hours.
+"""Plan the forwards of the target, and estimate their memory, disk space and time.
 
-For the hours three batches of the plan run through a target with the real one's widths and random weights, so that
-only its config.json has to be there, and the loop of the extraction writes to a temporary store on the output's disk.
+To estimate the time, three batches of the plan run through a model of the target's widths with
+random weights, so that only config.json is needed. The loop of the extraction writes them to a
+temporary store on the disk of the output.
 """
 
 import copy
@@ -49,19 +50,23 @@ from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
-# Share of its expected bits that an encoded value takes at the least; the most has alignment,
+# Bounds of the stored size, as fractions of the expected bits. The upper one includes alignment,
 # indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-# of a token in texts.arrow; of a sequence in texts.arrow and plan.parquet
+# Bytes per token in texts.arrow, and per sequence in texts.arrow and plan.parquet.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
 _RECORD_BYTES = 100_000  # manifests, commits, records of runs, card
-_THREAD_BYTES = 200 << 20  # of threads that encode and write, and of libraries that they load
-_CUDA_LIBRARY_BYTES = 3 << 30  # that CUDA's libraries hold of the host at the most
-_TIME_SHARE = 1.2  # by which a whole run was slower or faster than its slowest or fastest batch
+_THREAD_BYTES = 200 << 20  # memory of encoding and writing threads and the libraries they load
+_CUDA_LIBRARY_BYTES = 3 << 30  # upper bound of the host memory of CUDA's libraries
+# Measured: a run is up to this factor slower (faster) than its slowest (fastest) batch suggests.
+_TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
-"""Weights of the timed target on a CPU: one layer of Llama-3-8B has 218 million, which take a second to draw."""
-# multiplications of one timed forward on a CPU: about two seconds of slow cores
+"""Maximum weights of the timed model on a CPU.
+
+One layer of Llama-3-8B has 218 million, and drawing them takes a second.
+"""
+# Maximum multiplications of a timed forward on a CPU. They take about two seconds on slow cores.
 _MAX_PRODUCTS = 1e11
 
 
@@ -71,8 +76,15 @@ def field_specs(
     dtype: str,
     groups: Sequence[families.KVGroup] = (),
 ) -> tuple[FieldSpec, ...]:
-    """Return the store's fields for a specification of activations; ``groups`` are those of a target's layers."""
-    is_rotated = all(one.is_rotated for one in groups)
+    """Return the fields of a store.
+
+    Args:
+        spec: the activations to store.
+        sizes: sizes of the target; see ``families.target_sizes``.
+        dtype: dtype of the stored activations.
+        groups: the target's layers, grouped by the shape of their keys and values.
+    """
+    is_rotated = all(group.is_rotated for group in groups)
     kv = (
         [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype, is_rotated)]
         if spec.kv
@@ -80,9 +92,9 @@ def field_specs(
     )
     if spec.kv and spec.kv_fields != (KV,):
         kv = [
-            kv_group_field(one.field, one.layers, *one.shape, dtype)
-            for one in groups
-            if one.field in spec.kv_fields
+            kv_group_field(group.field, group.layers, *group.shape, dtype)
+            for group in groups
+            if group.field in spec.kv_fields
         ]
     states = [name.removeprefix("hidden/") for name in spec.fields if activation_name(name) != KV]
     hidden = [hidden_field(name, sizes["hidden_size"], dtype) for name in states]
@@ -90,7 +102,7 @@ def field_specs(
 
 
 def has_device(device: str) -> bool:
-    """Whether this machine has a device; the workers of a cluster may have what it lacks."""
+    """Whether this machine has the device. With Ray, it may exist only on the workers' machines."""
     return torch.device(device).type != "cuda" or torch.cuda.is_available()
 
 
@@ -105,25 +117,25 @@ def free_device_memory(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How the target will be run, and which activations are kept."""
+    """How the target is run, and which activations are stored."""
 
     folder: Path
     model_config: Any = field(repr=False)
     spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)  # one that learns has not learned yet
+    codec: StoreCodec = field(repr=False)  # a codec that learns has not learned yet
     device: str
-    dtype: str  # dtype in which activations are kept
+    dtype: str  # dtype of the stored activations
     compute_dtype: str
-    # tokens per forward, padding included; a longer sequence makes a batch of its own
+    # Tokens per forward, padding included. A longer sequence forms a batch of its own.
     batch_tokens: int
     longest_tokens: int
-    uses_cache: bool  # whether the forwards fill a key/value cache
+    uses_cache: bool  # whether the forwards fill a KV cache
     n_encode_threads: int
-    n_workers: int = 1  # processes of this machine that run them at once
+    n_workers: int = 1  # worker processes that run in parallel on this machine
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the target's weights, but for biases."""
+        """Bytes of the target's weights, without biases."""
         config = self.model_config
         embeddings = _embedding_weights(config)
         n_weights = (
@@ -133,56 +145,62 @@ class ForwardPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of a token's fields before they are encoded."""
+        """Bytes per token of all fields, before encoding."""
         return sum(codec.spec.token_bytes for codec in self.codec.fields.values())
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
-        """An upper estimate of what forwards add to the memory: of the host for all workers, of the device of each."""
+        """Estimated upper bounds of the memory that forwards need, in bytes.
+
+        The first is the host memory of all workers together, the second the device memory of each.
+        """
         config = self.model_config
         itemsize = getattr(torch, self.compute_dtype).itemsize
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
         # The cache that the forward fills, and the intermediate values of one layer.
-        cache = sum(len(one.layers) * one.shape.width for one in families.kv_groups(config))
+        cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         layer = (
             4 * sizes["hidden_size"]
             + 2 * sizes["n_heads"] * sizes["head_dim"]
             + 3 * families.mlp_width(config)
         )
-        # While gathered, kept values are there three times: in the storage dtype, packed, for the
-        # finite check.
+        # While they are gathered, activations exist three times: in the storage dtype, packed, and
+        # as a temporary of the check for finite values.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
-        # Weights are loaded in host memory before they move to a device.
+        # Weights are loaded to host memory before they are moved to a device.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
         if torch.device(self.device).type == "cuda":
             host_bytes = max(self.weight_bytes, waiting_bytes)
-            # With the values of the batch before, until they are copied.
+            # The activations of the previous batch stay on the device until they are copied.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
         return host_bytes * self.n_workers, device_bytes
 
     def host_range(self, n_batch_tokens: int) -> tuple[int, int]:
-        """Least and most bytes that the processes of an extraction hold on this machine, all that they load included.
+        """Return bounds of the host memory of all processes of an extraction on this machine.
 
-        ``n_batch_tokens`` are those of the largest batch of the plan, with padding.
+        The bounds are in bytes, and include Python and the libraries that the processes load.
+
+        Args:
+            n_batch_tokens: tokens of the largest batch of the plan, padding included.
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        # Files of half their size are mapped while weights are converted to float32.
+        # While weights are converted to float32, their files of half that size are mapped.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
-        # A codec learns from one part of one group in float32: as read, without its means, and as
-        # components.
+        # A codec learns from one part of one group at a time. It holds three copies in float32: the
+        # values as read, the values without their means, and the components.
         widths = [
             len(group) * codec.layer_width
             for codec in self.codec.learned.values()
             for group in codec.groups
         ]
         most_bytes += 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
-        # The command itself is one process more than its workers.
+        # The command is one more process than its workers.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,
@@ -191,11 +209,11 @@ class ForwardPlan:
 
     @property
     def _needs(self) -> str:
-        """What takes the memory, as text."""
-        each = f", each of {self.n_workers} workers" if self.n_workers > 1 else ""
+        """Text that says what the memory is needed for."""
+        per_worker = f", each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
             f"weights {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
-            f"{max(self.batch_tokens, self.longest_tokens):,} tokens{each}"
+            f"{max(self.batch_tokens, self.longest_tokens):,} tokens{per_worker}"
         )
 
     def describe_memory(self, n_batch_tokens: int) -> str:
@@ -206,18 +224,23 @@ class ForwardPlan:
         return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
-        """Refuse forwards that do not fit in free memory; where it cannot be told, nothing is refused."""
+        """Refuse forwards that do not fit into free memory, as far as the free memory is known.
+
+        Raises:
+            NotEnoughMemory: host or device memory is too small.
+        """
         free = (free_memory(), "host memory"), (free_device_memory(self.device), self.device)
-        for n_bytes, (n_free, place) in zip(self.memory_bytes, free, strict=True):
+        for n_bytes, (n_free, memory_name) in zip(self.memory_bytes, free, strict=True):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The target's forwards need {format_bytes(n_bytes)} of {place}: {self._needs}. "
-                    f"Free in {place} are {format_bytes(n_free)}.",
-                    "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
+                    f"The target's forwards need {format_bytes(n_bytes)} of {memory_name}: "
+                    f"{self._needs}. Free in {memory_name} are {format_bytes(n_free)}.",
+                    "Free some, take a larger machine, or extract in bfloat16, with smaller "
+                    "batches or fewer workers.",
                 )
 
     def load_target(self, progress: Progress | None = None) -> Target:
-        """Load the target; progress is told the bytes of its weights."""
+        """Load the target, with progress in bytes of weights."""
         tell = progress or (lambda *_: None)
         tell(0, self.weight_bytes, "load the target")
         target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
@@ -230,7 +253,11 @@ class ForwardPlan:
         codec: StoreCodec,
         text: Callable[[str], tuple[np.ndarray, np.ndarray]],
     ) -> Forwards:
-        """Return what runs the loaded target; ``text`` gives tokens and response mask of a sequence id."""
+        """Return the forwards of a loaded target.
+
+        Args:
+            text: maps a sequence id to its tokens and response mask.
+        """
         return Forwards(
             target=target,
             spec=self.spec,
@@ -245,15 +272,15 @@ class ForwardPlan:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What forwards will write to a store, and what that takes on disk."""
+    """The sequences whose activations will be written to a store, and the disk space they need."""
 
     store: StorePath
     forward: ForwardPlan
-    # Rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part,
-    # first_token.
+    # The rows of plan.parquet to run. Columns: sequence_id, source_row, n_tokens,
+    # n_response_tokens, part, first_token.
     table: pa.Table = field(repr=False)
-    bundle_layers: int | None  # decoder layers in target/ if it is to be written, else None
-    present_bytes: int  # bytes of ``stored_bytes`` that are there already
+    bundle_layers: int | None  # decoder layers to write to target/; None if it is not written
+    present_bytes: int  # bytes of ``stored_bytes`` that exist already
 
     @property
     def n_tokens(self) -> int:
@@ -262,7 +289,7 @@ class WritePlan:
 
     @property
     def n_learned_tokens(self) -> int:
-        """Tokens of the sample that the codec learns from."""
+        """Tokens of the sample from which the codec learns."""
         return min(self.n_tokens, SAMPLE_TOKENS) if self.forward.codec.learned else 0
 
     @property
@@ -274,11 +301,12 @@ class WritePlan:
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
-        """Least and most bytes of what a store consists of, by what it is; without what it does not have."""
+        """Lower and upper bound in bytes of each component of the store, by its name."""
         config = self.forward.model_config
         codec = self.forward.codec
         bits = sum(
-            own.expected_bits * math.prod(own.spec.token_shape) for own in codec.fields.values()
+            field_codec.expected_bits * math.prod(field_codec.spec.token_shape)
+            for field_codec in codec.fields.values()
         )
         n_bytes = bits / 8 * self.n_tokens
         ranges = {"parts": (int(_LEAST_STORED_SHARE * n_bytes), int(_MOST_STORED_SHARE * n_bytes))}
@@ -293,14 +321,16 @@ class WritePlan:
         if codec.learned:
             ranges["codec/"] = (
                 0,
-                sum(_most_basis_bytes(own, config) for own in codec.learned.values()),
+                sum(
+                    _most_basis_bytes(field_codec, config) for field_codec in codec.learned.values()
+                ),
             )
         n_bytes = _TEXT_BYTES * self.n_tokens + _ROW_BYTES * len(self.table) + _RECORD_BYTES
         ranges["other files"] = 0, n_bytes
         return ranges
 
     def describe_disk(self) -> str:
-        """Return the bytes on disk as text."""
+        """Return a text about the bytes on disk."""
         least = sum(low for low, _ in self.disk_ranges.values())
         parts = [
             f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()
@@ -309,20 +339,20 @@ class WritePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """The most bytes on disk that are expected."""
-        return sum(most for _, most in self.disk_ranges.values())
+        """Expected upper bound of the bytes on disk."""
+        return sum(upper_bytes for _, upper_bytes in self.disk_ranges.values())
 
     @property
     def disk(self) -> Path:
-        """A folder on the disk that is written to."""
+        """An existing folder on the disk that is written to."""
         return existing_parent(self.store)
 
     def check_disk(self) -> None:
         """Refuse a plan that the disk cannot hold."""
         needed = max(0, self.stored_bytes - self.present_bytes)
-        # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
+        # The advice names no option, because `add` and `repair` have fewer options than `extract`.
         advice = "Free some space."
-        # only shards on their way to the bucket lie on the disk
+        # A remote store needs local disk only for the shards that are being uploaded.
         if isinstance(self.store, RemotePath):
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
             advice = "Free some space, or set TMPDIR to another disk."
@@ -335,7 +365,12 @@ class WritePlan:
         tokens_of: Callable[[int], np.ndarray],
         progress: Progress | None,
     ) -> None:
-        """Let the codec learn from forwards over a sample of sequences; ``tokens_of`` maps a row to its token ids."""
+        """Fit the codec on forwards over a sample of sequences.
+
+        Args:
+            lengths: tokens of each sequence.
+            tokens_of: maps the row of a sequence to its token ids.
+        """
         forward = self.forward
         model = target.model
 
@@ -359,31 +394,34 @@ class WritePlan:
         n_batch_tokens = max(map(_padded_tokens, batched), default=0)
         return [
             f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
-            + (
-                ", for shards on their way to the bucket"
-                if isinstance(self.store, RemotePath)
-                else ""
-            )
+            + (", for shards that are being uploaded" if isinstance(self.store, RemotePath) else "")
             + (
                 f"; the store already holds {format_bytes(self.present_bytes)}"
                 if self.present_bytes
                 else ""
             ),
-            f"memory       {self.forward.describe_memory(n_batch_tokens)}; free {format_bytes(free_memory() or 0)}",
+            f"memory       {self.forward.describe_memory(n_batch_tokens)}; free "
+            f"{format_bytes(free_memory() or 0)}",
         ]
 
 
 def existing_parent(path: StorePath) -> Path:
-    """Return the path, or the nearest folder above it that exists; where it is remote, the one for temporary files."""
+    """Return the path, or its nearest parent that exists.
+
+    For a remote path, return the folder for temporary files.
+    """
     if isinstance(path, RemotePath):
         return Path(tempfile.gettempdir())
     return nearest_folder(path.expanduser())
 
 
 def estimate(plan: WritePlan) -> tuple[float, float]:
-    """Run three batches, which takes some seconds; returns the seconds of all of a plan, the least and the most.
+    """Estimate the time of a plan by running three batches of it, which takes some seconds.
 
-    The three have the shortest, the median and the longest sequences.
+    The batches have the shortest, the median and the longest sequences.
+
+    Returns:
+        Lower and upper estimate of the time of the plan in seconds.
     """
     forward = plan.forward
     batched = batches_of(plan.table, plan.forward.batch_tokens)
@@ -396,9 +434,9 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     spec = replace(
         forward.spec,
         layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
-        kv_fields=tuple(one.field for one in groups),
+        kv_fields=tuple(group.field for group in groups),
     )
-    # A codec that learns cannot encode before it has learned; lossless takes about as long.
+    # A codec that learns cannot encode before it has learned. Lossless is about as fast.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(
         name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups)
@@ -406,7 +444,7 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     timed_forward = replace(forward, spec=spec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
-    # encoding and writing go on beside later forwards
+    # On a GPU, encoding and writing overlap with the next forwards.
     is_parallel = torch.device(forward.device).type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
@@ -430,18 +468,21 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
 
 
 def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
-    """Return the estimate of a plan as text; workers share the parts, each with a device or machine of its own."""
+    """Return a text with the estimated time of a plan.
+
+    Args:
+        n_workers: workers that share the parts, each with its own device or machine.
+    """
     try:
         least_s, most_s = estimate(plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
         if families.family_of(plan.forward.model_config).keeps_kv:
             raise
-        # Of code that is not ours, which not all weights and sizes suit.
-        return (
-            f"time         not measured, as a model of random weights failed: {first_line(error)}"
-        )
+        # The modelling code of other families may fail with random weights or reduced sizes.
+        return f"time         not measured, a model with random weights failed: {first_line(error)}"
     lines = [
-        f"time         {format_range(least_s, most_s, format_hours)} of forwards, encoding and writing"
+        f"time         {format_range(least_s, most_s, format_hours)} for forwards, encoding and "
+        "writing"
     ]
     if n_workers > 1:
         shares = format_range(least_s / n_workers, most_s / n_workers, format_hours)
@@ -450,7 +491,13 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
 
 
 def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Make tokens and masks for sequences; no token comes twice in a batch unless the vocabulary is too small."""
+    """Make up tokens and masks for sequences.
+
+    No token occurs twice in a batch, unless the vocabulary is too small.
+
+    Args:
+        n_tokens: size of the vocabulary.
+    """
     lengths = numbers(table, "n_tokens")
     ends = np.cumsum(lengths) % (n_tokens - int(lengths.max()) + 1) + lengths
     return {
@@ -466,9 +513,10 @@ def _padded_tokens(batch: pa.Table) -> int:
 
 
 def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
-    """Return the most bytes of what a codec learns, in float16: axes, predictions, and features of tokens.
+    """Return an upper bound of the bytes that a codec learns.
 
-    Components that get no bits are left out. Where errors count in a metric there are two matrices of axes.
+    It learns axes, predictions and token features, all stored in float16. Components without bits
+    are left out. If the codec weighs errors with a metric, it has two matrices of axes.
     """
     widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
     n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)
@@ -479,13 +527,13 @@ def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
 
 
 def _stored_itemsize(config: Any) -> int:
-    """Return the bytes of a weight in the files of a target."""
+    """Return the bytes per weight in the files of a target."""
     dtype = getattr(config, "dtype", None)
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
 
 
 def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
-    """Return every batch of a plan, in the order in which they are computed."""
+    """Return all batches of a plan in the order of their forwards."""
     bounds = np.flatnonzero(np.diff(numbers(table, "part"), prepend=-1, append=-1)).tolist()
     parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
     return [batch for part in parts for batch in batches(part, batch_tokens)]
@@ -493,12 +541,12 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 def _embedding_weights(config: Any) -> int:
     """Count the weights of the embeddings and of the LM head."""
-    is_tied = getattr(config, "tie_word_embeddings", False)  # which some configs don't have
+    is_tied = getattr(config, "tie_word_embeddings", False)  # some configs lack this attribute
     return int((1 if is_tied else 2) * config.vocab_size * config.hidden_size)
 
 
 def _layer_weights(config: Any) -> int:
-    """Count the weights of a decoder layer, the mean where they differ."""
+    """Count the weights of a decoder layer, or of an average layer if layers differ."""
     sizes = families.target_sizes(config)
     if not families.family_of(config).has_llama_layers:
         return int(
@@ -511,10 +559,11 @@ def _layer_weights(config: Any) -> int:
 
 
 def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
-    """Make a model of the target's widths with random weights, on a CPU of fewer layers.
+    """Make a model with the target's widths and random weights. On a CPU it has fewer layers.
 
-    ``n_tokens``: entries of its vocabulary, one for each token of a batch: equal tokens would give equal values, which
-    encode differently.
+    Args:
+        n_tokens: size of its vocabulary. It should exceed the tokens of a batch, because repeated
+            tokens give repeated values, which compress differently.
     """
     from transformers import AutoModelForCausalLM
 
@@ -529,9 +578,11 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     if n_layers < forward.model_config.num_hidden_layers and getattr(
         config, "num_kv_shared_layers", 0
     ):
-        config.num_kv_shared_layers = 0  # those whose KV they share may be among the others
+        # The layers whose KV others share may have been removed.
+        config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
-    if len(kinds) > n_layers:  # where layers carry states the last has KV
+    # In families with recurrent layers the last layer has KV, so the last layers are taken.
+    if len(kinds) > n_layers:
         config.layer_types = (
             kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
         )
@@ -548,7 +599,7 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Buffers must not be random: those of the rotation are computed from the config, as on loading.
+    # Buffers must not be random. Those of the rotary embedding are computed from the config.
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             model._init_weights(module)
@@ -556,15 +607,17 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
 
 def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
-    """Return a batch, on a CPU cut to what it computes in a moment."""
+    """Return a batch. On a CPU it is cut to a size that takes about two seconds."""
     if torch.device(device).type != "cpu":
         return batch
-    most = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))
+    max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))
     lengths = numbers(batch, "n_tokens")
-    batch = batch.slice(0, max(1, most // int(lengths.max())))
-    at = batch.schema.get_field_index("n_tokens")
+    batch = batch.slice(0, max(1, max_tokens // int(lengths.max())))
+    column_index = batch.schema.get_field_index("n_tokens")
     return batch.set_column(
-        at, "n_tokens", column(np.minimum(lengths[: len(batch)], most).astype(np.int32))
+        column_index,
+        "n_tokens",
+        column(np.minimum(lengths[: len(batch)], max_tokens).astype(np.int32)),
     )
 
 

@@ -1,19 +1,19 @@
 """Run the target over every pending part of the plan and write the store.
 
-What becomes of one chat::
+The steps of one chat::
 
-    row of the dataset      {"messages": [...]}                        dataset.py
+    dataset row             {"messages": [...]}                        dataset.py
       -> tokens, mask       int32 [T], uint8 [T], named by their hash  sequences.py
       -> part 3, token 128  planned before the first forward           plan.py
       -> batch              longest first, padded on the right         forwards/parts.py
       -> forward            kv [B, T, L, H_kv, 2, d], hidden [B, T, E] forwards/capture.py
       -> codes              on the device, if the codec is lossy       Capture.encode
-      -> host memory        a copy beside the next forward             Capture.to_host
-    on the writer's thread
-      -> chunks             handed to the encoders, written in order   storage: PartWriter.write
-      -> commit             the part exists                            storage: PartWriter.commit
+      -> host memory        copied during the next forward             Capture.to_host
+    on the writer thread
+      -> chunks             encoded by threads, written in order       storage: PartWriter.write
+      -> commit             makes the part visible                     storage: PartWriter.commit
 
-Which parts are still to be done, in this process or in several, is decided in workers.py.
+workers.py schedules the pending parts, in this process or in several.
 """
 
 import os
@@ -53,7 +53,7 @@ from .report import PartProgress, Timings, WriteReport
 from .sequences import keep_texts
 from .workers import Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
-# tokens of the first sequence that the target runs before anything is created
+# Number of tokens of the test forward that runs before the store is created.
 _N_PROVEN_TOKENS = 16
 
 
@@ -64,17 +64,21 @@ def extract(
     repairs: bool = False,
     share: tuple[int, int] | None = None,
 ) -> WriteReport:
-    """Extract activations to a store, or continue where an earlier run stopped.
+    """Extract activations to a store, or resume an earlier extraction.
 
     Args:
-        progress: called with (done, total, message). The message begins with the phase: tokenise (chats), hash and
-            load (bytes of weights), learn, verify (bytes of a store that is repaired) and extract (tokens).
-        repairs: check every byte of the store when it is opened, so that what is damaged is written again.
-        share: (k, n) in worker k of n, which writes parts and nothing about the run; None in the command itself.
+        progress: called with (done, total, message). The message starts with the phase: tokenise
+            (counts chats), hash and load (bytes of weights), learn, verify (bytes of a store that
+            is repaired) or extract (tokens).
+        provenance: entries for the record of the run, such as the command line.
+        repairs: check every byte of the store when it is opened, so that damaged parts are written
+            again.
+        share: (k, n) for worker k of n workers, which writes parts but no record of the run. None
+            for the command itself.
 
     Raises:
         MoaDataError: the input cannot be used, or Interrupted after Ctrl-C.
-        OptionInvalid: the store lacks fields or decoder layers, which `add` adds.
+        OptionInvalid: the store lacks fields or decoder layers; `add` adds them.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """
@@ -89,13 +93,13 @@ def extract(
         codec, target = _learn_codec(plan, progress)
     with ExitStack() as opened:
         forwards = None
-        # Nothing is created or dropped for a target that cannot be used.
+        # Test the target first, so that nothing is created or deleted if it cannot be used.
         if repairs or not has_parts(plan.store):
             with interruptible("while the target was loaded; nothing was written"):
                 forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
-        # mapped from the store's own file they take no memory of this process
+        # The texts are then memory-mapped from a file of the store and need no memory here.
         if not plan.keeps_texts:
             with store.publishing(TEXTS_BYTE):
                 plan = replace(
@@ -105,7 +109,7 @@ def extract(
         counter = PartProgress(store, progress)
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
-        target = None  # of workers, whose memory it would take
+        target = None  # frees its memory for workers
         timings, lost = _work(plan, store, forwards, counter, share or (0, 1))
         if timings.n_padded_tokens:
             counter.tell(timings, looks=True)
@@ -119,11 +123,11 @@ def extract(
 
 
 def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) -> None:
-    """Write the card and the record of the run, and delete what lost workers have left."""
+    """Write the card and the record of the run, and delete leftover files of lost workers."""
     with store.publishing(CARD_BYTE):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
-    # Everything that may differ between runs that give equal data.
+    # These entries may differ between runs that produce equal data.
     details = {
         "config": plan.config.named(),
         ANSWERS_BY: writer_of_answers(plan.config.dataset),
@@ -139,7 +143,11 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
 
 
 def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCodec, Target | None]:
-    """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target too."""
+    """Fit the codec on forwards over a sample of the plan, unless an earlier run has done it.
+
+    Returns:
+        The codec, and the target if it was loaded.
+    """
     codec = plan.forward.codec
     forward = plan.forward
     if not codec.learned:
@@ -160,8 +168,12 @@ def _prove_target(
     progress: Progress | None,
     opened: ExitStack,
 ) -> Forwards | None:
-    """Refuse a target that cannot be loaded or run; returns its forwards, None if workers will load it."""
-    # other machines load it, and this one may have no room for it
+    """Load the target and run a few tokens, so that a target that cannot be used is refused early.
+
+    Returns:
+        The forwards of the target, or None if workers will load it.
+    """
+    # Ray's workers may load the target on other machines; it may not fit into this one.
     if plan.config.scale.engine == "ray":
         check_weights(plan.forward.folder)
         return None
@@ -181,7 +193,7 @@ def _load_forwards(
     progress: Progress | None,
     opened: ExitStack,
 ) -> Forwards:
-    """Load the target, and start the engine that runs it if that is another one."""
+    """Load the target, and start vLLM if it runs the target."""
     target = target or plan.forward.load_target(progress)
     forwards = plan.forward.forwards(target, codec, plan.sequences.text)
     if plan.config.forward.source == "vllm":
@@ -194,12 +206,15 @@ def _load_forwards(
 def _open_store(
     plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool
 ) -> StoreWriter:
-    """Begin or join the store; if another run was first to learn the codec, with what that one learned."""
+    """Create or resume the store.
+
+    If another run has fitted the codec in the meantime, its codec is used.
+    """
     manifest = replace(plan.manifest, codec=codec.describe())
     create = partial(
         StoreWriter.create_or_resume,
         plan.store,
-        shares=not repairs,  # the store is checked by the process that has it alone
+        shares=not repairs,  # checking a store needs exclusive access
         begins_anew=not repairs,
         depth="values" if repairs else "sizes",
         progress=progress,
@@ -222,7 +237,11 @@ def _work(
     counter: PartProgress,
     share: tuple[int, int],
 ) -> tuple[Timings, list[str]]:
-    """Write what is pending, in this process or in workers; returns what was spent, and how workers were lost."""
+    """Write the pending parts, in this process or in workers.
+
+    Returns:
+        The timings, and a text about each lost worker.
+    """
     timings = Timings()
     try:
         if forwards is not None:
@@ -235,8 +254,8 @@ def _work(
         n_done = len(store.committed_parts())
         store.sweep()
         raise Interrupted(
-            f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
-            f"{store.path}. Run the same command again to continue."
+            f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are "
+            f"committed in {store.path}. Run the same command again to continue."
         ) from error
 
 
@@ -248,9 +267,17 @@ def work_until_done(
     tell: Callable[[Timings], None],
     share: tuple[int, int],
 ) -> None:
-    """Write and commit what has no commit: the bundle of the target in ``folder``, and parts until none is left."""
+    """Write and commit the target's bundle and all pending parts.
+
+    Args:
+        forwards: the forwards of the target.
+        folder: the target's folder.
+        timings: counters that are updated.
+        tell: called with the timings to report progress.
+        share: (k, n) for worker k of n.
+    """
     n_layers = int(store.manifest.extraction["target_layers"])
-    # The first worker writes the bundle; the last one to end finds out whether it was killed.
+    # The first worker writes the bundle. If it was killed, another worker writes it at its end.
     if share[0] == 0 and not store.has_target:
         save_bundle(store, forwards.target, folder, n_layers)
     run_parts(forwards, store, pending_in_turn(store, *share), timings, tell)
@@ -261,16 +288,21 @@ def work_until_done(
 def _run_workers(
     plan: ExtractPlan, store: StoreWriter, counter: PartProgress
 ) -> tuple[Timings, list[str]]:
-    """Run the same command in workers until all is done; raises OptionInvalid if they cannot share the store."""
+    """Run the same command in workers until all parts are done.
+
+    Raises:
+        OptionInvalid: several processes cannot share the store.
+    """
     config = plan.config
     scale = config.scale
     if not store.is_shared:
         raise OptionInvalid(
-            f"The file system of {store.path} has no locks of byte ranges, so only one process can write to it. Leave "
-            "out --workers and --engine."
+            f"The file system of {store.path} does not support byte-range locks, so only one "
+            "process can write to it. Leave out --workers and --engine."
         )
-    torch.cuda.empty_cache()  # gives the memory of the target that was proven here to a worker
-    # Workers of Ray start in other folders.
+    # The test forward left GPU memory in PyTorch's cache; free it for a worker.
+    torch.cuda.empty_cache()
+    # Paths must be absolute, because Ray's workers start in other folders.
     single = config.replaced(
         **ScaleSettings().named(),
         model=_absolute(config.model),
@@ -291,21 +323,27 @@ def _run_workers(
 
 
 def _absolute(name: str) -> str:
-    """Return the absolute path of a file or folder of this machine, and any other name as it is."""
+    """Return the absolute path of a local file or folder. Other names are returned unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() else name
 
 
 def worker_devices(device: str, n_workers: int) -> list[str]:
-    """Return the device of each worker of this machine; on an accelerator (cuda, mps, cuda:1) each has its own."""
+    """Return the device of each worker on this machine.
+
+    Workers share a CPU. On an accelerator (cuda, mps, cuda:1), each worker has its own device.
+
+    Raises:
+        OptionInvalid: there are fewer devices than workers.
+    """
     kind = torch.device(device)
     if kind.type == "cpu":
         return [device] * n_workers
     n_devices = torch.cuda.device_count() if kind.type == "cuda" and kind.index is None else 1
     if n_workers > n_devices:
         raise OptionInvalid(
-            f"There are {n_devices} of {device} on this machine, and each of {n_workers} workers needs one of its "
-            "own. Lower --workers, or leave out --device."
+            f"The number of {device} devices on this machine is {n_devices}, but each of "
+            f"{n_workers} workers needs its own. Lower --workers, or leave out --device."
         )
     return (
         [device]
@@ -336,20 +374,25 @@ def _report(
 
 def repair(
     store: str | os.PathLike[str] | StorePath,
-    model: str,  # the target that the store was made with: a folder, a GGUF file or a hub id
-    dataset: str | None = None,  # the chats; None for those of the store's last extraction
-    # device of the forward; None for that of the store's last extraction
+    model: str,
+    dataset: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
-    """Extract what is damaged or missing in a store, with the settings of its last extraction.
+    """Extract the damaged and missing parts of a store, with the settings of its last extraction.
 
-    Nothing is deleted before target and dataset are known to be the ones that the store was made from.
+    Nothing is deleted until target and dataset are verified to be those of the store.
+
+    Args:
+        model: the target that the store was made with: a folder, a GGUF file or a hub id.
+        dataset: the chats; None for the dataset of the last extraction.
+        device: device of the forward; None for the device of the last extraction.
 
     Raises:
         WorkerError: no extraction is recorded.
-        StoreMismatch: the store was made from another target or dataset, or the codec learns something else.
+        StoreMismatch: the store was made from another target or dataset, or the codec learns other
+            values than before.
     """
     path = open_path(store)
     recorded = recorded_config(path)
@@ -364,7 +407,8 @@ def repair(
         return extract(config, progress, provenance, repairs=True)
     except StoreMismatch as error:
         advice = (
-            "Give the --model and the --dataset that it was made from. If only codec.basis_sha256 differs, repair it "
-            f"on the machine that extracted it, restore {CODEC_NAME}/ from a copy, or extract to another folder."
+            "Give the --model and the --dataset that it was made from. If only codec.basis_sha256 "
+            f"differs, repair it on the machine that extracted it, restore {CODEC_NAME}/ from a "
+            "copy, or extract to another folder."
         )
         raise StoreMismatch(str(path), error.changes, advice) from error

@@ -1,4 +1,4 @@
-"""Stores and drafters to and from the Hugging Face Hub."""
+"""Push stores and drafters to the Hugging Face Hub, and pull them."""
 
 import json
 import os
@@ -26,26 +26,30 @@ from ..storage.schema import (
 from ..text import Progress, first_line, format_bytes
 
 DRAFTER_FILE = "drafter.json"
-# Locks and runs/ stay here, as they name paths and machines.
+# Locks and runs/ are not pushed, because they name local paths and machines.
 _PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
-_CACHE = ".cache"  # where the Hub's client keeps what it has begun to download, below the folder
-_AGAIN = "What is there is kept: run the same command again to continue."
+_CACHE = ".cache"  # subfolder in which the Hub's client keeps unfinished downloads
+_AGAIN = "Finished files are kept: run the same command again to continue."
 
 
 def push(path: Path, repo: str, private: bool = False) -> str:
-    """Push a store (as a dataset) or a drafter (as a model) with its card, and say what was pushed.
+    """Push a store (as a dataset) or a drafter (as a model) with its card.
 
-    What is there already is not sent again.
+    Files that the repository has already are not sent again.
 
     Args:
         path: a store, a drafter's folder, or a run of `moa-data train`.
-        repo: OWNER/NAME; made where it is missing, and refused where it is public and ``private`` is asked for.
+        repo: OWNER/NAME. The repository is created if it does not exist.
+        private: create a private repository, and refuse an existing public one.
+
+    Returns:
+        A text about the files that were pushed.
     """
     folder, entry, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
         raise DatasetError(
-            "No token: set HF_TOKEN to one that may write (huggingface.co/settings/tokens)."
+            "No token: set HF_TOKEN to a token with write access (huggingface.co/settings/tokens)."
         )
     files = _files(folder, entry)
     api = _connect()
@@ -53,11 +57,12 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=repo_type).private:
             raise DatasetError(
-                f"{repo} is there already and public. Make it private on the Hub, or choose another name."
+                f"{repo} exists already and is public. Make it private on the Hub, or choose "
+                "another name."
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
-        # A pattern for each file would be compared with each file: name the folders instead.
+        # The client compares every file with every pattern, so use one pattern per folder.
         tops = {name.split("/")[0] for name in files} - {entry, CARD_NAME}
         first = [*tops, *(f"{top}/*" for top in tops)]
         if CARD_NAME not in files:
@@ -65,8 +70,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
             api.upload_file(
                 repo_id=repo, repo_type=repo_type, path_in_repo=CARD_NAME, path_or_fileobj=card
             )
-        # The file that makes a folder a store or a drafter is pushed last, so that half a push is
-        # neither.
+        # The file that marks a store or a drafter is pushed last, so that an unfinished push is not
+        # taken for one.
         for patterns, message in (
             (first, "Push with moa-data"),
             ([entry, CARD_NAME], "Finish the push"),
@@ -76,30 +81,37 @@ def push(path: Path, repo: str, private: bool = False) -> str:
                 allow_patterns=patterns, ignore_patterns=[f"*{PARTIAL_SUFFIX}"],
             )  # fmt: skip
     kind = "store" if repo_type == "dataset" else "drafter"
-    return f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\nrepository   {url}"
+    return (
+        f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\n"
+        f"repository   {url}"
+    )
 
 
 def pull(
     repo: str, folder: Path, revision: str | None = None, progress: Progress | None = None
 ) -> str:
-    """Pull a repository that :func:`push` made, check every byte, and say what came.
+    """Pull a repository that :func:`push` made, and check every byte.
 
     Args:
-        folder: new, empty, or of a pull that was interrupted.
+        folder: the output; missing, empty, or left by an interrupted pull.
         revision: branch, tag or commit; None for main.
 
+    Returns:
+        A text about the files that were pulled.
+
     Raises:
-        DatasetError: the repository does not exist, the Hub cannot be reached, or what came is damaged (exit code 1).
+        DatasetError: the repository does not exist, the Hub cannot be reached, or a file is damaged
+            (exit code 1).
         OutputOccupied: the folder holds something else.
     """
     folder = folder.expanduser()
     if folder.exists() and not (
         folder.is_dir() and ((folder / _CACHE).is_dir() or not any(folder.iterdir()))
     ):
-        raise OutputOccupied(f"{folder} is there already. Choose another folder, or delete it.")
+        raise OutputOccupied(f"{folder} exists already. Choose another folder, or delete it.")
     api = _connect()
     with _one_line(repo):
-        # One commit, also where somebody pushes meanwhile.
+        # Read all files from one commit, even if somebody pushes in the meantime.
         try:
             repo_type, commit = (
                 "dataset",
@@ -114,31 +126,37 @@ def pull(
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
             raise DatasetError(
-                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has finished."
+                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}, so it is not a finished "
+                "`push`."
             )
-        where: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
-        api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **where)
-        wrong = [
+        location: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
+        api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **location)
+        damaged = [
             Path(mismatch["path"])
-            for mismatch in api.verify_repo_checksums(repo, **where).mismatches
+            for mismatch in api.verify_repo_checksums(repo, **location).mismatches
         ]
-    for path in wrong:
+    for path in damaged:
         (folder / path).unlink()
-        raise _damaged(f"{folder / path} is not the file of its commit, and was deleted. {_AGAIN}")
+        raise _damaged(f"{folder / path} differs from its commit, and was deleted. {_AGAIN}")
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:
             raise _damaged(
-                f"{folder} is not whole: `moa-data verify {folder}` says why. Push it again."
+                f"{folder} is damaged or incomplete: `moa-data verify {folder}` says why. Push it "
+                "again."
             )
     shutil.rmtree(folder / _CACHE)
     n_bytes = sum(file.size for file in files.values())
-    what = f"a {kind}: {len(files):,} files, {format_bytes(n_bytes)}"
-    return f"pulled       {what}\ncommit       {commit}\nfolder       {folder}"
+    contents = f"a {kind}: {len(files):,} files, {format_bytes(n_bytes)}"
+    return f"pulled       {contents}\ncommit       {commit}\nfolder       {folder}"
 
 
 def drafter_card(facts: dict[str, Any]) -> str:
-    """Write the model card of a drafter from its ``drafter.json``: kind, sizes, and the target that it belongs to."""
+    """Return the model card of a drafter, with its kind, its sizes and its target.
+
+    Args:
+        facts: content of ``drafter.json``.
+    """
     target = facts.get("target") or {}
     sizes = {
         key: value
@@ -158,46 +176,48 @@ def drafter_card(facts: dict[str, Any]) -> str:
 
 def _damaged(message: str) -> DatasetError:
     error = DatasetError(message)
-    error.exit_code = 1  # as `verify` ends for a damaged store
+    error.exit_code = 1  # the exit code of `verify` for a damaged store
     return error
 
 
 def _what(path: Path) -> tuple[Path, str, str]:
-    """Return the folder to push, the file that makes it a whole, and the kind of its repository."""
+    """Return the folder to push, the file that marks it as complete, and the type of repository."""
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
-        if what := summary.missing or ", ".join(summary.unfinished):
+        if unfinished := summary.missing or ", ".join(summary.unfinished):
             raise DatasetError(
-                f"{path} is incomplete: {what}. Finish it with the command that began it, then push."
+                f"{path} is incomplete: {unfinished}. Finish it with the command that made it, "
+                "then push."
             )
         return path, MANIFEST_NAME, "dataset"
     for folder in (path, path / "drafter"):
         if (folder / DRAFTER_FILE).is_file():
             return folder, DRAFTER_FILE, "model"
     raise DatasetError(
-        f"{path} is neither a store ({MANIFEST_NAME}), a drafter ({DRAFTER_FILE}) nor a run of `moa-data train`."
+        f"{path} is neither a store ({MANIFEST_NAME}) nor a drafter ({DRAFTER_FILE}) nor a run of "
+        "`moa-data train`."
     )
 
 
 def _files(folder: Path, entry: str) -> dict[str, int]:
-    found = {}
+    sizes = {}
     for path in sorted(folder.rglob("*")):
         top = path.relative_to(folder).parts[0]
         name = path.relative_to(folder).as_posix()
         is_ours = top in _PUSHED if entry == MANIFEST_NAME else not top.startswith(".")
         if is_ours and path.is_file() and not name.endswith(PARTIAL_SUFFIX):
-            found[name] = path.stat().st_size
-    return found
+            sizes[name] = path.stat().st_size
+    return sizes
 
 
 def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, int]) -> None:
-    """Refuse a repository that holds another store, or files that are not of this one."""
-    there = _remote_files(api, repo, "dataset")
-    strange = [name for name in there if name not in files]
-    if MANIFEST_NAME in there:
-        found = api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset")
+    """Refuse a repository that holds another store, or files that this store lacks."""
+    remote_files = _remote_files(api, repo, "dataset")
+    strange = [name for name in remote_files if name not in files]
+    if MANIFEST_NAME in remote_files:
+        manifest = api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset")
         strange += [MANIFEST_NAME] * (
-            Path(found).read_bytes() != (folder / MANIFEST_NAME).read_bytes()
+            Path(manifest).read_bytes() != (folder / MANIFEST_NAME).read_bytes()
         )
     if strange:
         raise DatasetError(
@@ -217,18 +237,19 @@ def _remote_files(
 
 
 def _connect() -> HfApi:
-    """Return a client that takes endpoint and token from the environment alone (HF_ENDPOINT, HF_TOKEN)."""
+    """Return a client with endpoint and token from the environment only (HF_ENDPOINT, HF_TOKEN)."""
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN") or False)
 
 
 @contextmanager
 def _one_line(repo: str) -> Iterator[None]:
-    """Turn the many errors of the client into :class:`DatasetError`."""
+    """Turn the errors of the client into :class:`DatasetError`."""
     try:
         yield
     except RepositoryNotFoundError as error:
         raise DatasetError(
-            f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN in the environment."
+            f"The Hub has no repository {repo}, or the token may not see it. Check the name, and "
+            "HF_TOKEN in the environment."
         ) from error
     except HFValidationError as error:
         raise DatasetError(
@@ -236,9 +257,10 @@ def _one_line(repo: str) -> Iterator[None]:
         ) from error
     except MoaDataError:
         raise
-    except Exception as error:  # of many unrelated types
+    # The client raises many unrelated types.
+    except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
-        # a failed upload's cause says why
+        # The reason of a failed upload is in the cause of the error.
         reason = first_line(error.__cause__ or error).rstrip(".")
         raise DatasetError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error

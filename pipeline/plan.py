@@ -1,7 +1,8 @@
-"""The plan of an extraction, made before the first forward: what will be written, where, and from which inputs.
+"""Plan an extraction before its first forward: inputs, sequences, fields and output.
 
-``store.json`` records what a store was made from: content hashes of target and dataset, and commits of the Hub as
-``extraction.sources``, so that later starts take those and no newer ones; of local folders and files no commit::
+``store.json`` records the inputs of a store. They are the content hashes of target and dataset, and
+the commits of those that come from the Hub, as ``extraction.sources``. Later runs load the recorded
+commits, not newer ones. Local files and folders have no commit::
 
     "sources": {
       "model": {"id": "Qwen/Qwen3-8B", "revision": "main", "commit": "b968826d..."},
@@ -76,17 +77,17 @@ _MAIN = "main"
 
 @dataclass(frozen=True)
 class ExtractPlan(WritePlan):
-    """What an extraction will do."""
+    """The plan of an extraction."""
 
     config: ExtractConfig
-    # content of store.json; of a codec that learns, without what it will learn
+    # Content of store.json. A codec that learns has not learned yet.
     manifest: StoreManifest
     sequences: Sequences = field(repr=False)
-    # The origin of the sequences (``texts_origin``); None where only reading all rows tells it.
+    # The origin of the sequences (``texts_origin``); None if it takes reading all rows to know it.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
-    keeps_texts: bool  # whether the output folder holds them
-    dataset: str  # the dataset, and which split and files of it were read, as text
-    # whether the chat template writes an end of turn after the last message of a chat
+    keeps_texts: bool  # whether the output folder already holds the tokenised sequences
+    dataset: str  # text with the dataset's name, its split and the number of files
+    # Whether the chat template writes an end of turn after the last message of a chat.
     ends_last_turn: bool
 
     def rows_read(self) -> list[str]:
@@ -95,13 +96,14 @@ class ExtractPlan(WritePlan):
         rows = counted(counts.n_rows, "row")
         lines = [
             f"dataset      {self.dataset}: {rows} read",
-            f"rejected     {counts.n_rejected:,} of {rows}, {counted(counts.n_duplicates, 'duplicate')} left out",
+            f"rejected     {counts.n_rejected:,} of {rows}, "
+            f"{counted(counts.n_duplicates, 'duplicate')} left out",
             *counts.rejection_lines(),
         ]
         if not self.ends_last_turn:
             lines.append(
-                "end of turn  The chat template writes none after the last answer of a chat, so drafters learn the end "
-                "of an answer from the turns before it alone."
+                "end of turn  The chat template writes none after the last answer of a chat, so "
+                "drafters learn the end of an answer only from earlier turns."
             )
         return lines
 
@@ -113,38 +115,41 @@ class ExtractPlan(WritePlan):
         n_response = int(numbers(self.table, "n_response_tokens").sum())
         lengths = np.sort(numbers(self.table, "n_tokens"))
         bits = ", ".join(
-            f"{name} {own.expected_bits:.1f}"
-            for name, own in codec.fields.items()
-            if own.spec.token_shape
+            f"{name} {field_codec.expected_bits:.1f}"
+            for name, field_codec in codec.fields.items()
+            if field_codec.spec.token_shape
         )
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
         model_config = self.forward.model_config
         if not any(families.kv_shapes(model_config)):
-            cached = "which cache no keys and values"
+            cached = "no KV cache"
         elif "kv_width" in target:
-            cached = f"which cache up to {target['kv_width']:,} numbers of a token"
+            cached = f"caching up to {target['kv_width']:,} values per token"
         lines = [
-            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, {cached}, "
-            f"width {target['hidden_size']})",
+            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} "
+            f"layers, {cached}, width {target['hidden_size']})",
             *self.rows_read(),
             f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
-            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} bytes per token)",
+            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} "
+            "bytes per token)",
             f"on disk      {self.describe_disk()}",
-            f"bits         of a value in the parts, at most: {bits}",
+            f"bits         per value in the parts, at most: {bits}",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
             *self.room(),
         ]
         if codec.learned:
             n_sample = self.n_learned_tokens
-            # Float32 values of the sample, and what they become along the axes that were learned.
-            values = sum(math.prod(own.spec.token_shape) for own in codec.learned.values())
+            # 4 bytes for each float32 value of the sample, and 2 for its components.
+            values = sum(
+                math.prod(field_codec.spec.token_shape) for field_codec in codec.learned.values()
+            )
             lines.append(
-                f"learn        the forwards of {n_sample:,} tokens before the first part; about "
-                f"{format_bytes(6 * n_sample * values)} of disk at {self.disk} meanwhile"
+                f"learn        forwards of {n_sample:,} tokens before the first part; needs about "
+                f"{format_bytes(6 * n_sample * values)} of temporary disk space at {self.disk}"
             )
         folder = self.forward.folder
         if problem := families.quantisation_problem(read_config(folder), folder):
@@ -152,7 +157,7 @@ class ExtractPlan(WritePlan):
         return "\n".join(lines)
 
     def advice(self) -> list[Advice]:
-        """Advise what suits the target and the chats."""
+        """Return advice on the drafters and settings that suit the target and the chats."""
         config = self.forward.model_config
         width = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         is_on_cpu = (
@@ -166,13 +171,17 @@ class ExtractPlan(WritePlan):
 def build_plan(
     config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False
 ) -> ExtractPlan:
-    """Plan an extraction without running the target or writing anything; equal inputs give equal plans.
+    """Plan an extraction without running the target or writing anything.
+
+    Equal inputs give equal plans.
 
     Args:
-        progress: called with (chats done, chats in all, message), then with bytes of hashed weights.
-        with_weights: also hash the target's weights, which identifies the store; a Hub target is downloaded.
+        progress: called with (chats done, total, message), then with the bytes of hashed weights.
+        with_weights: also hash the target's weights, which the store records as the target's
+            identity. The weights of a Hub target are downloaded.
     """
-    texts = {  # refuses what makes no sense before anything is downloaded
+    # Parse these settings first, so that mistakes are refused before anything is downloaded.
+    texts = {
         "columns": Columns.parse(config.data.columns).describe(),
         "template_kwargs": parse_template_arguments(config.data.template_kwargs),
     }
@@ -196,15 +205,15 @@ def build_plan(
     source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
     identities = tokenizer_identities(folder, tokenizer)
     origin = texts_origin(source, identities, config, texts, sizes)
-    kept = read_texts(out, origin)
-    sequences = kept or read_sequences(source, template, config, sizes, progress)
+    stored_sequences = read_texts(out, origin)
+    sequences = stored_sequences or read_sequences(source, template, config, sizes, progress)
     check_counts(sequences, source, config)
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
     counts = plan_counts(table)
     if with_weights:
         identities |= weight_identities(folder, progress)
     extraction = _extraction(config, forward, engine) | {
-        name: given for name, given in texts.items() if given
+        name: value for name, value in texts.items() if value
     }
     if sequences.asked_the_time:
         extraction["template_time"] = TEMPLATE_TIME.isoformat()
@@ -230,7 +239,7 @@ def build_plan(
         manifest=manifest,
         sequences=sequences,
         texts_origin=origin,
-        keeps_texts=kept is not None,
+        keeps_texts=stored_sequences is not None,
         dataset=source.describe(),
         ends_last_turn=template.ends_last_turn,
     )
@@ -239,36 +248,42 @@ def build_plan(
 def _plan_forwards(
     config: ExtractConfig, folder: Path, with_weights: bool, stored: Mapping[str, Any]
 ) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
-    """Decide what settings leave open, and refuse what cannot run, before weights are downloaded and chats are read.
+    """Resolve the open settings, and refuse what cannot run.
 
-    ``stored`` is what the store records of its extraction. Returns the settings, the forwards, and the engine that runs
-    them, None for our own.
+    This happens before weights are downloaded and chats are read.
+
+    Args:
+        stored: the ``extraction`` that the store records; empty for a new store.
+
+    Returns:
+        The settings, the plan of the forwards, and the record of vLLM, None if transformers runs
+        the target.
     """
     model_config = families.load_target_config(folder, with_weights)
-    if not families.family_of(model_config).keeps_kv:  # of the others it is known
-        frozen_weights(families.empty_model(model_config))  # refuses heads that drafters don't know
+    # Refuse LM heads that drafters do not support. Families with KV are known to be supported.
+    if not families.family_of(model_config).keeps_kv:
+        frozen_weights(families.empty_model(model_config))
     sizes = families.target_sizes(model_config)
     uses_vllm = config.forward.source == "vllm"
     groups = families.kv_groups(model_config)
-    kv_fields = tuple(one.field for one in groups)
+    kv_fields = tuple(group.field for group in groups)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"], kv_fields)
     if spec.kv:
         families.check_kv(model_config)
     if config.target_layers:
-        families.layer_sizes(model_config)  # refuses layers that no drafter can use
+        families.layer_sizes(model_config)  # raises if no drafter can use the target's layers
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
-            f"Layers of {model_config.model_type} do not cache alike; --source vllm gives no keys and values of such. "
-            "Leave it out, or extract hidden states only."
+            f"Layers of {model_config.model_type} cache keys and values in different ways, which "
+            "--source vllm does not support. Leave it out, or extract hidden states only."
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
-        # which needs one more
+        # vLLM appends one sampled token to a sequence; leave room for it.
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
     longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
     engine = check_vllm(model_config, longest) if uses_vllm else None
-    # What stays of transformers where vLLM runs the target, its weights for the store, is on the
-    # host.
+    # If vLLM runs the target, transformers only loads weights for the bundle, on the CPU.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
     compute_dtype: str = config.forward.compute_dtype
@@ -282,8 +297,9 @@ def _plan_forwards(
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
         raise OptionInvalid(
-            f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
-            "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
+            f"Codec {config.storage.codec} learns from forwards on this machine before the first "
+            "part, and it has no GPU. Start the command on a machine of the cluster that has one, "
+            "or choose another --codec."
         )
     forward = ForwardPlan(
         folder=folder,
@@ -310,10 +326,10 @@ def _plan_forwards(
 def _choose_compute_dtype(
     config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]
 ) -> str:
-    """Choose the dtype of forwards that was left open."""
+    """Choose the dtype of the forwards for ``compute_dtype`` auto."""
     kind = torch.device(device).type
     dtype = config.storage.dtype
-    # Another machine that goes on with the store, or joins in, may have another kind of CPU.
+    # Keep the dtype of the store. The machine that resumes or joins it may have another CPU.
     if stored.get("device") == kind and stored.get("compute_dtype") in (
         "float32",
         "bfloat16",
@@ -322,19 +338,23 @@ def _choose_compute_dtype(
         return str(stored["compute_dtype"])
     if kind != "cpu" or config.forward.source == "vllm":
         return dtype
-    # Weights in float32 would be rounded, and be another target than the one that is served.
+    # Rounding float32 weights would give a target that differs from the one that is served.
     is_bfloat16 = dtype == "bfloat16" and getattr(model_config, "dtype", None) == torch.bfloat16
     return "bfloat16" if is_bfloat16 and has_fast_bfloat16() else "float32"
 
 
 def _pick_device(config: ExtractConfig) -> str:
-    """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
+    """Return the device of the forward.
+
+    With Ray, ``gpus_per_worker`` decides, because this machine may lack the GPUs of the workers.
+    """
     wanted = config.forward.device
     n_gpus = config.scale.gpus_per_worker
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(
-                f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them."
+                f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of "
+                "them."
             )
         return "cuda" if n_gpus else "cpu"
     return pick_device(wanted)
@@ -343,7 +363,10 @@ def _pick_device(config: ExtractConfig) -> str:
 def _extraction(
     config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
+    """Return the settings that determine the stored values.
+
+    The size of batches is included, because it changes the last bits of a forward.
+    """
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
         "activations": list(forward.spec.fields),
@@ -362,7 +385,7 @@ def _extraction(
 
 
 def _conventions(model_config: Any) -> Mapping[str, str]:
-    """Return what keys and values mean where they are not as Llama's."""
+    """Return notes on the meaning of keys and values; empty if they are like Llama's."""
     groups = families.kv_groups(model_config)
     if any(group.field == "kv/latent" for group in groups):
         return LATENTS
@@ -371,7 +394,11 @@ def _conventions(model_config: Any) -> Mapping[str, str]:
 
 @contextmanager
 def interruptible(what: str) -> Iterator[None]:
-    """Turn Ctrl-C into an :class:`Interrupted` that says what is kept."""
+    """Turn Ctrl-C into an :class:`Interrupted` error.
+
+    Args:
+        what: end of the message, which says what was interrupted and what is kept.
+    """
     try:
         yield
     except KeyboardInterrupt as error:
@@ -379,9 +406,9 @@ def interruptible(what: str) -> Iterator[None]:
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
-    """Return the sources that a manifest's ``extraction`` records; malformed ones are left out."""
-    found = extraction.get("sources")
-    entries = found.items() if isinstance(found, Mapping) else ()
+    """Return the sources in a manifest's ``extraction``. Malformed entries are left out."""
+    recorded = extraction.get("sources")
+    entries = recorded.items() if isinstance(recorded, Mapping) else ()
     return {
         kind: entry
         for kind, entry in entries
@@ -391,7 +418,7 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
-    """Return what a store records of its extraction; None if the store does not exist yet, or cannot be read."""
+    """Return the ``extraction`` in a store's manifest; None if it is missing or unreadable."""
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:
@@ -401,7 +428,10 @@ def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
 
 
 def stored_sources(store: StorePath) -> Sources | None:
-    """Return the sources of a store; None for one that has no part, which may be begun anew from others."""
+    """Return the recorded sources of a store.
+
+    Returns None for a store without parts, which may still be created from other sources.
+    """
     extraction = _stored_extraction(store) if has_parts(store) else None
     return None if extraction is None else recorded_sources(extraction)
 
@@ -409,7 +439,15 @@ def stored_sources(store: StorePath) -> Sources | None:
 def pinned_revision(
     sources: Sources | None, kind: str, name: str, revision: str | None
 ) -> str | None:
-    """Return the recorded commit of a model or dataset that is asked for, else the revision that is asked for."""
+    """Return the revision of a model or dataset to load.
+
+    It is the recorded commit if the store was made from the requested revision, else the request.
+
+    Args:
+        kind: model or dataset.
+        name: hub id of the model or dataset.
+        revision: the requested branch, tag or commit; None for main.
+    """
     entry = (sources or {}).get(kind)
     if (
         entry
@@ -423,12 +461,16 @@ def pinned_revision(
 def find_target(
     model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True
 ) -> Path:
-    """Return the folder of a target, a Hub model at the commit that a store records; refuse one without weights."""
+    """Return the folder of a target. A Hub model is taken at the commit that the store records.
+
+    Args:
+        with_weights: download the weights too, and refuse a folder without weights.
+    """
     folder = resolve_model_folder(
         model, with_weights, pinned_revision(sources, "model", model, revision)
     )
     if with_weights:
-        weight_files(folder)  # refuses a folder without weights
+        weight_files(folder)  # raises if the folder has no weights
     return folder
 
 
@@ -438,29 +480,29 @@ def sources_record(
     """Return the record of the sources for ``extraction``.
 
     Args:
-        folder: folder of the model, as it was found.
-        before: the store's own record. An entry stays where the commits are equal, or where one of the two is unknown:
-            content hashes then tell whether the data are the same.
+        folder: the model's folder. In the cache of the Hub its name is the commit.
+        before: the record in the store, or None. An entry is replaced only by one with another
+            commit. If a commit is unknown, content hashes tell whether the data are the same.
     """
-    now: dict[str, dict[str, str]] = {}
+    current: dict[str, dict[str, str]] = {}
     if not Path(config.model).expanduser().exists():
-        now["model"] = {
+        current["model"] = {
             "id": config.model,
             "revision": config.revision or _MAIN,
             "commit": folder.name,
         }
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
-        now["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
+        current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
     if before is None:
-        return {"sources": now} if now else {}
-    kept = {kind: dict(entry) for kind, entry in before.items()}
+        return {"sources": current} if current else {}
+    entries = {kind: dict(entry) for kind, entry in before.items()}
     changed = {
         kind: new
-        for kind, new in now.items()
-        if kind in kept and kept[kind]["commit"] != new["commit"]
+        for kind, new in current.items()
+        if kind in entries and entries[kind]["commit"] != new["commit"]
     }
-    return {"sources": kept | changed} if kept else {}
+    return {"sources": entries | changed} if entries else {}
 
 
 def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
@@ -469,7 +511,7 @@ def weight_identities(folder: Path, progress: Progress | None = None) -> dict[st
 
 
 def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
-    """Hash what tokens depend on of a target: tokenizer.sha256 and template.sha256."""
+    """Hash the tokenizer and the chat template: tokenizer.sha256 and template.sha256."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -480,7 +522,13 @@ def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
 
 
 def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Refuse inputs whose identities are not those of a store; what its manifest lacks is not compared."""
+    """Compare the hashes of the inputs with those in a store's manifest.
+
+    Hashes that the manifest lacks are not compared.
+
+    Raises:
+        StoreMismatch: a hash differs.
+    """
     changes = {
         f"identities.{key}": (stored[key], value)
         for key, value in found.items()
@@ -491,7 +539,11 @@ def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping
 
 
 def recorded_config(store: StorePath) -> ExtractConfig:
-    """Return the settings of the store's last finished extraction; raises WorkerError where none can be used."""
+    """Return the settings of the store's last finished extraction.
+
+    Raises:
+        WorkerError: the store has no usable record of an extraction.
+    """
     runs = store / RUNS_NAME
     names = {setting.name for setting in ExtractConfig.settings()}
     records = [name for name in names_in(runs) if name.endswith(".json")]
@@ -504,6 +556,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise WorkerError(
-        f"{runs} records no finished extraction, so its settings are not known. Run the command that made the store: "
-        f"it writes what is missing, after `moa-data repair {json.dumps(str(store))} --drop` also what is damaged."
+        f"{runs} records no finished extraction, so its settings are not known. Run the command "
+        "that made the store to write what is missing; run `moa-data repair "
+        f"{json.dumps(str(store))} --drop` first to also rewrite what is damaged."
     )

@@ -1,4 +1,4 @@
-"""Make a store with another codec from a lossless one, without the target."""
+"""Convert a lossless store to another codec, without running the target."""
 
 import dataclasses
 import os
@@ -29,22 +29,22 @@ from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
-# tokens of the sequences on which metrics of keys and values are measured, roughly
+# Approximate number of tokens on which the metrics of keys and values are measured.
 _METRIC_TOKENS = 60_000
-_MIN_RESPONSE = 8  # tokens of a response that draft rounds fit into
+_MIN_RESPONSE = 8  # minimum response length in tokens; shorter ones have no room for draft rounds
 
 
 class KVMetrics(Protocol):
-    """Measures what errors of keys and values cost a drafter."""
+    """Measures how much errors of keys and values affect a drafter."""
 
     @property
     def identity(self) -> str:
-        """A hash of the drafter, by which a resumed run is compared."""
+        """A hash of the drafter. A run that is resumed must have the same one."""
 
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Return a metric of each part of each group of the codec, measured on sequences of a store."""
+        """Measure metrics on sequences of a store: one for each part of each group of the codec."""
 
 
 def recode(
@@ -55,18 +55,22 @@ def recode(
     provenance: Mapping[str, Any] | None = None,
     kv_metrics: KVMetrics | None = None,
 ) -> WriteReport:
-    """Write the content of a lossless store with another codec, or continue where an earlier run stopped.
+    """Write the content of a lossless store with another codec, or resume an earlier run.
 
-    Without metrics the new store has the bytes that extracting with that codec would have given. The report compares
-    some sequences of the two stores.
+    Without metrics, the new store equals an extraction with that codec, byte for byte. The report
+    compares some sequences of the two stores.
 
     Args:
         store: a complete lossless store.
-        progress: called with (tokens done, tokens in all, message).
-        kv_metrics: gives a transform codec the metrics in which it learns keys and values, where none is learned yet.
+        codec: name of the new codec.
+        out: the new store.
+        progress: called with (tokens done, total, message).
+        kv_metrics: measures the metrics in which a transform codec learns keys and values, unless
+            an earlier run has learned them.
 
     Raises:
-        OptionInvalid: the source is not lossless, or source, output, codec and metrics do not fit.
+        OptionInvalid: the source is not lossless, or source, output, codec and metrics do not
+            match.
     """
     fix_sums()
     start = time.perf_counter()
@@ -75,8 +79,9 @@ def recode(
     with ActivationStore(store, require_complete=True) as source:
         if not source.codec.is_lossless:
             raise OptionInvalid(
-                f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
-                "codec has lost another cannot bring back. Extract again, or give the lossless store."
+                f"{source.path} has codec {source.codec.name}, but only a lossless store can be "
+                "recoded, because the loss of a codec cannot be undone. Extract again, or give the "
+                "lossless store."
             )
         is_folder = (
             isinstance(target_store, Path)
@@ -109,8 +114,8 @@ def recode(
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
                 raise Interrupted(
-                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
-                    "command again to continue."
+                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in "
+                    f"{writer.path}. Run the same command again to continue."
                 ) from error
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
@@ -133,7 +138,10 @@ def _learned_codec(
     progress: Progress | None,
     kv_metrics: KVMetrics | None,
 ) -> StoreCodec:
-    """Make a codec, and let it learn from a lossless store if it must; ``out`` may hold what an earlier run learned."""
+    """Create the codec, and fit it on the source if it learns.
+
+    If an earlier run to ``out`` has fitted it already, that codec is returned.
+    """
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
@@ -141,12 +149,12 @@ def _learned_codec(
     kv = codec.fields.get("kv")
     if kv_metrics is not None and kv is None:
         raise OptionInvalid(
-            f"{source.path} has no keys and values for a drafter to read. Leave --drafter out."
+            f"{source.path} has no keys and values for a drafter to read. Leave out --drafter."
         )
     if kv_metrics is not None and not isinstance(kv, TransformCodec):
         raise OptionInvalid(
-            f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to say. Give "
-            "transform:<bits>, or leave --drafter out."
+            f"Codec {name} gives all keys and values the same number of bits, so a drafter cannot "
+            "change it. Give transform:<bits>, or leave out --drafter."
         )
     if not codec.learned:
         return codec
@@ -165,12 +173,12 @@ def _learned_codec(
         answered = np.flatnonzero(numbers(source.sequences, "n_response_tokens") >= _MIN_RESPONSE)
         if not len(answered):
             raise OptionInvalid(
-                f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
-                "measured. Leave --drafter out."
+                f"No sequence of {source.path} has a response of at least {_MIN_RESPONSE} tokens, "
+                "which measuring a drafter needs. Leave out --drafter."
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    # a drafter needs room before
+    # Load these weights only now, because measuring with a drafter needs the memory before.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", existing_parent(out), progress)
     calibrate(
@@ -188,7 +196,7 @@ def _learned_codec(
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
     if not writer.has_target and exists(source.path / TARGET_NAME):
         with writer.target() as folder:
-            # shutil.copytree hides a full disk in a list of tuples.
+            # shutil.copytree would hide the error of a full disk in a list of tuples.
             for root, _, names in walk(source.target_path):
                 copy = folder / root.relative_to(source.target_path)
                 copy.mkdir(exist_ok=True)
@@ -209,10 +217,11 @@ def write_parts(
     message: str,
     progress: Progress | None,
 ) -> Timings:
-    """Write and commit every pending part, sequence by sequence.
+    """Write and commit all pending parts, sequence by sequence.
 
     Args:
-        read: row of the plan -> field -> its values, as ``PartWriter.write`` takes them.
+        read: maps a row of the plan to the values of each field, as ``PartWriter.write`` takes
+            them.
         message: name of the phase for progress, which counts tokens.
     """
     timings = Timings()

@@ -1,18 +1,19 @@
-"""Let a target answer the questions of a dataset, or its own, and write chats that ``extract`` takes.
+"""Let a target answer the questions of a dataset, or its own, and write chats for ``extract``.
 
-The assistant's messages of a row are left out, and what stands between them is asked again, turn by turn, each with the
-new answers before it::
+The assistant's messages of a row are dropped. The other messages are asked turn by turn, each turn
+after the new answers to earlier ones::
 
     row       system  user  assistant  user  assistant        turns      [system, user]  [user]
     answered  system  user  ANSWER     user  ANSWER
 
-An answer that reaches its limit of tokens ends its chat. Its row has the ``finish_reason`` ``length``, as
-in OpenAI's API, so that nobody trains an end of turn that the target did not write.
+An answer that reaches its limit of tokens ends its chat. Its row has the ``finish_reason``
+``length``, as in OpenAI's API, so that no drafter learns an end of turn that the target did not
+write.
 
-Without a dataset the target writes the questions too (Magpie, arXiv 2406.08464): it continues the empty user
-turn of its chat template up to the token that ends such a turn.
+Without a dataset, the target writes the questions too (Magpie, arXiv 2406.08464). It continues the
+empty user turn of its chat template up to the token that ends such a turn.
 
-Beside OUT is OUT.regeneration.json, the record of who answers what and how, and of how far.
+OUT.regeneration.json, next to OUT, records the settings and the progress.
 """
 
 import asyncio
@@ -50,17 +51,18 @@ from ..text import Progress, counted, first_line, format_hours, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 
-_FILE = "chats.jsonl"  # name of the file in a folder
-_TIMED_TOKENS = 16  # tokens of each text by which `preview` measures the speed
-_MOST_DROPPED = 9  # unusable questions of the target for each usable one, before it is given up
-_FEW_DROPPED = 64  # unusable questions that are not too many, whatever the others are
-# keeps the seeds of questions apart from each other's and the answers'
+_FILE = "chats.jsonl"  # name of the output file if the output is a folder
+_TIMED_TOKENS = 16  # prompt tokens and new tokens of each text with which the speed is measured
+# Maximum number of unusable questions of the target for each usable one.
+_MOST_DROPPED = 9
+_FEW_DROPPED = 64  # number of unusable questions that is always allowed in addition
+# Keeps the seeds of questions apart from those of answers, and of questions with other seeds.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 _WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
 
 
 class LossReason(StrEnum):
-    """Why a chat, or the rest of one, is not answered, as the user is told."""
+    """Reasons, as shown to the user, for not answering a chat or the rest of a chat."""
 
     TOOLS = "the chat has tools, whose results are not known"
     NO_QUESTION = "nothing comes before the assistant's first message"
@@ -79,30 +81,33 @@ class LossReason(StrEnum):
 
 @dataclass
 class Row:
-    """One row of the dataset: what is asked, and the answers so far."""
+    """One row of the dataset, with its questions and the answers so far."""
 
-    row: int  # its number in the dataset, from 0
-    # up to its last answer; none where it is rejected
+    row: int  # row number in the dataset, from 0
+    # The chat up to the last answer; empty if the row is rejected.
     messages: list[Message] = field(default_factory=list)
     n_answers: int = 0
     n_tokens: int = 0  # tokens of the answers
     is_cut: bool = False  # whether the last answer reached a limit
-    # why the row is rejected, or its later turns were not answered; empty where all were
+    # Why the row is rejected, or later turns are not answered; empty if all are answered.
     reason: str = ""
     detail: str = ""
-    # before each answer to come, after the one before it
+    # The turns that are still to be asked. Each has the messages between two answers.
     turns: list[list[Message]] = field(default_factory=list)
-    # the messages of the turn that is being asked
+    # The chat up to the turn that is being asked.
     prompt: list[Message] = field(default_factory=list)
 
     @classmethod
     def read(cls, row: int, content: Any, columns: Columns) -> "Row":
-        """Read the questions of a row; the last turn is asked whether the row has an answer to it or not."""
+        """Read the questions of a row.
+
+        The last turn is asked even if the row has no answer to it.
+        """
         chosen = columns.apply(content)
         chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
-        # The target would call them otherwise than the dataset's assistant did.
+        # The target would call other tools than the dataset's assistant did.
         if chat.tools or any(
             message["role"] == "tool" or "tool_calls" in message for message in chat.messages
         ):
@@ -124,21 +129,22 @@ class Row:
         return cls(row, turns=[turn for turn in turns if turn])
 
     def begin_turn(self) -> bool:
-        """Set the prompt of the next turn; False where the chat has ended."""
+        """Set the prompt of the next turn. Returns False if the chat has ended."""
         if self.reason or not self.turns:
             return False
         self.prompt = [*self.messages, *self.turns.pop(0)]
         return True
 
     def take(self, text: str, n_tokens: int, is_cut: bool = False, keep_cut: bool = True) -> None:
-        """Add the answer to the prompt; one that has no word, or was cut, ends the chat."""
+        """Add the answer to the prompt. An empty, invalid or cut answer ends the chat."""
         if is_cut:
-            text = text.rstrip("\ufffd")  # the first bytes of a character
+            text = text.rstrip("\ufffd")  # the incomplete bytes of the last character
         if is_cut and not keep_cut:
             self.end(LossReason.NO_END, f"{n_tokens:,} tokens")
         elif not text.strip():
             self.end(LossReason.EMPTY)
-        elif "\ufffd" in text:  # a replacement character: half a character's bytes were generated
+        # A replacement character: the target generated bytes that are not valid UTF-8.
+        elif "\ufffd" in text:
             self.end(LossReason.NO_TEXT)
         else:
             self.messages = [*self.prompt, {"role": "assistant", "content": text}]
@@ -149,13 +155,13 @@ class Row:
                 self.end(LossReason.NO_END)
 
     def end(self, reason: str, detail: str = "") -> None:
-        """End the chat before the turn that is being asked."""
+        """End the chat before the current turn."""
         self.reason = str(reason)
         self.detail = printable(detail)
 
 
 def _as_one_line(messages: Sequence[Message]) -> str:
-    """Return the text of the first message without differences of white space."""
+    """Return the text of the first message with normalised white space."""
     return " ".join(messages[0]["content"].split())
 
 
@@ -166,14 +172,14 @@ class RowCounts(BaseModel):
     n_answers: int = 0
     n_tokens: int = 0
     n_at_limit: int = 0  # chats whose last answer was cut
-    dropped: Counter[str] = Counter()  # reason -> unusable questions of the target
-    rejected: Counter[str] = Counter()  # reason -> rows that gave no chat
-    cut: Counter[str] = Counter()  # reason -> kept chats whose later turns were not answered
-    examples: dict[str, str] = {}  # reason -> the first row that had it
+    dropped: Counter[str] = Counter()  # unusable questions of the target, by reason
+    rejected: Counter[str] = Counter()  # rows without a chat in the output, by reason
+    cut: Counter[str] = Counter()  # chats whose later turns were not answered, by reason
+    examples: dict[str, str] = {}  # text about the first row of each reason
 
     @property
     def n_chats(self) -> int:
-        """Rows that gave a chat."""
+        """Number of chats in the output."""
         return self.n_rows - self.rejected.total()
 
     def add(self, row: Row) -> None:
@@ -189,7 +195,7 @@ class RowCounts(BaseModel):
             )
 
     def lines(self, counts: Counter[str], start: str = "") -> list[str]:
-        """Return one line for each reason, the most frequent first, with an example."""
+        """Return a line with an example for each reason, the most frequent first."""
         return [
             f"{start}{n:,}  {reason} (first: {self.examples[reason]})"
             for reason, n in counts.most_common()
@@ -197,29 +203,29 @@ class RowCounts(BaseModel):
 
 
 class Work(NamedTuple):
-    """What a run asks."""
+    """The questions of a run."""
 
     source: ChatSource | None  # None if the target writes the questions
     n_rows: int
-    most_tokens: int  # that the target may write
-    settings: dict[str, Any]  # what decides the questions
-    text: str  # all of it in a line
+    most_tokens: int  # upper bound of the tokens that the target writes
+    settings: dict[str, Any]  # settings that determine the questions
+    text: str  # summary in one line
 
 
 def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
-    """Say what a run asks; rows of a dataset are read once for it."""
+    """Count the questions of a run. This reads all rows of a dataset."""
     limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
-    asked = config.questions
+    questions = config.questions
     if config.self_prompted is not None:
         n_rows = config.self_prompted
-        settings = asked.model_dump(
+        settings = questions.model_dump(
             include={"question_temperature", "question_top_p", "question_tokens"}
         )
         text = f"{counted(n_rows, 'question')} that the target writes, and answers {limits}"
-        most_tokens = n_rows * (config.max_new_tokens + asked.question_tokens)
+        most_tokens = n_rows * (config.max_new_tokens + questions.question_tokens)
         return Work(None, n_rows, most_tokens, settings, text)
     source = ChatSource(
-        config.dataset or "", asked.split, asked.dataset_config, asked.dataset_revision
+        config.dataset or "", questions.split, questions.dataset_config, questions.dataset_revision
     )
     total = source.count_rows()
     n_rows = 0
@@ -233,12 +239,15 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
             progress(n_rows, max(total, n_rows), "read rows")
     if not n_chats:
         raise DatasetError(
-            f"Dataset {source.name} has no chat that asks something among {n_rows:,} rows. Point --dataset at chats, "
-            "or name their columns with --columns."
+            f"Dataset {source.name} has no chat with a question among {n_rows:,} rows. Point "
+            "--dataset at chats, or name their columns with --columns."
         )
     dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity()})
-    text = f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers {limits}"
-    settings = {"dataset": dataset, "columns": list(asked.columns)}
+    text = (
+        f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
+        f"{limits}"
+    )
+    settings = {"dataset": dataset, "columns": list(questions.columns)}
     return Work(source, n_rows, n_answers * config.max_new_tokens, settings, text)
 
 
@@ -253,7 +262,7 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
 
 
 def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
-    """Say what a run asks, and how long it takes at most."""
+    """Return a text about the questions of a run, and an upper bound of its time."""
     work = count_work(config, progress)
     if config.server is not None:
         return work.text
@@ -261,11 +270,14 @@ def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
 
 
 def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "Answers":
-    """Have the questions of a dataset, or the target's own, answered; returns the file of the answers, closed.
+    """Answer the questions of a dataset, or the target's own, or resume an earlier run.
+
+    Returns:
+        The answers. Their file is closed.
 
     Raises:
-        DatasetError: the dataset asks nothing, or more rows are rejected than allowed.
-        OutputOccupied: the output holds something else, or answers that were begun with other settings.
+        DatasetError: the dataset has no questions, or more rows are rejected than allowed.
+        OutputOccupied: the output holds something else, or answers of a run with other settings.
         TemplateError: the target cannot write questions.
     """
     out = Path(config.out).expanduser()
@@ -273,7 +285,8 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
     folder = Path(config.dataset or out).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise OptionInvalid(
-            f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it."
+            f"--out {config.out} is inside the dataset {config.dataset}, which it would change. "
+            "Choose another --out."
         )
     work = count_work(config, progress)
     answering = LocalTarget(config) if config.server is None else Server(config)
@@ -304,7 +317,11 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
 def open_answers(
     path: Path, settings: Mapping[str, Any], n_rows: int, **others: Any
 ) -> "Iterator[Answers]":
-    """Lock a file of answered chats, made if missing; one that was begun with other settings is refused."""
+    """Open and lock a file of answered chats, which is created if it does not exist.
+
+    Raises:
+        OutputOccupied: another process writes the file, or it was made with other settings.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
@@ -317,24 +334,27 @@ def open_answers(
 
 
 class _Record(BaseModel):
-    """What is written beside the chats. It has no times, so that a resumed run ends in the same bytes."""
+    """Content of the record next to the chats.
+
+    It contains no times, so that a resumed run writes the same bytes.
+    """
 
     moa_data: str = __version__
     settings: dict[str, Any]
     rows: RowCounts = RowCounts()
-    n_bytes: int = 0
-    sha256: str | None = None  # of the chats, once they are complete
+    n_bytes: int = 0  # length of the file of chats
+    sha256: str | None = None  # hash of the file of chats, once it is complete
 
 
 @dataclass
 class Answers:
-    """The file of answered chats, and the ``record`` beside it, which says who answered what and how, and how far."""
+    """The file of answered chats, and its ``record`` of the settings and the progress."""
 
     path: Path
     file: BinaryIO
-    settings: Mapping[str, Any]  # what shapes the answers
-    n_rows: int  # rows that there are to answer
-    max_rejected_fraction: float = 1.0  # of these rows
+    settings: Mapping[str, Any]  # settings that determine the answers
+    n_rows: int  # number of rows to answer
+    max_rejected_fraction: float = 1.0  # allowed fraction of rejected rows
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -350,20 +370,20 @@ class Answers:
             }
         self._n_tokens_before = self.counts.n_tokens
         self._began_s = time.monotonic()
-        self._check_rejected()  # an earlier run may have rejected too many already
+        self._check_rejected()  # an earlier run may already have rejected too many rows
 
     @property
     def counts(self) -> RowCounts:
-        """What became of the rows so far."""
+        """Counts of the rows so far."""
         return self._record.rows
 
     def _resume(self) -> None:
-        """Take up the counts of the record, and cut off what was written after it."""
+        """Load the counts of the record, and truncate chats that were written after it."""
         n_bytes = self.path.stat().st_size
         if not self.record.exists():
             if n_bytes:
                 raise OutputOccupied(
-                    f"{self.path} exists, and no regeneration wrote it. Choose another --out."
+                    f"{self.path} exists, but no regeneration wrote it. Choose another --out."
                 )
             self._save()
             return
@@ -372,51 +392,54 @@ class Answers:
             OutputOccupied,
             "Choose another --out.",
         ):
-            found = _Record.model_validate_json(self.record.read_bytes())
-        now = self._record.settings
-        begun = found.settings
-        changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
-        if changed and found.rows.n_rows:  # without a row nothing was answered by those settings
+            recorded = _Record.model_validate_json(self.record.read_bytes())
+        current = self._record.settings
+        earlier = recorded.settings
+        changed = [
+            name for name in {**earlier, **current} if earlier.get(name) != current.get(name)
+        ]
+        # If the record counts no row, nothing was answered with the earlier settings.
+        if changed and recorded.rows.n_rows:
             listed = ", ".join(
-                f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed
+                f"{name} {earlier.get(name)} (now {current.get(name)})" for name in changed
             )
             raise OutputOccupied(
                 f"{self.path} was begun with {listed}. Give those settings, or another --out."
             )
-        if n_bytes < found.n_bytes or (found.sha256 and n_bytes > found.n_bytes):
+        if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
             raise OutputOccupied(
                 f"{self.path} was changed after it was written. Choose another --out, or delete it."
             )
-        self.file.truncate(found.n_bytes)
+        self.file.truncate(recorded.n_bytes)
         if changed:
             self._save()
         else:
-            self._record = found
+            self._record = recorded
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add a batch, and wait until it is on the disk."""
-        kept = [row for row in rows if row.messages]
+        """Add a batch of rows, and sync it to the disk."""
+        answered = [row for row in rows if row.messages]
         lines = [
             {
                 "row": row.row,
                 "messages": row.messages,
                 "finish_reason": "length" if row.is_cut else "stop",
             }
-            for row in kept
+            for row in answered
         ]
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
         with disk_full_guard(self.path, _WHEN_FULL):
             self.file.write(data)
             self.file.flush()
             os.fsync(self.file.fileno())
-            # The record comes after the chats that it counts: what a kill leaves beyond them is cut
-            # off.
+            # The record is written after the chats that it counts. If the process is killed in
+            # between, the chats that are not counted are truncated on resume.
             self._record.n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
             self._save()
         if self._keeps_questions:
-            self.asked.update(_as_one_line(row.messages) for row in kept)
+            self.asked.update(_as_one_line(row.messages) for row in answered)
         if self.progress:
             tokens_per_s = (self.counts.n_tokens - self._n_tokens_before) / (
                 time.monotonic() - self._began_s
@@ -433,32 +456,36 @@ class Answers:
         write_atomic(self.record, self._record.model_dump_json(indent=1).encode() + b"\n")
 
     def _check_rejected(self) -> None:
-        """Refuse to go on as soon as it is certain that more rows are rejected than allowed."""
+        """Stop as soon as more rows are rejected than allowed for the whole run.
+
+        Raises:
+            DatasetError: too many rows are rejected.
+        """
         counts = self.counts
-        # Whoever drops cut answers expects that many rows give no chat.
+        # With keep_cut=false, users expect to lose the rows with cut answers.
         n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
         if n_rejected > self.max_rejected_fraction * self.n_rows:
             raise DatasetError(
-                f"{n_rejected:,} of the first {counts.n_rows:,} rows ({self.n_rows:,} in all) gave no chat, more than "
-                f"--max-rejected-fraction {self.max_rejected_fraction}: {'; '.join(counts.lines(counts.rejected))}. "
-                "Raise that fraction and run the same command again, which keeps the answers so far; or correct the "
-                "data."
+                f"{n_rejected:,} of the first {counts.n_rows:,} rows ({self.n_rows:,} in all) gave "
+                f"no chat, more than --max-rejected-fraction {self.max_rejected_fraction}: "
+                f"{'; '.join(counts.lines(counts.rejected))}. Raise that fraction and run the same "
+                "command again, which keeps the answers so far, or correct the data."
             )
 
     def describe(self, config: RegenerateConfig) -> str:
-        """Return the report as lines, the command that comes next included."""
+        """Return the report as text, with the command to run next."""
         counts = self.counts
         arguments = self.settings["template_kwargs"]
         command = (
-            f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset {self.path} "
-            f"--max-length {config.questions.max_length}"
+            f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset "
+            f"{self.path} --max-length {config.questions.max_length}"
             + (f" --template-kwargs '{json.dumps(arguments)}'" if arguments else "")
             + " --out STORE"
         )
         lines = [
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
-            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; {counts.n_at_limit:,} of the answers "
-            "reached their limit",
+            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; "
+            f"{counts.n_at_limit:,} of the answers reached their limit",
             *(f"  dropped    {n:,}  {reason}" for reason, n in counts.dropped.most_common()),
             *counts.lines(counts.rejected, "  rejected   "),
             *counts.lines(counts.cut, "  cut short  "),
@@ -470,7 +497,10 @@ class Answers:
 
 
 class LocalTarget:
-    """A target that is loaded here, with a drafter's drafts where there is one; ``facts`` identify both."""
+    """A target that is loaded in this process, with a drafter if one is given.
+
+    ``facts`` identify both in the record.
+    """
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
@@ -506,41 +536,47 @@ class LocalTarget:
         }
 
     def answer(self, rows: Iterator[Row], answers: Answers) -> None:
-        """Answer all turns of the rows, a batch at a time; each batch is committed."""
-        # A batch that was interrupted is asked again as a whole, because rounding in a batch
-        # depends on its rows.
+        """Answer all turns of the rows in batches, and commit each batch."""
+        # The whole batch is asked again after an interruption, because the rounding of a forward
+        # depends on all rows of its batch.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, answers)
-            asked = batch
-            while asked := [row for row in asked if row.begin_turn()]:
-                self._generate([(row, tokens) for row in asked if (tokens := self._prompt(row))])
+            active = batch
+            while active := [row for row in active if row.begin_turn()]:
+                self._generate([(row, tokens) for row in active if (tokens := self._prompt(row))])
             answers.append([self._checked(row) for row in batch])
 
     def estimate(self, most_tokens: float) -> str:
-        """Say how long so many tokens take, by the speed of a batch of short prompts."""
+        """Return a text with the time that a number of tokens takes at most.
+
+        The speed is measured with a batch of short prompts.
+        """
         began_s = time.perf_counter()
         prompts = [[0] * _TIMED_TOKENS] * self._config.n_together
         generations = self._decode(prompts, max_new_tokens=_TIMED_TOKENS)
         n_tokens = sum(len(generation.tokens) for generation in generations)
         tokens_per_s = n_tokens / (time.perf_counter() - began_s)
-        return f"at most about {format_hours(most_tokens / tokens_per_s)} at {tokens_per_s:.3g} tokens/s"
+        return (
+            f"at most about {format_hours(most_tokens / tokens_per_s)} at "
+            f"{tokens_per_s:.3g} tokens/s"
+        )
 
     def _ask(self, rows: Sequence[Row], answers: Answers) -> None:
-        """Let the target write a question for each row, other than those of the chats so far."""
+        """Let the target write a question for each row. It must not repeat an earlier question."""
         settings = self._config.questions
         n_answered = answers.counts.n_rows
         dropped = answers.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        questions: dict[str, list[Message]] = {}  # as one line -> as a turn of a chat
+        questions: dict[str, list[Message]] = {}  # each question's turn, by its normalised text
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
                 reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
                 raise DatasetError(
-                    f"{dropped.total():,} questions had to be dropped for {n_answered:,} that could be kept: "
-                    f"{reasons}. Change --question-temperature, --question-top-p or --question-tokens, with another "
-                    "--out, or give a --dataset."
+                    f"{dropped.total():,} questions had to be dropped, and only {n_answered:,} "
+                    f"could be kept: {reasons}. Change --question-temperature, --question-top-p or "
+                    "--question-tokens, with another --out, or give a --dataset."
                 )
             n_before = n_answered + len(questions) + dropped.total()
             generations = generate_batch(
@@ -565,7 +601,7 @@ class LocalTarget:
             row.turns = [turn]
 
     def _prompt(self, row: Row) -> list[int]:
-        """Return the tokens of a prompt; none where the chat ends before it."""
+        """Return the tokens of a row's prompt; empty if the prompt cannot be answered."""
         try:
             tokens = prompt_tokens(self._template, row.prompt)
         except TemplateError as error:
@@ -577,7 +613,7 @@ class LocalTarget:
         return tokens
 
     def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
-        # No row needs more than the shortest prompt has room for.
+        # The shortest prompt has the most room for an answer, so its room bounds the batch.
         room = self._max_tokens - min((len(tokens) for _, tokens in prompts), default=0)
         generations = self._decode(
             [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),
@@ -590,24 +626,29 @@ class LocalTarget:
             row.take(text, len(tokens), is_cut, self._config.questions.keep_cut)
 
     def _checked(self, row: Row) -> Row:
-        """Reject what `extract` would: a template may refuse the target's own answers, or rewrite them."""
+        """Reject a row that `extract` would reject.
+
+        A chat template may refuse the target's own answers, or rewrite them.
+        """
         if row.messages:
             length = self._config.questions.max_length
-            found = tokenize_chat(self._template, row.messages, length, is_cut=row.is_cut)
-            if isinstance(found, Rejection):
-                return Row(row.row, reason=found.reason.value, detail=printable(found.detail))
+            tokenized = tokenize_chat(self._template, row.messages, length, is_cut=row.is_cut)
+            if isinstance(tokenized, Rejection):
+                return Row(
+                    row.row, reason=tokenized.reason.value, detail=printable(tokenized.detail)
+                )
         return row
 
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-_REFUSALS = (400, 408, 413, 422)  # statuses that concern one request
+_REFUSALS = (400, 408, 413, 422)  # statuses that concern a single request, not the server
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 
 
 class Server:
-    """A server that speaks OpenAI's API: many requests at once, rows committed in their order."""
+    """A server with OpenAI's API. Requests run in parallel, and rows are committed in order."""
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.server is not None
@@ -624,7 +665,7 @@ class Server:
         }
 
     def answer(self, rows: Iterable[Row], answers: Answers) -> None:
-        """Ask all rows; each is committed as soon as those before it are there."""
+        """Ask all rows. Each row is committed as soon as all rows before it are finished."""
         asyncio.run(self._answer_all(rows, answers))
 
     async def _answer_all(self, rows: Iterable[Row], answers: Answers) -> None:
@@ -641,8 +682,8 @@ class Server:
             try:
                 for row in rows:
                     waiting.append(asyncio.create_task(self._converse(client, row)))
-                    # Some rows ahead of the requests, so that one long answer does not hold up
-                    # those after it.
+                    # Queue more rows than connections, so that requests continue while the first
+                    # row waits for a long answer.
                     if len(waiting) == 4 * self._config.n_together:
                         await commit_finished()
                 while waiting:
@@ -655,7 +696,7 @@ class Server:
     def _client(self) -> httpx.AsyncClient:
         n_together = self._config.n_together
         limits = httpx.Limits(max_connections=n_together, max_keepalive_connections=n_together)
-        # Without a limit for the pool: rows wait there for one of the connections.
+        # The pool has no timeout, because rows wait in it for a free connection.
         timeout = httpx.Timeout(30, read=self._config.serving.answer_s, pool=None)
         return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
 
@@ -664,14 +705,14 @@ class Server:
             answer = await self._request(client, "GET", "/models")
         status = f"{answer.status_code}: {_message(answer)}"
         with parsing(
-            f"{self._url}/models gives no list of models, but {status}", ServingError, _ADVICE
+            f"{self._url}/models returned no list of models, but {status}", ServingError, _ADVICE
         ):
             names = [str(item["id"]) for item in answer.json()["data"]]
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
         raise ServingError(
-            f"{self._url} has {', '.join(names) or 'no model'}. Name one of them by --model."
+            f"{self._url} has {', '.join(names) or 'no model'}. Name one of them with --model."
         )
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
@@ -692,7 +733,10 @@ class Server:
         return row
 
     def _body(self, row: Row) -> dict[str, Any]:
-        """Return a request; settings at their defaults are left out, since not every server knows all of them."""
+        """Return the body of a request.
+
+        Settings at their defaults are left out, because not all servers support all settings.
+        """
         sampling = self._config.sampling
         body = {
             "model": self._model,
@@ -718,16 +762,17 @@ class Server:
                 int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt")
             )
             text = message.get("content") or ""
-        # A drafter would learn answers without what led to them.
+        # A drafter would learn answers without the reasoning before them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
-                f"{self._url} keeps the reasoning apart from the answer, so that the text is not all that was written. "
-                "Start it without a reasoning parser, or leave thinking out: --template-kwargs enable_thinking=false."
+                f"{self._url} keeps the reasoning apart from the answer, so the text is not all "
+                "that the model wrote. Start the server without a reasoning parser, or turn off "
+                "thinking: --template-kwargs enable_thinking=false."
             )
-        asked = self._config.questions
+        questions = self._config.questions
         if ended in ("stop", "length"):
-            is_cut = ended == "length" or n_prompt + n_tokens > asked.max_length
-            row.take(text, n_tokens, is_cut, asked.keep_cut)
+            is_cut = ended == "length" or n_prompt + n_tokens > questions.max_length
+            row.take(text, n_tokens, is_cut, questions.keep_cut)
         else:
             row.end(
                 LossReason.TOOLS if ended == "tool_calls" else LossReason.REFUSED,
@@ -737,7 +782,7 @@ class Server:
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx.Response:
-        """Send a request, again for `patience_s` while the server is overloaded or out of reach."""
+        """Send a request. Retry for `patience_s` if the server is overloaded or unreachable."""
         wait_s = _FIRST_WAIT_S
         last_s = float("inf")
         while True:
@@ -747,15 +792,15 @@ class Server:
                     return answer
                 problem = f"answers {answer.status_code} ({_message(answer)})"
             except httpx.ReadTimeout:
-                raise  # it is working on the request, and would begin anew
+                raise  # the server is working on the request; a retry would start it again
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"cannot be reached ({first_line(error)})"
-            # From the first failure on: a request may have waited for one of the connections.
+            # Patience starts at the first failure, because a request may wait for a connection.
             last_s = min(last_s, time.monotonic() + self._config.serving.patience_s)
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(
-                    f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start it, and run the same "
-                    "command again: the answers so far are kept."
+                    f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start the "
+                    "server, and run the same command again: the answers so far are kept."
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_WAIT_S)

@@ -1,4 +1,4 @@
-"""What a command that writes a store did: times and tokens of its run, its progress, and the report of the store."""
+"""Timings, progress and the final report of commands that write a store."""
 
 import time
 from collections.abc import Mapping
@@ -21,23 +21,24 @@ _LOOK_EVERY_S = 1.0
 class Timings:
     """The times and tokens of a run."""
 
-    forward_s: float = 0.0  # forwards, gathering of activations included (device time on a GPU)
-    copy_s: float = 0.0  # copies to the host on a GPU, which work beside the forwards
-    wait_s: float = 0.0  # the next forward waited for the writer
-    writer_s: float = 0.0  # CPU time of the writer's thread
-    encode_s: float = 0.0  # CPU time of all threads that encode
-    extract_s: float = 0.0  # from the first forward to the last commit
-    wall_s: float = 0.0  # the whole run
-    n_tokens: int = 0  # of the parts whose commit is of this run
-    n_computed_tokens: int = 0  # of this run's forwards, those of ``n_late`` parts too
-    n_padded_tokens: int = 0  # the same with padding
+    # Time of the forwards, with gathering the activations. On a GPU it is device time.
+    forward_s: float = 0.0
+    copy_s: float = 0.0  # time of copies from a GPU to the host, which overlap with forwards
+    wait_s: float = 0.0  # time in which the next forward waited for the writer
+    writer_s: float = 0.0  # CPU time of the writer thread
+    encode_s: float = 0.0  # CPU time of all encoding threads
+    extract_s: float = 0.0  # time from the first forward to the last commit
+    wall_s: float = 0.0  # time of the entire run
+    n_tokens: int = 0  # tokens of the parts that this run committed
+    n_computed_tokens: int = 0  # tokens of this run's forwards, including ``n_late`` parts
+    n_padded_tokens: int = 0  # ``n_computed_tokens`` with padding
     n_before_tokens: int = 0  # tokens that earlier runs had committed
-    n_parts: int = 0  # whose commit is of this run
-    n_late: int = 0  # parts that this run wrote when another run had committed them already
+    n_parts: int = 0  # parts that this run committed
+    n_late: int = 0  # parts that this run wrote, but another run committed first
 
     @property
     def padding_fraction(self) -> float:
-        """Share of padding in what the target computed."""
+        """Fraction of padding in the tokens that the target computed."""
         return 1.0 - self.n_computed_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
 
     @property
@@ -46,31 +47,41 @@ class Timings:
         return self.n_tokens / self.extract_s if self.extract_s else 0.0
 
     def add_part(self, n_tokens: int, was_first: bool) -> None:
-        """Count a part that this run has written; ``was_first`` is false where another run's commit was there."""
+        """Count a part that this run has written.
+
+        Args:
+            was_first: whether this run committed the part; false if another run was faster.
+        """
         self.n_parts += was_first
         self.n_late += not was_first
         self.n_tokens += n_tokens * was_first
 
     def __add__(self, other: "Timings") -> "Timings":
-        """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
-        one = asdict(self)
-        two = asdict(other)
-        longest = {name: max(one[name], two[name]) for name in ("extract_s", "wall_s")}
-        return Timings(**({name: one[name] + two[name] for name in one} | longest))
+        """Add two workers' values. ``extract_s`` and ``wall_s`` become the longer of both."""
+        first = asdict(self)
+        second = asdict(other)
+        longest = {name: max(first[name], second[name]) for name in ("extract_s", "wall_s")}
+        return Timings(**({name: first[name] + second[name] for name in first} | longest))
 
     def record(self) -> dict[str, float]:
-        """Return the values for runs/."""
+        """Return the values for the record in runs/."""
         return asdict(self) | {
             "padding_fraction": self.padding_fraction,
             "tokens_per_s": self.tokens_per_s,
         }
 
     def describe(self) -> str:
-        """Return what the run wrote as text."""
-        text = f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in {format_hours(self.extract_s)}"
+        """Return a text about the parts that the run wrote, and their times."""
+        text = (
+            f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in "
+            f"{format_hours(self.extract_s)}"
+        )
         text += f" ({self.tokens_per_s:,.0f} tokens/s)"
         if self.n_padded_tokens:
-            text += f"; forwards {format_hours(self.forward_s)}, waiting for the writer {format_hours(self.wait_s)}"
+            text += (
+                f"; forwards {format_hours(self.forward_s)}, waiting for the writer "
+                f"{format_hours(self.wait_s)}"
+            )
             text += f", padding {self.padding_fraction:.1%}"
         return text + (
             f", {counted(self.n_late, 'part')} that another run committed first"
@@ -81,23 +92,25 @@ class Timings:
 
 @dataclass
 class WriteReport:
-    """The store that a command has written, and what this run did of it."""
+    """The store that a command has written, and the share of this run."""
 
     store: StorePath
-    n_sequences: int  # this and the next three are of all committed parts
+    # The next four fields count all committed parts of the store.
+    n_sequences: int
     n_tokens: int
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    compared: str = ""  # what ``stored_bytes`` is a fraction of, as text; empty for nothing
-    lines: list[str] = field(default_factory=list)  # what the command adds to the text
-    # whether the folder held a store of other inputs, without any part
+    compared: str = ""  # text that compares ``stored_bytes`` with another size; may be empty
+    lines: list[str] = field(default_factory=list)  # lines that the command adds to the text
+    # Whether the folder held a store of other inputs, without parts, that was replaced.
     has_begun_anew: bool = False
-    restored: str = ""  # what this run wrote beside parts, of a store whose parts were all there
+    # Text that names what this run wrote besides parts, if all parts existed before.
+    restored: str = ""
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
-        """Count what the commits of a store list."""
+        """Make the report of a store from its commits."""
         commits = [
             read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()
         ]
@@ -119,24 +132,25 @@ class WriteReport:
     def describe(self) -> str:
         """Return the report as text."""
         did = f"wrote {self.restored}" if self.restored else "wrote no part"
-        is_whole = not self.timings.n_parts and not self.timings.n_late
+        has_all_parts = not self.timings.n_parts and not self.timings.n_late
         lines = [
-            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "
-            f"{counted(self.n_parts, 'part')}",
+            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, "
+            f"{self.n_tokens:,} tokens, {counted(self.n_parts, 'part')}",
             f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
             *(
-                ["begun anew   the folder held a store of other inputs, which had no part"]
+                ["replaced     a store of other inputs in this folder, which had no parts"]
                 if self.has_begun_anew
                 else []
             ),
-            f"this run     {f'{did}, every part was there' if is_whole else self.timings.describe()}",
+            "this run     "
+            f"{f'{did}, every part existed already' if has_all_parts else self.timings.describe()}",
         ]
         return "\n".join(lines)
 
     def record(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the record for runs/: everything that may differ between runs that give equal data."""
+        """Return the record for runs/. Its values may differ between runs that give equal data."""
         return {
             "provenance": dict(provenance or {}),
             "n_parts_done": self.timings.n_parts,
@@ -146,7 +160,7 @@ class WriteReport:
 
 
 class PartProgress:
-    """Tells how much of a store's plan is done: parts by their commits, and tokens of this run."""
+    """Reports how much of a store's plan is done, from the commits and the tokens of this run."""
 
     def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
         self._store = store
@@ -164,8 +178,9 @@ class PartProgress:
         """Call back with (tokens done, tokens of the plan, message).
 
         Args:
-            workers: who works, for the message.
-            looks: whether to ask for the commits now; else at most once a second, as a folder may be on a network.
+            workers: text about the running workers, for the message.
+            looks: whether to list the commits now. Otherwise they are listed at most once a second,
+                because the folder may be on a network.
         """
         if self._progress is None:
             return

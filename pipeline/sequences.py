@@ -1,8 +1,8 @@
-"""All sequences of a dataset: tokenised, without duplicates, with counts of rejected rows, and kept in the store.
+"""Tokenise the chats of a dataset, drop duplicates, count rejected rows, and cache the sequences.
 
-``texts.arrow`` has a row for each sequence, so that chats are tokenised once and not at every start; readers map it
-into memory. Its metadata holds the origin of the tokens, the counts, and a sha256 of all of it. A file of another
-origin, or a damaged one, is made again.
+``texts.arrow`` in the store has a row for each sequence, so that chats are tokenised once and not
+at every start. Readers memory-map it. Its metadata holds the origin of the tokens, the counts, and
+a sha256 of the content. If the file has another origin or is damaged, it is written again.
 """
 
 import contextlib
@@ -37,12 +37,15 @@ from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
 
-MIN_ROWS = 2000  # with fewer rows, one process is done before others have started
+MIN_ROWS = 2000  # with fewer rows, one process finishes before others have started
 ROWS_PER_PROCESS = 16_384
-"""Rows of a block for each process: some seconds of work, long against the start of the processes."""
-_BLOCK_CHARS = 1 << 28
+"""Rows of a block per process: some seconds of work, much longer than starting the processes."""
+_BLOCK_CHARS = 1 << 28  # a block ends after about this many characters
 Tokenised = tuple[TokenizedChat | Rejection, bool]
-"""The sequence of a row or its rejection, and whether the chat template has asked for the time in this process."""
+"""The sequence or rejection of a row, and whether the chat template has asked for the time.
+
+The flag covers all rows of the process so far.
+"""
 Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
 _COUNTS = (
@@ -56,27 +59,28 @@ _COUNTS = (
 )
 _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
-# part of the origin; raise it when a change of the code makes equal chats give other tokens
+# Part of the origin. Increase it if a change of the code changes the tokens of a chat.
 _ORIGIN_VERSION = 3
 
 
 @dataclass
 class Sequences:
-    """Tokens and masks of all sequences on one flat axis, and counts of the other rows."""
+    """Tokens and masks of all sequences, concatenated on one axis, and counts of the other rows."""
 
-    # Sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
+    # Index of each sequence by its id. The id is the sha256 of tokens and mask, so that equal
+    # chats have the same id.
     ids: dict[str, int] = field(default_factory=dict)
-    # row in the dataset of each sequence
+    # Row number of each sequence in the dataset.
     source_rows: "array[int]" = field(default_factory=lambda: array("q"))
-    # n_sequences + 1 positions on the flat axis
+    # Start of each sequence on the token axis, and the end of the last one: n_sequences + 1 values.
     offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
-    n_truncated: int = 0  # sequences that were cut
-    asked_the_time: bool = False
-    dataset_sha256: str = ""  # hash of what was read of the dataset (``ChatSource.identity``)
-    rejections: Counter[str] = field(default_factory=Counter)  # reason -> rows
-    # reason -> the first row that had it, with details
+    n_truncated: int = 0
+    asked_the_time: bool = False  # whether the chat template has asked for the time
+    dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
+    rejections: Counter[str] = field(default_factory=Counter)  # number of rows by reason
+    # Text about the first row of each reason, with details.
     examples: dict[str, str] = field(default_factory=dict)
     _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
     _mask: Any = field(default_factory=bytearray, repr=False)
@@ -86,17 +90,19 @@ class Sequences:
 
     @property
     def n_rejected(self) -> int:
-        """The number of rejected rows, duplicates not included."""
+        """The number of rejected rows, without duplicates."""
         return sum(self.rejections.values())
 
     def text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids (int32) and response mask (uint8), [n_tokens] each."""
+        """Return the token ids (int32) and the response mask (uint8), of shape [n_tokens] each."""
         index = self.ids[sequence_id]
-        own = slice(self.offsets[index], self.offsets[index + 1])
-        return np.frombuffer(self._tokens, np.int32)[own], np.frombuffer(self._mask, np.uint8)[own]
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        return np.frombuffer(self._tokens, np.int32)[span], np.frombuffer(self._mask, np.uint8)[
+            span
+        ]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
-        """Add a sequence, or count a duplicate where an equal one is there."""
+        """Add a sequence, or count a duplicate if an equal one exists."""
         tokens = np.ascontiguousarray(chat.tokens, np.int32)
         mask = np.ascontiguousarray(chat.response_mask, np.uint8)
         sequence_id = content_id(tokens, mask)
@@ -111,7 +117,7 @@ class Sequences:
         self.n_truncated += chat.truncated
 
     def reject(self, row: int, rejection: Rejection) -> None:
-        """Count a row that gives no sequence."""
+        """Count a rejected row."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
         self.examples.setdefault(
@@ -119,18 +125,21 @@ class Sequences:
         )
 
     def rejection_lines(self) -> list[str]:
-        """Return one line for each reason, the most frequent first, with an example."""
-        found = self.rejections.most_common()
+        """Return a line with an example for each reason, the most frequent first."""
+        counts = self.rejections.most_common()
         return [
             f"               {count:,}  {reason} (first: {self.examples[reason]})"
-            for reason, count in found
+            for reason, count in counts
         ]
 
     def table(self) -> pa.Table:
-        """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
+        """Return the table for the storage plan.
+
+        Its columns are sequence_id, source_row, n_tokens and n_response_tokens.
+        """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # response tokens before each token
+        # Number of response tokens before each position, [n_tokens + 1].
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {
@@ -142,7 +151,7 @@ class Sequences:
         )
 
     def to_arrow(self) -> pa.Table:
-        """Return everything as a table, for :meth:`from_arrow`; tokens and masks are not copied."""
+        """Return all fields as a table, for :meth:`from_arrow`. Tokens and masks are not copied."""
         offsets = column(np.frombuffer(self.offsets, np.int64))
         columns = {
             "sequence_id": text_column(self.ids),
@@ -159,7 +168,10 @@ class Sequences:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> "Sequences":
-        """Undo :meth:`to_arrow`; tokens and masks are views of the table, whose columns have one chunk each."""
+        """Make sequences from the table of :meth:`to_arrow`.
+
+        Its columns must have one chunk each. Tokens and masks are views of the table.
+        """
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens = table["tokens"].chunk(0)
         mask = table["response_mask"].chunk(0)
@@ -176,7 +188,7 @@ class Sequences:
 
 
 def content_id(tokens: np.ndarray, mask: np.ndarray) -> str:
-    """Return the sha256 of a sequence's tokens (int32) and mask (uint8) in hex."""
+    """Return the sha256 of the tokens (int32) and the mask (uint8) of a sequence, in hex."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
     digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
     return digest.hexdigest()
@@ -189,7 +201,7 @@ def read_sequences(
     sizes: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Sequences:
-    """Tokenise a dataset, in its order, up to max_sequences."""
+    """Tokenise the rows of a dataset in order, up to max_sequences sequences."""
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
@@ -228,9 +240,11 @@ def read_sequences(
 def tokenise_rows(
     rows: Iterator[Any], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
 ) -> Iterator[Tokenised]:
-    """Yield the result of each row in their order; many rows are divided among forks of this process.
+    """Yield the result of each row in order. Large blocks of rows are divided among forks.
 
-    ``n_left``: called before rows are read ahead; gives how many sequences are still wanted, None for all.
+    Args:
+        n_left: returns the number of sequences that are still needed, None for all. It is called
+            before a block of rows is read.
     """
     while n_processes > 1:
         block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())
@@ -249,8 +263,13 @@ def tokenise_rows(
 def _read_block(
     rows: Iterator[Any], n_rows: int, n_left: int | None
 ) -> tuple[list[Any], bool | DatasetError]:
-    """Read the next rows; also return whether they are the last ones, or what kept the next one from being read."""
-    if n_left is not None:  # a few may be rejected
+    """Read the next block of rows.
+
+    Returns:
+        The rows, and whether they are the last ones, or the error of reading the next row.
+    """
+    # Read a few more rows than needed, because some may be rejected.
+    if n_left is not None:
         n_rows = min(n_rows, n_left + n_left // 16 + 64)
     block: list[Any] = []
     n_chars = 0
@@ -261,21 +280,21 @@ def _read_block(
             return block, True
         except DatasetError as error:
             return block, error
-        with contextlib.suppress(RecursionError):  # nested too deeply, and rejected for it later
+        # A row that is nested too deeply is rejected later.
+        with contextlib.suppress(RecursionError):
             n_chars += sum(map(len, texts(block[-1])))
     return block, False
 
 
 def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
-    """Yield the result of each row; fork k has every n-th row from row k on."""
-    # Forks have rows, tokenizer and template already. They are killed when the caller needs no
-    # more, and end by
-    # themselves where this process is killed, as their pipe breaks.
+    """Yield the result of each row in order; fork k processes every n-th row, starting at row k."""
+    # Forks inherit rows, tokenizer and template. They are killed when the caller stops. If this
+    # process is killed, their pipes break and they end by themselves.
     forks: list[tuple[int, Connection]] = []
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forks of a process with threads. Ours need no lock that another
-            # thread may hold.
+            # Python 3.12 warns about forks in a process with threads. These forks need no lock that
+            # another thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             for first in range(n_processes):
                 receiver, sender = Pipe(duplex=False)
@@ -285,12 +304,12 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
                 sender.close()
                 forks.append((pid, receiver))
         for index, content in enumerate(contents):
-            # Of a row that raised something nothing was sent but None: it raises the same here.
+            # A fork sends None if a row raised an error; tokenising it here raises it again.
             yield forks[index % n_processes][1].recv() or tokenise(content)
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
-            "A process that tokenises was killed, most likely because memory ran out. Use fewer processes, such as "
-            "`--set data.tokenize_processes=1`, or free some memory."
+            "A process that tokenises was killed, most likely because memory ran out. Use fewer "
+            "processes, such as `--set data.tokenize_processes=1`, or free some memory."
         ) from error
     finally:
         for pid, receiver in forks:
@@ -302,8 +321,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # the parent ends its forks
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+            signal.signal(number, signal.SIG_IGN)  # the parent kills its forks
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads are not forked
         for content in contents:
             result = None
             with contextlib.suppress(Exception):
@@ -316,9 +335,9 @@ def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> No
 def tokenize_row(
     template: ChatTemplate, content: Any, max_length: int, columns: Columns | None = None
 ) -> TokenizedChat | Rejection:
-    """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``.
+    """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
-    A row whose ``finish_reason`` is ``length`` ends with an answer that was cut, as in OpenAI's API.
+    The last answer of a row with the ``finish_reason`` ``length`` was cut, as in OpenAI's API.
     """
     row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
@@ -336,12 +355,14 @@ def _check_fits(
     if len(chat.tokens) > n_positions:
         raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
-            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
+            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use "
+            f"--max-length {n_positions}."
         )
     if largest >= sizes["vocab_size"]:
         raise DatasetError(
-            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has {sizes['vocab_size']:,} "
-            "entries. The tokenizer does not belong to this model; copy the model's own tokenizer files."
+            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has "
+            f"{sizes['vocab_size']:,} entries. The tokenizer does not belong to this model; copy "
+            "the model's own tokenizer files."
         )
 
 
@@ -349,7 +370,8 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     """Refuse a dataset without usable rows, or with too many rejected ones."""
     if sequences.n_rows == 0:
         raise DatasetError(
-            f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats."
+            f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with "
+            "chats."
         )
     rejections = sequences.rejections
     reasons = "; ".join(
@@ -359,18 +381,20 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
         hint = "Choose another --dataset or convert it."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:
             hint = (
-                "Expected a column `messages` or `conversations`. Where questions and answers have columns of their "
-                f"own, name them: --columns user=question,assistant=answer, or {' or '.join(FORMATS)}."
+                "Expected a column `messages` or `conversations`. If questions and answers are in "
+                "other columns, name them: --columns user=question,assistant=answer, or "
+                f"{' or '.join(FORMATS)}."
             )
         raise DatasetError(
-            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. {hint}"
+            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. "
+            f"{hint}"
         )
     fraction = sequences.n_rejected / sequences.n_rows
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
-            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more "
-            f"than --max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the "
-            "limit."
+            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
+            f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction}: "
+            f"{reasons}. Correct it or raise the limit."
         )
 
 
@@ -381,7 +405,10 @@ def texts_origin(
     rendering: Mapping[str, Any],
     sizes: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Return everything that decides the tokens of a dataset; None where only its rows tell."""
+    """Return all inputs that determine the tokens of a dataset.
+
+    Returns None if the dataset can only be identified by reading its rows.
+    """
     dataset = source.origin()
     if dataset is None:
         return None
@@ -399,7 +426,7 @@ def texts_origin(
 
 
 def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
-    """Return the sequences that a store keeps; None where there are none, or not those of this origin."""
+    """Return the sequences cached in a store; None if they are missing or have another origin."""
     path = store / TEXTS_NAME
     if origin is None or (isinstance(path, Path) and (path.is_symlink() or not path.is_file())):
         return None
@@ -419,20 +446,23 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
 def keep_texts(
     store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None
 ) -> Sequences:
-    """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory."""
+    """Write sequences to a store, unless their origin is None.
+
+    Returns the sequences memory-mapped from the file, so that this process's copy can be freed.
+    """
     if origin is None:
         return sequences
     path = store / TEXTS_NAME
     if isinstance(path, Path):
         return write_texts(path, sequences, origin)
     with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
-        kept = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
+        mapped = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
         path.backend.put(path.key, Path(folder) / TEXTS_NAME)
-    return kept
+    return mapped
 
 
 def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
-    """Write sequences to an Arrow file; returns them mapped from it."""
+    """Write sequences to an Arrow file, and return them memory-mapped from it."""
     table = sequences.to_arrow()
     added = {_ORIGIN_KEY: json.dumps(origin, sort_keys=True), TEXTS_SHA256: texts_sha256(table)}
     table = table.replace_schema_metadata({**table.schema.metadata, **added})

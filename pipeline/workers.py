@@ -1,12 +1,12 @@
-"""Extract with several workers: each is the same command, for one process, on a device of its own.
+"""Extract with several workers. Each worker runs the same command in one process on its own device.
 
-The commits in the store tell which parts are done, so workers do not need to know each other: each takes a part that
-has no commit and that no other worker is writing, runs the target over it and commits it. Of two that wrote the same
-part the first commit stays, and the others take what a killed worker had in flight. Commands on other machines that
-write to the same store are workers like any other.
+Workers coordinate through the store. A worker chooses a part without a commit that no other worker
+is writing, runs the target over it and commits it. If two workers write the same part, the first
+commit wins. If a worker is killed, others write its unfinished parts. A command on another machine
+that writes to the same store is a worker too.
 
-The command that starts the workers watches them and ends them. They are processes of this machine, or tasks of Ray on
-the machines of a cluster, each of which starts such a process there.
+The command that starts the workers watches them and ends them. They are processes on this machine,
+or Ray tasks on the machines of a cluster, each of which starts such a process there.
 """
 
 import json
@@ -36,76 +36,79 @@ from .report import PartProgress, Timings
 SETTINGS_NAME = "settings.yaml"
 TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
-_LOOK_EVERY_S = 1.0  # seconds between two looks at the commits of other workers
-# seconds without any commit after which a part that another worker has begun is done here too
+_LOOK_EVERY_S = 1.0  # seconds between two checks for commits of other workers
+# After this many seconds without any commit, a part that another worker is writing is done here.
 _PATIENCE_S = 600.0
-_POLL_EVERY_S = 0.5  # seconds between two looks at the workers
-_LEAVE_S = 2.0  # seconds that a worker has to discard its parts; an interrupted command has three
-# seconds that workers have to end once everything is committed; tasks of Ray may never have started
+_POLL_EVERY_S = 0.5  # seconds between two polls of the workers
+# Seconds for a worker to discard its parts. An interrupted command itself has three seconds.
+_LEAVE_S = 2.0
+# Seconds for workers to end after everything is committed. Some Ray tasks may never have started.
 _END_S = 10.0
-_MAX_LOST = 5  # times that each worker of Ray may be lost, on average, before anything is committed
+# Average number of times that each Ray worker may be lost without any new commit.
+_MAX_LOST = 5
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # as Ray does by itself for one that it starts, but then with a warning
+    # This is Ray's own default for a cluster that it starts, but setting it avoids a warning.
     "RAY_AUTH_MODE": "token",
 }
 
-Outcome = Timings | str  # what a worker spent, or how it was lost
-# None while the worker runs or waits for room; raises the error of a worker
+# The timings of a worker that finished, or a text that says how it was lost.
+Outcome = Timings | str
+# Polls a worker. Returns None while it is running or queued, and raises the worker's error.
 Poll = Callable[[], Outcome | None]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One of the workers of a command."""
+    """One worker of a command."""
 
-    # the settings of the command, for one process and with the worker's device
+    # The settings of the command, changed to one process and the worker's device.
     config: ExtractConfig
     index: int
     n_workers: int
 
 
 def is_done(store: StoreWriter) -> bool:
-    """Whether every part and the target bundle have their commits."""
+    """Whether all parts and the target bundle are committed."""
     return store.has_target and not store.pending_parts()
 
 
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
-    """Yield parts that have no commit when their turn comes; None while others are writing all that are left.
+    """Yield parts that are still uncommitted when their turn comes.
 
-    Each of several workers begins with its own share of the parts, and then takes those of the others.
+    A worker writes its own share of the parts first, then those of the other workers. Yields None
+    while other workers are writing all remaining parts.
     """
-    left = store.pending_parts()
+    remaining = store.pending_parts()
     if store.joined:
-        # Another order than other workers have: a bucket has no locks that tell what they are
-        # writing.
-        random.Random(store.attempt).shuffle(left)
-    left.sort(key=lambda part: part % n_workers != index)
-    moved_s = time.monotonic()
-    while left:
+        # A bucket has no locks that show what other workers are writing, so use another order.
+        random.Random(store.attempt).shuffle(remaining)
+    remaining.sort(key=lambda part: part % n_workers != index)
+    last_progress_s = time.monotonic()
+    while remaining:
         claimed = []
-        for part in left:
+        for part in remaining:
             if not store.is_pending(part):
                 continue
             if store.is_claimed(part):
                 claimed.append(part)
             else:
                 yield part
-        if len(claimed) < len(left):
-            moved_s = time.monotonic()
-        elif time.monotonic() > moved_s + _PATIENCE_S:
+        if len(claimed) < len(remaining):
+            last_progress_s = time.monotonic()
+        elif time.monotonic() > last_progress_s + _PATIENCE_S:
             yield claimed.pop(0)
-        left = claimed
-        if left:
+        remaining = claimed
+        if remaining:
             yield None
             time.sleep(_LOOK_EVERY_S)
 
 
 def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.Popen[bytes]":
-    """Start the command of a worker in a process, which ends when its standard input is closed."""
+    """Start the command of a worker in a process. It ends when its standard input is closed."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(n_threads),
@@ -128,11 +131,11 @@ def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.P
 
 
 class WorkerProcess:
-    """A worker in a process of this machine, on its share of the cores.
+    """A worker in a process on this machine, with its share of the cores.
 
     Args:
-        n_here: workers that share the cores of this machine.
-        start: starts a process that writes a log, and its timings as JSON, to files of a folder.
+        n_here: number of workers that share the cores of this machine.
+        start: starts the process. It writes its log, and its timings as JSON, to files in a folder.
     """
 
     def __init__(
@@ -150,11 +153,16 @@ class WorkerProcess:
             raise
 
     def ended(self) -> tuple[int, str]:
-        """Wait for its end; returns the exit code, negative for a signal, and its timings or why it ended."""
+        """Wait for the end of the process.
+
+        Returns:
+            The exit code (negative for a signal), and the timings as JSON or the reason of a
+            failure.
+        """
         code = self.process.wait()
         if code == 0:
             output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
-            return code, output.splitlines()[-1]  # Libraries may print before it.
+            return code, output.splitlines()[-1]  # Libraries may print other lines before it.
         log = self._folder / LOG_NAME
         lines = [
             line
@@ -172,7 +180,7 @@ class WorkerProcess:
         return code, f"{reason} (log: {log})"
 
     def close(self) -> None:
-        """Kill the process if it still runs, and delete its files, but not the log of a worker that was lost."""
+        """Kill the process if it runs, and delete its files except the log of a lost worker."""
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -182,10 +190,14 @@ class WorkerProcess:
 
 
 def outcome_of(code: int, text: str) -> Outcome:
-    """Read what :meth:`WorkerProcess.ended` returned; raises WorkerError for an error that every worker would have."""
+    """Interpret the exit code and text of :meth:`WorkerProcess.ended`.
+
+    Raises:
+        WorkerError: every worker would fail with this error.
+    """
     if code == 0:
         return Timings(**json.loads(text))
-    # A process whose accelerator has failed cannot go on, but others can.
+    # After a failure of its accelerator a process cannot continue, but other workers can.
     if code < 0 or code >= 128 or "AcceleratorError" in text:
         return text
     error = WorkerError(text.removeprefix("Error: "))
@@ -198,16 +210,20 @@ def direct(
     workers: Sequence[Worker],
     store: StoreWriter,
     progress: PartProgress,
-    restarts: bool,  # whether a lost worker is started again; otherwise the others do its parts
+    restarts: bool,
 ) -> tuple[Timings, list[str]]:
-    """Run workers until all is done.
+    """Run workers until all parts are done.
+
+    Args:
+        start: starts a worker and returns the function that polls it.
+        restarts: whether a lost worker is restarted. Otherwise, the other workers do its parts.
 
     Returns:
-        What the workers spent, together; how each worker that was lost has ended.
+        The sum of the workers' timings, and a text about each lost worker.
 
     Raises:
-        WorkerError: one of them has failed, in which case the caller ends the others; or none is left and there is
-            work to do.
+        WorkerError: a worker has failed, and the caller must end the others; or no worker is left
+            and there are pending parts.
     """
     timings = Timings()
     lost = list[str]()
@@ -216,9 +232,9 @@ def direct(
     end_s = math.inf
     running = {worker.index: start(worker) for worker in workers}
     while running and time.monotonic() < end_s:
-        most = "up to " if restarts else ""  # a task of Ray may still wait for room
-        progress.tell(timings, f", {most}{counted(len(running), 'worker')}")
-        # Python sleeps here and not Ray, which would forget which signal has come.
+        up_to = "up to " if restarts else ""  # some Ray tasks may still be queued
+        progress.tell(timings, f", {up_to}{counted(len(running), 'worker')}")
+        # Sleep in Python. A wait in Ray would lose the number of a signal that arrives.
         time.sleep(_POLL_EVERY_S)
         for index, poll in list(running.items()):
             outcome = poll()
@@ -240,8 +256,9 @@ def direct(
             end_s = time.monotonic() + _END_S
     if not is_done(store):
         raise WorkerError(
-            f"{len(lost)} workers ended with work left, at last {''.join(lost[-1:])}. What was committed is kept: run "
-            "the same command again to continue, with fewer --workers if memory ran out."
+            f"{len(lost)} workers were lost before all parts were done, the last one: "
+            f"{''.join(lost[-1:])}. Committed parts are kept: run the same command again to "
+            "continue, with fewer --workers if memory ran out."
         )
     return timings, lost
 
@@ -252,7 +269,7 @@ def run_processes(
     progress: PartProgress,
     start: Callable[..., Any] = start_command,
 ) -> tuple[Timings, list[str]]:
-    """Run a process of this machine for each worker until all is done; see :func:`direct`."""
+    """Run each worker in a process on this machine until all parts are done; see :func:`direct`."""
     processes = list[WorkerProcess]()
 
     def begin(worker: Worker) -> Poll:
@@ -264,14 +281,14 @@ def run_processes(
         outcome = direct(begin, workers, store, progress, restarts=False)
     except BaseException:
         _end(processes)
-        store.sweep()  # A worker that had to be killed has not discarded its part.
+        store.sweep()  # A killed worker could not discard its unfinished part.
         raise
     _end(processes)
     return outcome
 
 
 def _end(workers: Sequence[WorkerProcess]) -> None:
-    """End the workers that still run; they discard what they have not committed, if they do so in time."""
+    """End the workers that still run. They have a moment to discard their unfinished parts."""
     for worker in workers:
         worker.process.terminate()
     until_s = time.monotonic() + _LEAVE_S
@@ -284,9 +301,10 @@ def _end(workers: Sequence[WorkerProcess]) -> None:
 def run_on_ray(
     workers: Sequence[Worker], store: StoreWriter, scale: ScaleSettings, progress: PartProgress
 ) -> tuple[Timings, list[str]]:
-    """Run workers with Ray until all is done; see :func:`direct`.
+    """Run workers with Ray until all parts are done; see :func:`direct`.
 
-    Each is a task of Ray, which waits until the cluster has room for it: so machines may join and leave meanwhile.
+    Each worker is a Ray task, which is queued until the cluster has room for it. Machines may join
+    and leave the cluster meanwhile.
     """
     n_gpus = 0.0 if workers[0].config.forward.device == "cpu" else scale.gpus_per_worker or 1.0
     needs = {"CPU": float(scale.cpus_per_worker), "GPU": n_gpus}
@@ -315,14 +333,15 @@ def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
         return None
     try:
         code, text = ray.get(reference)
-    except ray.exceptions.RayError as error:  # the task was lost
+    # Ray raises this error if the task was lost.
+    except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1] if lines else type(error).__name__
     return outcome_of(code, text)
 
 
 def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
-    """Run a worker on its share of the machine; returns what :meth:`WorkerProcess.ended` does."""
+    """Run a worker on its share of a machine; returns exit code and text as ``ended`` does."""
     import ray
 
     node = ray.get_runtime_context().get_node_id()
@@ -337,7 +356,7 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
 
 
 def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return how many workers with these needs a machine can hold, which share its cores; at least one."""
+    """Return how many workers with these needs fit on a machine and share its cores; at least 1."""
     return max(
         1, int(min(resources.get(name, 0.0) // need for name, need in needs.items() if need))
     )
@@ -345,7 +364,10 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
 
 @contextmanager
 def _connected(scale: ScaleSettings) -> Iterator[Any]:
-    """Connect this process to Ray, or start a Ray of its own; quietly, and leaving signals to the command."""
+    """Connect to a Ray cluster, or start a local one.
+
+    Ray's messages are suppressed, and the command's signal handlers are restored.
+    """
     address = scale.address or os.environ.get("RAY_ADDRESS")
     for name, value in _QUIET.items():
         if name != "RAY_AUTH_MODE" or not address:
@@ -374,8 +396,8 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
         ray.init(address=address or "local", **options)
     except ConnectionError as error:
         raise OptionInvalid(
-            f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start --head`, or leave "
-            "out --address."
+            f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start "
+            "--head`, or leave out --address."
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():

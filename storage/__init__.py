@@ -1,4 +1,5 @@
 """The activation store: Zarr v3 arrays with a plan, commits and checksums.
 
-It knows no model and no command: NumPy in, NumPy out, and nothing of this package but ``errors`` and ``text``.
+This package does not depend on models or commands. Its functions take and return NumPy arrays. From
+the rest of moa_data it imports only ``errors``, ``files`` and ``text``.
 """

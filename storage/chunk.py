@@ -1,20 +1,24 @@
-"""The lossless byte chain of every stored array: an inner chunk's values to the bytes in the shard, and back.
+"""The lossless byte chain of every stored array: encodes inner chunks to bytes, and decodes them.
 
-A chain of codecs from the Zarr v3 specification, so that any Zarr library undoes it: ``bytes`` (little endian),
-``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB), ``crc32c``.
+The chain consists of codecs of the Zarr v3 specification, so that any Zarr library can decode it:
+``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB) and
+``crc32c``.
 
-Most blosc frames are made by hand, smaller and faster than blosc's own, which spends its bits on short matches::
+This module builds most blosc frames itself. They are smaller and faster than the frames of the
+blosc library, which spends its bits on short matches::
 
-    | version 2 | zstd format 1 | flags | typesize | n_bytes u32 | block_bytes u32 | frame_bytes u32 |     header
+    | version 2 | zstd format 1 | flags | typesize | n_bytes u32 | block_bytes u32 |    header
+    | frame_bytes u32 |
     | offset of the one block: u32 |
-    | n_bytes u32, plane 0 | n_bytes u32, plane 1 | ...                                                  one block
+    | n_bytes u32, plane 0 | n_bytes u32, plane 1 | ...                                 one block
 
-The block is cut into one plane for each byte of the values (that is what shuffling does). The low byte of a bfloat16 or
-float16 activation is noise, so it is stored as it is; the high byte (sign and exponent, or a quantised code) has no
-repeats worth a match but few values, so zstd is told to do nothing but entropy-code it.
+The block has one plane for each byte of a value, which is the result of the byte shuffle. The low
+byte of a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high
+byte (sign and exponent, or a quantised code) has few distinct values but no useful matches, so zstd
+is configured for entropy coding only.
 
-Where blosc makes a frame, it is one block too: its default of many small ones costs 0.78 of raw instead of 0.69, and
-three times the time to decode.
+If blosc builds the frame, the frame also has one block. With the many small blocks of blosc's
+default, chunks take 0.78 of the raw size instead of 0.69, and three times as long to decode.
 """
 
 import struct
@@ -33,24 +37,24 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from ..errors import StoreDamaged
 from .backend import crc32c, scratch_bytes
 
-# Blosc's own threads would make the order of blocks depend on timing and do not survive a fork;
-# callers run threads.
+# Blosc's own threads would make the order of blocks depend on timing, and they do not survive a
+# fork. Callers use threads of their own.
 numcodecs.blosc.use_threads = False
 
 BLOSC_BLOCK_BYTES = 1 << 20
 CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
-"""The chain in words, as ``store.json`` records it."""
+"""The names of the codecs in the chain, as ``store.json`` records them."""
 
-# raw bytes and frame bytes; what lies between them is blosc's own business
+# Raw bytes and frame bytes. The field between them is not needed here.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
-"""CRC-32C of any bytes that end with their own CRC-32C, little endian: what makes a chunk whole."""
+"""CRC-32C of any bytes that end with their own CRC-32C (little endian). Valid chunks have it."""
 
 
 def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
-    """Return the byte chain after ``bytes`` as zarr-python codecs, for an array's metadata."""
+    """Return zarr-python's codecs of the chain after ``bytes``, for an array's metadata."""
     blosc = BloscCodec(
         typesize=dtype.itemsize,
         cname="zstd",
@@ -62,7 +66,7 @@ def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
 
 
 def encode_chunk(values: np.ndarray) -> bytes:
-    """Encode one inner chunk, of any layout in memory, to its bytes in the shard, checksum included."""
+    """Encode one inner chunk of any memory layout to its bytes in the shard, with checksum."""
     contiguous = np.ascontiguousarray(values)
     little = contiguous.astype(contiguous.dtype.newbyteorder("<"), copy=False)
     pieces = encode_frame(little)
@@ -85,22 +89,32 @@ def encode_chunk(values: np.ndarray) -> bytes:
 
 
 def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
-    """Check one inner chunk, uint8 [n_bytes] with its checksum, and decode it into a C-contiguous array."""
+    """Check one inner chunk and decode it.
+
+    Args:
+        buffer: the stored bytes with their checksum, uint8 [n_bytes].
+        out: C-contiguous array that receives the values.
+
+    Raises:
+        StoreDamaged: the checksum or the size is wrong.
+    """
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
         raise StoreDamaged(
             f"chunk of {len(buffer)} bytes is shorter than its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
-    # After a big decompression Python is out of the caches, so few steps: no slice, one checksum of
-    # the whole.
+    # After a large decompression, Python's code is no longer in the CPU caches, so the number of
+    # steps matters here: one checksum of the whole buffer, without slicing.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
         raise StoreDamaged(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
-    if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:  # blosc believes its header
+    # Blosc trusts the sizes in its header, so they are checked first.
+    if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
-            f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and {out.nbytes}"
+            f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and "
+            f"{out.nbytes}"
         )
     try:
         numcodecs.blosc.decompress(buffer, out)
@@ -112,23 +126,28 @@ _HEADER = struct.Struct("<BBBBIII")
 _U32 = struct.Struct("<I")
 _SHUFFLED_ZSTD = 0x81
 _UNSPLIT_ZSTD = 0x90
-_MIN_PLANE_BYTES = 128  # blosc splits a block only where each plane has at least 128 bytes
+_MIN_PLANE_BYTES = 128  # Blosc splits a block into planes only if each has at least 128 bytes.
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
-# Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0
-# repeats is below this.
+# Searching for matches costs time, and it costs size if matches are rare. A chunk of eight layers
+# in which only layer 0 repeats is below this share.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
 
 
 def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
-    """Encode C-contiguous, little endian values, whose axis 0 counts tokens or blocks of them, as one frame.
+    """Encode values as one blosc frame.
 
-    Returns the frame in pieces, which are valid until the next call on this thread; or None where blosc's own encoder
-    serves better: items of more than two bytes, tiny or narrow arrays, and values that repeat from row to row, as those
-    of layer 0 do, which depend on the token alone.
+    Args:
+        values: C-contiguous, little endian; axis 0 counts tokens or blocks of tokens.
+
+    Returns:
+        The frame in pieces, which are valid until the next call on this thread. None if blosc's own
+        encoder is the better choice: for items of more than two bytes, for tiny or narrow arrays,
+        and for values that repeat from row to row. The values of layer 0 repeat, because they
+        depend only on the token.
     """
     planes = _planes(values)
     if planes is None:
@@ -143,7 +162,10 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
 
 
 def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return low and high bytes (the same array for one-byte values), or None for what is not encoded here."""
+    """Return the planes of low and high bytes, or None if this module does not encode the array.
+
+    For one-byte values, both planes are the same array.
+    """
     if values.itemsize > 2 or values.ndim < 2 or not len(values):
         return None
     if values.size < _MIN_PLANE_BYTES or values.size // len(values) < _WORD_BYTES:
@@ -153,14 +175,13 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         return low, low
     words = values.view(np.uint16).reshape(-1)
     n = len(words)
-    # Fresh arrays of this size would come from the kernel page by page, at more than the cost of
-    # coding them.
+    # The kernel maps fresh arrays of this size page by page, which takes longer than encoding them.
     scratch = scratch_bytes("planes", 2 * n)
     low = scratch[:n]
     high = scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    # Words read from the second byte on have the high bytes below: half the time of shifting all of
-    # them.
+    # Words that start at the second byte have the high bytes in their low half. Reading them takes
+    # half as long as shifting all words.
     shifted = words.view(np.uint8)[1:-1].view("<u2")
     np.copyto(high[:-1], shifted, casting="unsafe")
     high[-1] = words[-1] >> 8
@@ -168,7 +189,12 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Say of some words of a plane, uint8 [n_rows * width >= 8], whether they repeat, and whether they are noise."""
+    """Sample a plane and return (whether its rows repeat, whether its values are noise).
+
+    Args:
+        plane: uint8 [n_rows * width], at least 8 bytes.
+        n_rows: number of rows in the plane.
+    """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES
     rows = plane.reshape(n_rows, width)[:: -(-n_rows // _N_SAMPLE_ROWS)]
@@ -176,12 +202,12 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Plain Python here: what a NumPy call costs where its code has left the caches, this costs in
-    # all.
+    # This is plain Python because all of it takes only as long as one NumPy call whose code has
+    # left the CPU caches.
     words = memoryview(sample).cast("Q").tolist()
-    n_zeros = words.count(0)  # padding
+    n_zeros = words.count(0)  # Padding is zero.
     n_same = len(words) - n_zeros - len(set(words) - {0})
-    # 256 bytes of noise have about 162 different values.
+    # 256 bytes of noise have about 162 distinct values.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
     is_noise = (
         not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
@@ -190,7 +216,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane, or return it where that does not make it smaller."""
+    """Entropy-code a plane. Returns the plane itself if coding does not make it smaller."""
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
         parameters = zstandard.ZstdCompressionParameters(
@@ -218,38 +244,45 @@ def _frame(
 _Result = TypeVar("_Result")
 
 _AHEAD_PER_THREAD = 4
-"""Tasks that wait for each thread: with fewer, threads wait where tasks take unequal time; more only hold memory."""
+"""Queued tasks for each thread.
+
+With fewer, threads wait if tasks take unequal time. More only use more memory.
+"""
 
 
 class EncodePool(AbstractContextManager["EncodePool"]):
     """Encodes chunks on threads.
 
-    ``n_threads``: threads that encode; with 0 the caller's own thread encodes at once.
+    Args:
+        n_threads: number of encoding threads. With 0, the calling thread encodes immediately.
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Tasks that may be under way in one shard before its writer waits for the oldest; this
-        # bounds memory.
+        # Upper bound on the pending tasks of one shard, which bounds memory. Beyond it, the
+        # shard's writer waits for the oldest task.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
-        self.busy_s = 0.0  # seconds of CPU that encoding has taken, over all threads
+        self.busy_s = 0.0  # CPU time of encoding in seconds, summed over all threads.
         self._counting = threading.Lock()
         self._encoders = ThreadPoolExecutor(n_threads, "encode") if n_threads else None
-        # Waiting for the disk takes a thread of its own: an encoder that waits encodes nothing.
+        # Syncs have a thread of their own, so that no encoder waits for the disk.
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding chunks; their values must not change until the future is done."""
+        """Start encoding chunks. Their values must not change until the future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], None]) -> Future[None]:
-        """Start a task that waits for the disk; such tasks run one after the other."""
+        """Start a task that waits for the disk. Such tasks run one after another."""
         return _start(self._syncer, task)
 
     def close(self) -> None:
-        """Drop the tasks that wait, whose futures raise CancelledError, and end the threads."""
+        """Cancel the queued encoding tasks and end the threads.
+
+        The futures of cancelled tasks raise CancelledError.
+        """
         for executor in (self._encoders, self._syncer):
             if executor is not None:
-                # A sync closes its file, so it is never dropped.
+                # A sync task closes its file, so it is never cancelled.
                 executor.shutdown(wait=True, cancel_futures=executor is self._encoders)
 
     def _encode(self, chunks: Sequence[np.ndarray]) -> list[bytes]:

@@ -1,8 +1,9 @@
-"""Commits: the documents that make the files of a store exist, and hold their sizes and checksums.
+"""Commits: documents that list the files of a store with their sizes and checksums.
 
-``commits/part-K.json`` lists the shards of a part, ``commits/target.json`` the files of the target bundle, and
-``commits/store.json`` what is read when a store is opened: store.json, plan.parquet and the metadata of the arrays.
-Stores without the last one are read unchecked.
+``commits/part-K.json`` lists the shards of a part. A part without a commit does not exist for
+readers. ``commits/target.json`` lists the files of the target bundle. ``commits/store.json`` lists
+the files that are read when a store is opened: store.json, plan.parquet and the metadata of the
+arrays. If a store has no ``commits/store.json``, these files are read without a check.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ from .plan import MAX_PLAN_BYTES
 _COUNTS = ("part", "n_sequences", "n_tokens", "allocated_tokens")
 _REDO = "Run extract again: it redoes that part only."
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
-_WRITE_ANEW = "Run `moa-data repair`, or the command that made the store: it writes it anew."
+_WRITE_ANEW = (
+    "Run `moa-data repair`, or the command that made the store. Either one writes the file again."
+)
 Damage = list[tuple[StorePath, StoreDamaged]]
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 
@@ -39,7 +42,7 @@ _FileName = Annotated[str, AfterValidator(relative_name)]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and ``zlib.crc32`` of a file in a commit (see ``backend.file_crc32`` for why not CRC-32C)."""
+    """Size and ``zlib.crc32`` of a file. ``backend.file_crc32`` explains why not CRC-32C."""
 
     bytes: _Natural
     crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -55,7 +58,10 @@ def record_of(content: bytes) -> FileRecord:
 
 @dataclass(frozen=True)
 class PartCommit:
-    """The content of ``commits/part-<k>.json``; ``allocated_tokens`` with padding, ``files`` relative to ``parts/``."""
+    """The content of ``commits/part-<k>.json``.
+
+    ``allocated_tokens`` includes padding. The names in ``files`` are relative to ``parts/``.
+    """
 
     part: _Natural
     n_sequences: _Natural
@@ -65,21 +71,21 @@ class PartCommit:
 
     @property
     def counts(self) -> dict[str, int]:
-        """All but the files (``plan.part_counts``)."""
+        """All values except the files, as in ``plan.part_counts``."""
         return {name: getattr(self, name) for name in _COUNTS}
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the file's content."""
+        """Return the content of the commit file."""
         return files_json(self.files, self.counts)
 
 
 class _FileList(TypedDict):
-    """A commit of any kind."""
+    """The key that commits of every kind have."""
 
     files: _Files
 
@@ -89,13 +95,25 @@ _FILE_LIST = TypeAdapter(_FileList)
 
 
 def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -> PartCommit:
-    """Read a part's commit, by what ``backend.reads_of`` gave where it is on its way; raises StoreDamaged."""
+    """Read the commit of a part.
+
+    Args:
+        path: path of the commit.
+        read: function that returns the content, from ``backend.reads_of``. None to read the file.
+
+    Raises:
+        StoreDamaged: the file is not a valid commit.
+    """
     with _reading(path):
         return _PART_COMMIT.validate_json(read() if read else read_file(path), strict=True)
 
 
 def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit]:
-    """Read, in order, the commits of those parts that have one; each must be whole and name its own part."""
+    """Read the commits of those parts that have one, ordered by part.
+
+    Raises:
+        StoreDamaged: a commit is not valid, or belongs to another part.
+    """
     commits: dict[int, PartCommit] = {}
     wanted = sorted(parts)
     for part, (path, read) in zip(
@@ -111,11 +129,14 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
 
 
 def committed_bytes(store: StorePath) -> int:
-    """Sum the bytes of all files that a store's commits list, without opening them; 0 for other folders."""
+    """Sum the sizes of all files that the commits of a store list, without opening the files.
+
+    The sum is 0 for a folder that is not a store.
+    """
     n_bytes = 0
     folder = store / schema.COMMITS_NAME
     for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
-        with contextlib.suppress(ValueError, OSError):  # what is damaged is written again
+        with contextlib.suppress(ValueError, OSError):  # Damaged files will be written again.
             n_bytes += sum(
                 record.bytes
                 for record in _FILE_LIST.validate_json(read(), strict=True)["files"].values()
@@ -124,7 +145,10 @@ def committed_bytes(store: StorePath) -> int:
 
 
 def has_parts(store: StorePath) -> bool:
-    """Whether a store, whatever it was made from, has a commit of any part; what has none may be begun anew."""
+    """Whether a store has a commit of any part. A store without one may be replaced.
+
+    It does not matter which inputs the store was made from.
+    """
     return any(
         name.startswith("part-") and name.endswith(".json")
         for name in names_in(store / schema.COMMITS_NAME)
@@ -132,17 +156,24 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array that a committed file is a shard of; None for metadata."""
-    found = _SHARD_NAME.fullmatch(file)
-    return None if found is None else found[1]
+    """Return the name of the array that a committed file is a shard of, or None for metadata."""
+    match = _SHARD_NAME.fullmatch(file)
+    return None if match is None else match[1]
 
 
 def find_size_damage(
     folder: StorePath, files: Mapping[str, FileRecord], listed: Mapping[str, int] | None = None
 ) -> Damage:
-    """Return (path, error) for each committed file that is missing or has another size.
+    """Find committed files that are missing, not regular files, or of the wrong size.
 
-    ``listed``: ``backend.listed_sizes``; what a list lacks or says otherwise, which may be older, is asked for.
+    Args:
+        folder: the folder of the files.
+        files: name relative to the folder -> record in the commit.
+        listed: sizes from ``backend.listed_sizes``. A listing may be out of date, so files that it
+            does not confirm are checked with ``stat``.
+
+    Returns:
+        (path, error) for each of these files.
     """
     damage: Damage = []
     for name, record in files.items():
@@ -150,28 +181,32 @@ def find_size_damage(
             continue
         path = folder / name
         try:
-            found = path.stat()
+            status = path.stat()
         except MISSING:
             damage.append(
                 (path, StoreDamaged(f"{path} is missing although it was committed. {_REDO}"))
             )
             continue
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             damage.append((path, StoreDamaged(f"{path} is not a regular file. {_REDO}")))
-        elif found.st_size != record.bytes:
-            message = f"{path} has {found.st_size} bytes, its commit says {record.bytes}. {_REDO}"
+        elif status.st_size != record.bytes:
+            message = f"{path} has {status.st_size} bytes, its commit says {record.bytes}. {_REDO}"
             damage.append((path, StoreDamaged(message)))
     return damage
 
 
 def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
-    """Return the content of a commit that lists files, and of a part's commit also its counts."""
+    """Return the content of a commit that lists files. The commit of a part also has counts."""
     document = {**(counts or {}), "files": {name: vars(record) for name, record in files.items()}}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read a commit that lists files alone; raises StoreDamaged where it is damaged."""
+    """Read a commit that only lists files.
+
+    Raises:
+        StoreDamaged: the commit is damaged.
+    """
     with _reading(path):
         return dict(_FILE_LIST.validate_json(read_file(path), strict=True)["files"])
 
@@ -180,7 +215,15 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
-    """Compare the target bundle, or a local copy of it, with its commit, byte for byte; raises StoreDamaged."""
+    """Compare the target bundle, or a local copy of it, with its commit, byte for byte.
+
+    Args:
+        store: the store that has the commit.
+        folder: the target bundle of the store, or a copy of it.
+
+    Raises:
+        StoreDamaged: a file is missing or differs.
+    """
     commit = schema.target_commit_path(store)
 
     def compare(files: Mapping[str, FileRecord]) -> Damage:
@@ -200,7 +243,10 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
 def _find_damage(
     commit: StorePath, compare: Callable[[Mapping[str, FileRecord]], Damage]
 ) -> Damage:
-    """Compare files with a commit that lists them; again where another process replaces both meanwhile."""
+    """Compare files with the commit that lists them.
+
+    If another process replaces the commit during the comparison, the files are compared again.
+    """
     while True:
         before = content_of(commit)
         try:
@@ -217,26 +263,41 @@ def _find_damage(
 
 
 def metadata_names(arrays: Iterable[str]) -> set[str]:
-    """Return the names, inside the store, of the metadata of these arrays and of the groups that they lie in."""
-    ways = (PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents for array in arrays)
-    groups = {parent for parents in ways for parent in parents} - {PurePosixPath()}
+    """Return the names, inside the store, of the metadata of arrays and of their parent groups."""
+    ancestors = (
+        PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents for array in arrays
+    )
+    groups = {parent for parents in ancestors for parent in parents} - {PurePosixPath()}
     return {(group / schema.ZARR_NAME).as_posix() for group in groups}
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a name inside a store is that of Zarr metadata that all parts share."""
+    """Whether a name inside a store is the name of Zarr metadata, which all parts share."""
     return name.startswith(f"{schema.PARTS_NAME}/") and name.endswith(f"/{schema.ZARR_NAME}")
 
 
 def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> None:
-    """Record store.json, plan.parquet, and the metadata of these names, as they are."""
+    """Record the current store.json, plan.parquet and metadata files in ``commits/store.json``.
+
+    Args:
+        store: the store.
+        metadata: names of the metadata files inside the store.
+    """
     names = (schema.MANIFEST_NAME, schema.PLAN_NAME, *sorted(metadata))
     files = {name: record_of(read_file(store / name, MAX_PLAN_BYTES)) for name in names}
     put(schema.manifest_commit_path(store), files_json(files))
 
 
 def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
-    """Return (path, error) for each recorded file, or all but the arrays' metadata, that has changed."""
+    """Find the files recorded in ``commits/store.json`` that have changed.
+
+    Args:
+        store: the store.
+        metadata: whether the metadata of the arrays is checked too.
+
+    Returns:
+        (path, error) for each of these files.
+    """
     commit = schema.manifest_commit_path(store)
 
     def compare(records: Mapping[str, FileRecord]) -> Damage:
@@ -267,7 +328,10 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
             if (metadata or not is_metadata(name)) and record_of(
                 content_of(path, MAX_PLAN_BYTES) or b""
             ) != record:
-                message = f"{path} is not the file that was written: its checksum differs from its commit's. {advice}"
+                message = (
+                    f"{path} is not the file that was written: its checksum differs from its "
+                    f"commit's. {advice}"
+                )
                 damage.append((path, StoreDamaged(message)))
         return damage
 
@@ -275,17 +339,27 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
 
 
 def check_manifest(store: StorePath) -> None:
-    """Refuse a store whose store.json or plan.parquet has changed; raises StoreDamaged."""
+    """Check that store.json and plan.parquet have not changed.
+
+    Raises:
+        StoreDamaged: one of them differs from its commit.
+    """
     for _, error in find_manifest_damage(store, metadata=False):
         raise error
 
 
 def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
-    """Write recorded files again where they are damaged and their commit confirms the given bytes.
+    """Write damaged files again if the commit confirms the given content.
 
-    A file that holds the given bytes is left alone: then its record is what is damaged. Raises StoreDamaged where the
-    commit lists other bytes. ``contents``: name inside the store -> bytes that the same inputs give; other recorded
-    files are left alone.
+    A file that already has the given content is not written: in that case, its record is damaged.
+
+    Args:
+        store: the store.
+        contents: name inside the store -> content that the same inputs give. Other recorded files
+            are not written.
+
+    Raises:
+        StoreDamaged: the commit lists other content for a damaged file.
     """
     for path, error in find_manifest_damage(store):
         name = name_below(store, path)
@@ -301,7 +375,10 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
 
 
 def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
-    """Return a file's bytes, or None if the file does not exist; no bytes of one that is longer or not regular."""
+    """Return the content of a file, or None if the file does not exist.
+
+    The result is empty if the file is longer than ``max_bytes`` or not a regular file.
+    """
     try:
         return read_file(path, max_bytes)
     except MISSING:
@@ -318,5 +395,5 @@ def _reading(path: StorePath) -> Iterator[None]:
         raise StoreDamaged(
             f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
         ) from error
-    except ValueError as error:  # from `read_file`
+    except ValueError as error:  # Raised by `read_file`.
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error

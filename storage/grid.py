@@ -1,23 +1,25 @@
-"""Cuts an array into inner chunks and shards, and writes and reads the Zarr metadata of both.
+"""Grids of arrays: how an array is cut into inner chunks and shards, and its Zarr metadata.
 
-Tokens of an inner chunk: each chunk costs a reader some fixed time, and of the first and last chunk of a sequence it
-needs only a part. ``chunk_tokens`` weighs one against the other: 64 tokens for wide arrays, more for narrow ones (256
-at 768 bytes per token, 2048 for token ids).
+Tokens per inner chunk: each chunk has a fixed cost for a reader, and a reader needs only a part of
+the first and last chunk of a sequence. ``chunk_tokens`` balances the two costs: 64 tokens for wide
+arrays, more for narrow ones (256 at 768 bytes per token, 2048 for token ids).
 
-Layers of an inner chunk: as many as make 128 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
-one, so that a drafter that needs one layer reads one layer's bytes. The checksum and the entropy code are those of the
-whole chunk, so a reader of one layer decodes all layers of it. An array of pieces (of transform codes) has one piece in
-a chunk, and as many tokens as suit a piece's width.
+Layers per inner chunk: enough for 128 KiB to 1 MiB, which decodes fast. For real targets this is
+exactly one layer, so that a drafter that needs one layer reads the bytes of one layer. A chunk has
+one checksum and one entropy code, so a reader of one layer decodes all layers of its chunks. In an
+array of pieces (of transform codes), a chunk holds one piece, and as many tokens as suit the width
+of a piece.
 
-All parts share one array: part k owns the rows from ``k * part_rows`` on, in shards of its own. ``kv`` of Llama-3-8B in
-parts of 65,536 tokens, where four shards of 2 GiB make a part::
+All parts share one array. Part k owns the rows from ``k * part_rows`` on, in its own shards. For
+``kv`` of Llama-3-8B in parts of 65,536 tokens, each part has four shards of 2 GiB::
 
     row    0          16,384       32,768       49,152       65,536       81,920    ...
            | c.0.0.0.0.0 | c.1.0.0.0.0 | c.2.0.0.0.0 | c.3.0.0.0.0 | c.4.0.0.0.0 |
            +------------------------ part 0 -----------------------+---- part 1 ---...
 
-A shard spans all layers. It is large because each costs a file, a sync and, on object stores, a request; not larger,
-since a reader of one chunk reads the shard's whole index: 128 KiB for those 2 GiB.
+A shard spans all layers. Shards are large because each one costs a file, a sync and, in an object
+store, a request. They are not larger because a reader of one chunk reads the whole index of the
+shard: 128 KiB for 2 GiB.
 """
 
 import math
@@ -37,14 +39,23 @@ from .schema import PIECE_AXIS, ZARR_NAME, StoredArray
 
 MIN_CHUNK_TOKENS = 64
 CHUNK_OVERHEAD_BYTES = 64 << 10
-"""Fixed cost of a chunk (index, checksum, calls) in raw bytes that decode in the same time: about 25 microseconds."""
+"""Fixed cost of reading a chunk (index, checksum, calls), about 25 microseconds.
+
+It is given as the number of raw bytes that decode in the same time.
+"""
 SEQUENCE_TOKENS = 512
-"""Length of the sequence for which ``chunk_tokens`` is chosen; twice or half of it changes the choice by one step."""
+"""Sequence length for which ``chunk_tokens`` is optimal.
+
+Twice or half this length changes the choice by one step.
+"""
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
-MAX_SHARD_BYTES = 2 << 30  # raw bytes of a shard, where a part has more than that in an array
+MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""Parts have room for a multiple of so many tokens: the longest chunk that :func:`chunk_tokens` chooses."""
+"""The rows of each part cover a multiple of this number of tokens.
+
+It is the largest choice of :func:`chunk_tokens`.
+"""
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
 _RESTORE = "Restore the file from a copy."
@@ -52,12 +63,12 @@ _RESTORE = "Restore the file from a copy."
 
 @dataclass(frozen=True)
 class ArrayGrid:
-    """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut."""
+    """The grid of an array: only axis 0 (tokens or blocks) and axis 1 (layers, pieces) are cut."""
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]  # a multiple of ``chunk_shape`` along every axis
-    part_rows: int  # rows that each part owns, a multiple of a shard's
+    shard_shape: tuple[int, ...]  # A multiple of ``chunk_shape`` along every axis.
+    part_rows: int  # Number of rows of each part, a multiple of the rows of a shard.
 
     @property
     def chunk_tokens(self) -> int:
@@ -66,43 +77,60 @@ class ArrayGrid:
 
     @property
     def chunk_layers(self) -> int:
-        """Size of one inner chunk along the axis after the tokens (1 where there is none)."""
+        """Size of one inner chunk along axis 1, or 1 if the array has only axis 0."""
         return self.chunk_shape[1] if len(self.chunk_shape) > 1 else 1
 
     @property
     def chunks_per_row(self) -> int:
-        """Inner chunks of the same tokens."""
+        """Number of inner chunks that hold the same tokens."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of inner chunks in one shard."""
+        """Number of rows of inner chunks in one shard."""
         return self.shard_shape[0] // self.chunk_shape[0]
 
     def n_chunk_rows(self, n_rows: int) -> int:
-        """Count the rows of inner chunks that hold the first ``n_rows`` of axis 0; the last may reach beyond them."""
+        """Count the rows of inner chunks that hold the first ``n_rows`` rows of axis 0.
+
+        The last row of chunks may extend beyond them.
+        """
         return math.ceil(n_rows / self.chunk_tokens)
 
     def shard_key(self, part: int, number: int) -> str:
-        """Return the path of a part's shard, counted from 0, inside the array's folder, e.g. ``"c.7.0.0.0.0"``."""
+        """Return the path of a shard inside the folder of the array, e.g. ``"c.7.0.0.0.0"``.
+
+        Args:
+            part: number of the part.
+            number: number of the shard in the part, counted from 0.
+        """
         rest = ["0"] * (len(self.shape) - 1)
         return ".".join(["c", str(part * self.shards_per_part + number), *rest])
 
     @property
     def shards_per_part(self) -> int:
-        """Shards in the rows of one part."""
+        """Number of shards in one part."""
         return self.part_rows // self.shard_shape[0]
 
 
 def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
-    """Choose the grid of a stored array for all parts, the longest of so many tokens, padding included."""
+    """Choose the grid of a stored array.
+
+    Args:
+        array: the stored array.
+        n_parts: number of parts in the store.
+        longest_part: tokens of the longest part, with padding.
+    """
     chunk_shape = _chunk_shape(array)
     room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
-    most = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
-    # Equal shards: the Zarr grid is regular, so that a part must be a whole number of them.
+    max_chunk_rows = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
+    # The Zarr grid is regular, so all shards have the same size, and a part has a whole number of
+    # shards.
     shards = next(
-        n for n in range(1, n_chunk_rows + 1) if n_chunk_rows % n == 0 and n_chunk_rows // n <= most
+        n
+        for n in range(1, n_chunk_rows + 1)
+        if n_chunk_rows % n == 0 and n_chunk_rows // n <= max_chunk_rows
     )
     part_rows = n_chunk_rows * chunk_shape[0]
     shard_shape = (part_rows // shards, *array.row_shape)
@@ -111,8 +139,8 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Pieces of the same tokens lie side by side and are read at once: one costs less than a
-        # chunk that lies alone.
+        # Pieces of the same tokens are adjacent and are read together, so each one costs less than
+        # a separate chunk.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -122,11 +150,14 @@ def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
 
 
 def chunk_tokens(token_bytes: float) -> int:
-    """Choose how many tokens of so many raw bytes an inner chunk holds: 64 times the power of two that costs least.
+    """Choose the number of tokens of an inner chunk: the cheapest of 64 times a power of two.
 
-    A sequence of ``SEQUENCE_TOKENS`` tokens that starts anywhere at a multiple of 64 lies in
-    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens on average. Reading it costs that many times the chunk's bytes
-    and ``CHUNK_OVERHEAD_BYTES``.
+    On average, a sequence of ``SEQUENCE_TOKENS`` tokens that starts at any multiple of 64 overlaps
+    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens. For each of these chunks, reading the
+    sequence costs the bytes of the chunk and ``CHUNK_OVERHEAD_BYTES``.
+
+    Args:
+        token_bytes: raw bytes per token.
     """
     choices = [MIN_CHUNK_TOKENS << step for step in range(8)]
 
@@ -139,7 +170,11 @@ def chunk_tokens(token_bytes: float) -> int:
 
 
 def _chunk_layers(n_layers: int, row_bytes: int) -> int:
-    """Return the smallest divisor of ``n_layers`` that makes a chunk big enough, else the largest that fits."""
+    """Return the number of layers of an inner chunk, a divisor of ``n_layers``.
+
+    It is the smallest divisor that makes a chunk big enough. If none does, it is the largest one
+    that fits.
+    """
     layer_bytes = row_bytes // n_layers
     fitting = [
         d
@@ -150,7 +185,11 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
 
 
 def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:
-    """Return the metadata of a group with these arrays: path inside the group -> content, made by zarr-python."""
+    """Return the Zarr metadata, made by zarr-python, of a group that contains these arrays.
+
+    Returns:
+        Path inside the group -> content of the file.
+    """
     documents: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
     for array, grid in grids:
@@ -171,7 +210,18 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
 
 
 def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
-    """Read the grid of an array that all parts share; StoreDamaged where it is not for so many parts and tokens."""
+    """Read the grid of an array that all parts share.
+
+    Args:
+        parts: the group of all arrays (``parts/``).
+        array: the stored array.
+        n_parts: number of parts in the store.
+        longest_part: tokens of the longest part, with padding.
+
+    Raises:
+        StoreDamaged: the metadata is missing or invalid, or does not fit the number and length of
+            the parts.
+    """
     path = parts / array.name / ZARR_NAME
     unit = array.axes[0]
     try:
@@ -188,14 +238,23 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
     n_rows = max(1, array.n_rows(longest_part))
     if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:
         raise StoreDamaged(
-            f"{path} has {grid.shape[0]} {unit}s, {grid.part_rows} for each part; there are {n_parts} parts, the "
-            f"longest of {n_rows}. {_RESTORE}"
+            f"{path} has {grid.shape[0]} {unit}s, {grid.part_rows} for each part; there are "
+            f"{n_parts} parts, the longest of {n_rows}. {_RESTORE}"
         )
     return grid
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Read an array's grid from its zarr.json, and refuse metadata that this reader would misread."""
+    """Read the grid of an array from its zarr.json.
+
+    Args:
+        text: content of zarr.json.
+        array: the stored array.
+        source: name of the file in error messages.
+
+    Raises:
+        StoreDamaged: this reader would misread an array with this metadata.
+    """
     try:
         document = parse_object(text)
         sharding = document["codecs"][0]["configuration"]
@@ -248,7 +307,11 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 
 
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
-    """Whether only axis 0 and the layers are cut, evenly, into chunks and shards of sizes that can be allocated."""
+    """Whether the shapes of a grid are valid.
+
+    Only axis 0 and axis 1 (layers or pieces) are cut, and evenly. Chunks and shards are small
+    enough to be allocated.
+    """
     shape = grid.shape
     chunk = grid.chunk_shape
     shard = grid.shard_shape

@@ -1,13 +1,14 @@
-"""The object-store backend, by obstore: S3 and whatever speaks it, Google Cloud Storage, Azure.
+"""The object-store backend, based on obstore: S3 and compatible servers, Google Cloud, Azure.
 
-Settings come from the environment alone, under the names that each provider's own tools have: ``AWS_ACCESS_KEY_ID``,
-``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server that speaks S3), ``GOOGLE_APPLICATION_CREDENTIALS``,
-``AZURE_STORAGE_ACCOUNT_NAME`` and so on; and ``MOA_DATA_REMOTE_TIMEOUT_S``, how long a server may fail before a command
-gives up.
+All settings come from the environment, with the variable names of each provider's own tools:
+``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server with the S3 API),
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition,
+``MOA_DATA_REMOTE_TIMEOUT_S`` says how many seconds a server may fail before a command gives up.
 
-A server may answer late, twice, or not at all, and what it did is then unknown. So every request may be made again: a
-read returns what the file holds, an upload writes the same bytes, and of a create or replace that got no clear answer
-the file itself tells the outcome.
+A server may answer late, twice or not at all, so the outcome of a request can be unknown. For this
+reason every request can be retried: a read returns the content of the file, and an upload writes
+the same bytes again. If a create or replace gets no clear answer, the content of the file shows the
+outcome.
 """
 
 import logging
@@ -35,11 +36,16 @@ from ..text import first_line
 from .paths import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
-"""Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
-# longest file that S3 copies by one request; a longer one is read and written again
+"""Ranges with at most this many bytes between them are read by one request.
+
+Reading the gap costs less than a second request.
+"""
+# Longest file that S3 copies with one request. Longer files are read and written again.
 COPY_BYTES = 5 << 30
-UPLOADS_AT_ONCE = 8  # pieces of one file that are uploaded at the same time; each is held in memory
-NOTICE_S = 5.0  # time without an answer after which a process logs, once, that it waits
+# Number of blocks of one file that are uploaded in parallel. Each is in memory.
+UPLOADS_AT_ONCE = 8
+# Seconds without an answer after which a process logs, once, that it waits.
+NOTICE_S = 5.0
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 180.0
@@ -53,17 +59,20 @@ T = TypeVar("T")
 
 
 class _Torn(Exception):
-    """A file or range came with another length than was announced."""
+    """A file or range arrived with another length than the server announced."""
 
 
 class ObjectStore:
-    """A prefix of a bucket, by obstore: connected anew in each process, pickled as its URL, safe in threads."""
+    """A prefix of a bucket.
+
+    It connects separately in each process, is pickled as its URL, and may be shared by threads.
+    """
 
     def __init__(self, url: str) -> None:
         if urlsplit(url).scheme.lower() not in SCHEMES:
             raise StoreNotFound(
-                f"{url} cannot be opened as a store: expected a folder, or an s3://, gs:// or az:// URL. Stores of the "
-                "Hub are downloaded first, by `moa-data pull`."
+                f"{url} cannot be opened as a store: expected a folder, or an s3://, gs:// or "
+                "az:// URL. Download stores from the Hub first, with `moa-data pull`."
             )
         self.url = url.rstrip("/")
         self._connected: Connection | None = None
@@ -73,7 +82,7 @@ class ObjectStore:
 
     @property
     def connection(self) -> Connection:
-        """The object of obstore, which zarr takes too (``zarr.storage.ObjectStore``)."""
+        """The store object of obstore. ``zarr.storage.ObjectStore`` accepts it too."""
         _refuse_fork(self.url)
         if self._connected is None:
             self._connected = _connect(self.url)
@@ -97,42 +106,45 @@ class ObjectStore:
         return self._asked(name, lambda: self._get(name, max_bytes))
 
     def _get(self, name: str, max_bytes: int | None = None) -> bytes:
-        found = obstore.get(self.connection, name)
-        n_bytes = found.meta["size"]
+        response = obstore.get(self.connection, name)
+        n_bytes = response.meta["size"]
         check_length(n_bytes, max_bytes)
-        content = found.bytes().to_bytes()
+        content = response.bytes().to_bytes()
         if len(content) != n_bytes:
-            raise _Torn(f"{len(content)} bytes came of {n_bytes}")
+            raise _Torn(f"got {len(content)} of {n_bytes} bytes")
         return content
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:  # noqa: D102
-        found: list[memoryview] = [memoryview(b"")] * len(ranges)
+        contents: list[memoryview] = [memoryview(b"")] * len(ranges)
 
         def fetch(group: Sequence[int]) -> None:
             name, first, _ = ranges[group[0]]
             last = max(ranges[i][2] for i in group)
             data = self._asked(name, lambda: self._get_range(name, first, last))
             for i in group:
-                found[i] = data[ranges[i][1] - first : ranges[i][2] - first]
+                contents[i] = data[ranges[i][1] - first : ranges[i][2] - first]
 
         for _ in requests().map(fetch, _grouped(ranges)):
             pass
-        return found
+        return contents
 
     def _get_range(self, name: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a file by one request; not by ``obstore.get_ranges``, which panics where fewer come."""
+        """Return bytes [start, stop) of a file with one request.
+
+        This does not use ``obstore.get_ranges``, which panics if the server returns fewer bytes.
+        """
         try:
             data = memoryview(obstore.get_range(self.connection, name, start=start, end=stop))
             if len(data) == stop - start:
                 return data
-            failure: Exception = _Torn("fewer bytes came than were asked for")
+            failure: Exception = _Torn("got fewer bytes than requested")
         except exceptions.BaseError as error:
             failure = error
         n_bytes = obstore.head(self.connection, name)["size"]
         if n_bytes >= stop:
             raise failure
-        # The file is shorter than the caller believes, for which servers have answers of many
-        # kinds.
+        # The file is shorter than the caller expects. Servers answer such requests in different
+        # ways.
         if start >= n_bytes:
             return memoryview(b"")
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
@@ -152,7 +164,10 @@ class ObjectStore:
         return content == old and self._settled(name, new, version)
 
     def _settled(self, name: str, data: bytes, mode: Any) -> bool:
-        """Put a file under a condition; where the answer leaves it open who won, ask the file."""
+        """Put a file under a condition; return whether it now holds ``data``.
+
+        If the response does not say who won, the content of the file decides.
+        """
         pauses = _pauses()
         while True:
             try:
@@ -162,17 +177,17 @@ class ObjectStore:
             except (exceptions.BaseError, OSError) as error:
                 _refuse_hopeless(self.url, name, error)
                 try:
-                    found = self._asked(name, lambda: self._get(name))
+                    current = self._asked(name, lambda: self._get(name))
                 except FileNotFoundError:
-                    found = None
-                # S3 answers 409 to both of two that meet, and then neither may have won: then ask
-                # once more.
-                if found == data:
+                    current = None
+                # S3 may answer 409 to both of two concurrent requests, and possibly neither has
+                # won. In that case, try again.
+                if current == data:
                     return True
                 is_conflict = isinstance(
                     error, exceptions.AlreadyExistsError | exceptions.PreconditionError
                 )
-                if found is not None and (is_conflict or mode == "create"):
+                if current is not None and (is_conflict or mode == "create"):
                     return False
                 if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
@@ -194,14 +209,17 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # On a thread: obstore panics where a call of it is made while it takes the pieces of
-            # another one.
+            # The reads run on another thread, because obstore panics if it is called while it
+            # takes the blocks of another call.
             with ThreadPoolExecutor(1) as reader:
                 ranges = (
-                    (at, min(at + REQUEST_BYTES, n_bytes))
-                    for at in range(0, n_bytes, REQUEST_BYTES)
+                    (start, min(start + REQUEST_BYTES, n_bytes))
+                    for start in range(0, n_bytes, REQUEST_BYTES)
                 )
-                pieces = (reader.submit(self._get_range, source, *each).result() for each in ranges)
+                pieces = (
+                    reader.submit(self._get_range, source, *byte_range).result()
+                    for byte_range in ranges
+                )
                 obstore.put(
                     self.connection,
                     target,
@@ -225,12 +243,12 @@ class ObjectStore:
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
-        """Make a short request, which a server that is there answers soon."""
+        """Make a short request, and log if the server does not answer soon."""
         with _answering(self.url):
             return self._repeated(name, request)
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, again and again while the server fails, for a while."""
+        """Make a request, and retry it for a limited time while the server fails."""
         pauses = _pauses()
         while True:
             try:
@@ -255,15 +273,19 @@ def _connect(url: str) -> Connection:
     try:
         return from_url(
             url,
-            # A stalled transfer ends, a slow one does not: the time of a whole request says nothing
-            # where links differ.
+            # Stalled transfers are aborted, slow ones are not. The total time of a request has
+            # a high limit, because links have different speeds.
             client_options={
                 "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
-                "connect_timeout": timedelta(seconds=5), **({"allow_http": True} if is_plain else {}),
+                "connect_timeout": timedelta(seconds=5),
+                **({"allow_http": True} if is_plain else {}),
             },
             retry_config={
                 "max_retries": 10, "retry_timeout": timeout,
-                "backoff": {"init_backoff": timedelta(seconds=_FIRST_PAUSE_S), "max_backoff": timedelta(seconds=5)},
+                "backoff": {
+                    "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+                    "max_backoff": timedelta(seconds=5),
+                },
             },
         )  # fmt: skip
     except (exceptions.BaseError, ValueError) as error:
@@ -271,7 +293,7 @@ def _connect(url: str) -> Connection:
 
 
 def timeout_s() -> float:
-    """Return how long a server may fail before a request is given up."""
+    """Return the number of seconds that a server may fail before a request is given up."""
     try:
         return max(0.0, float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S)))
     except ValueError:
@@ -279,7 +301,11 @@ def timeout_s() -> float:
 
 
 def _pauses() -> Iterator[bool]:
-    """Wait at each step, longer and longer and by chance; yield whether there is time for one more try."""
+    """Sleep between retries, with random and growing pauses.
+
+    Yields:
+        Whether there is time for another try.
+    """
     until = time.monotonic() + timeout_s()
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -291,7 +317,11 @@ def _pauses() -> Iterator[bool]:
 
 
 def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
-    """Yield the positions of ranges that one request reads: of one file, close together, and not too many bytes."""
+    """Yield groups of ranges that are read by one request each, as indices into ``ranges``.
+
+    The ranges of a group belong to one file, are close together, and span at most
+    REQUEST_BYTES (a single longer range is a group of its own).
+    """
     group: list[int] = []
     for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
         name, start, stop = ranges[i]
@@ -312,11 +342,11 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
 
 
 def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
-    """Raise for what another try cannot change."""
+    """Raise an error if a retry cannot succeed."""
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         raise StorageUnavailable(
-            f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this into the "
-            "environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this "
+            "into the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         ) from error
     if isinstance(
         error,
@@ -329,8 +359,9 @@ def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
 
 def _unavailable(url: str, name: str, error: Exception) -> StorageUnavailable:
     return StorageUnavailable(
-        f"{url}/{name} could not be reached for {timeout_s():.0f} s ({_line(error)}). Check the network, "
-        "AWS_ENDPOINT_URL and the credentials in the environment, then run the same command again."
+        f"{url}/{name} could not be reached for {timeout_s():.0f} s ({_line(error)}). Check the "
+        "network, AWS_ENDPOINT_URL and the credentials in the environment, then run the same "
+        "command again."
     )
 
 
@@ -342,14 +373,18 @@ _runtime_pid: int | None = None
 
 
 def _refuse_fork(url: str) -> None:
-    """Refuse a process whose parent has used obstore before the fork: its threads are gone, and calls would hang."""
+    """Refuse to run in a process whose parent used obstore before the fork.
+
+    The threads of obstore do not exist in the child process, so calls would hang.
+    """
     global _runtime_pid
     if _runtime_pid is None:
         _runtime_pid = os.getpid()
     if _runtime_pid != os.getpid():
         raise StorageUnavailable(
-            f"{url} was opened before this process was forked, which the client of object stores does not survive. "
-            "Start processes with the method 'spawn' or 'forkserver', or use threads."
+            f"{url} was opened before this process was forked, and the object store client does "
+            "not work after a fork. Start processes with the method 'spawn' or 'forkserver', or "
+            "use threads."
         )
 
 
@@ -359,10 +394,13 @@ _watcher: threading.Thread | None = None
 
 @contextmanager
 def _answering(url: str) -> Iterator[None]:
-    """Log that the bucket is waited for where the block, a short request and its repetitions, takes long."""
+    """Log that a bucket does not answer if the body takes long.
+
+    The body is a short request with its retries.
+    """
     global _watcher
     if _watcher is None:
-        # One thread for all requests: a timer for each would cost as much as some of them.
+        # One thread watches all requests. A timer for each would cost as much as some requests.
         _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
         _watcher.start()
     request = object()

@@ -1,4 +1,4 @@
-"""The paths of stores: in a folder (``Path``) or below a prefix of an object store (:class:`RemotePath`)."""
+"""Paths of stores: in a folder (``Path``) or below a prefix of a bucket (:class:`RemotePath`)."""
 
 import os
 import stat
@@ -8,65 +8,83 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol, TypeVar
 
-# longest range of one request to a server, and size of the blocks in which a file is uploaded
+# Longest range of one request to a server, and size of the blocks of an upload.
 REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
-"""Requests that one process has under way at the same time: with 20 ms to the first byte and 8 MiB each, more than a
-link of 100 Gbit/s carries."""
+"""Upper bound on the concurrent requests of one process.
+
+With 8 MiB per request and 20 ms to the first byte, they fill more than a 100 Gbit/s link.
+"""
 
 
 class Entry(NamedTuple):
-    """What a listing says of a file."""
+    """Size and time of a file in a listing."""
 
     n_bytes: int
     modified: datetime | None
 
 
 class Backend(Protocol):
-    """A prefix of an object store, which has no renames: files are uploaded in blocks, and copied by the server.
+    """A prefix of an object store.
 
-    Every method raises FileNotFoundError for a file that is not there; StorageUnavailable where it cannot be told.
+    Object stores cannot rename files. Files are uploaded in blocks and copied by the server. Every
+    method raises FileNotFoundError if a file does not exist, and StorageUnavailable if that cannot
+    be determined.
     """
 
     url: str
 
     def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return all files at or below a folder by their names; the list may be older than the files."""
+        """Return all files at or below a folder by name. The listing may be out of date."""
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file, as it is now."""
+        """Return the current size of a file in bytes."""
 
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
-        """Return a whole file; ValueError, with nothing read, where it is longer than ``max_bytes``."""
+        """Return the content of a file.
+
+        Raises:
+            ValueError: the file is longer than ``max_bytes``. Nothing was read.
+        """
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
+        """Return bytes [start, stop) of files, given as (name, start, stop).
+
+        A range that extends beyond the end of its file gives fewer bytes.
+        """
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
+        """Write a file that must not exist.
+
+        Returns:
+            Whether the file now holds ``data``, also if another writer wrote the same data.
+        """
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:
-        """Write a file that must hold ``old``; returns whether it holds ``new`` now."""
+        """Replace a file whose content must be ``old``; return whether it is now ``new``."""
 
     def put(self, name: str, data: bytes | Path) -> None:
-        """Write a file, or replace it, in one step; with the content of a local one where ``data`` is its path."""
+        """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:
-        """Write a file, or replace it, in one step, with the content of another one, which has ``n_bytes``."""
+        """Write or replace a file atomically with the content of another file of ``n_bytes``."""
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; those that are not there are passed over."""
+        """Delete files. Files that do not exist are skipped."""
 
 
 class Stat(NamedTuple):
-    """What ``Path.stat`` says of a file, as far as it is known of a remote one."""
+    """The values of ``Path.stat`` that are known of a remote file."""
 
     st_size: int
     st_mode: int = stat.S_IFREG
 
 
 class RemotePath:
-    """A file or folder in an object store, named in the way of ``Path``; the store itself has an empty key."""
+    """A file or folder in an object store, with the interface of ``Path``.
+
+    The path of the store itself has an empty key.
+    """
 
     def __init__(self, backend: Backend, key: str = "") -> None:
         self.backend = backend
@@ -88,20 +106,24 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last step of the path."""
+        """The last component of the path."""
         return str(self).rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
-        """The folder around it; of the store itself, the store."""
+        """The parent folder. The parent of the store itself is the store."""
         return RemotePath(self.backend, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:
-        """Return the size; FileNotFoundError if the file does not exist."""
+        """Return the size.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+        """
         return Stat(self.backend.size(self.key))
 
     def exists(self) -> bool:
-        """Whether there is such a file, or a file below it."""
+        """Whether this is a file, or a folder with at least one file below it."""
         try:
             self.stat()
         except FileNotFoundError:
@@ -109,41 +131,48 @@ class RemotePath:
         return True
 
     def sizes(self) -> dict[str, int]:
-        """Return the names of all files below it, relative to it and sorted -> bytes."""
+        """Return the size in bytes of each file below the path, by relative name and sorted."""
         start = f"{self.key}/" if self.key else ""
-        found = sorted(self.backend.list_files(self.key).items())
+        entries = sorted(self.backend.list_files(self.key).items())
         return {
-            name[len(start) :]: entry.n_bytes for name, entry in found if name.startswith(start)
+            name[len(start) :]: entry.n_bytes for name, entry in entries if name.startswith(start)
         }
 
     def names(self) -> list[str]:
-        """Return the names of all files below it, relative to it and sorted."""
+        """Return the names of all files below the path, relative to it and sorted."""
         return list(self.sizes())
 
     def read_bytes(self) -> bytes:
-        """Return the file's content."""
+        """Return the content of the file."""
         return self.backend.read(self.key)
 
 
-StorePath = Path | RemotePath  # a store, or a file or folder of one
-# the type of a path of which another one of the same kind is made
+StorePath = Path | RemotePath  # The path of a store, or of a file or folder in a store.
+# Type variable of functions that return a path of the same type as their argument.
 AnyPath = TypeVar("AnyPath", bound=StorePath)
 
 
 def name_below(folder: StorePath, path: StorePath) -> str:
-    """Return the name of a file below a folder, relative to it; ValueError where it lies elsewhere."""
+    """Return the name of a file relative to a folder.
+
+    Raises:
+        ValueError: the file is not below the folder.
+    """
     return PurePosixPath(str(path)).relative_to(str(folder)).as_posix()
 
 
 def requests() -> ThreadPoolExecutor:
-    """Return this process's threads that wait for servers."""
+    """Return the thread pool of this process for requests to servers."""
     return threads("object-store", MAX_REQUESTS)
 
 
 def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
-    """Return this process's threads of that name; they start on first use, and anew after a fork."""
-    # Two threads that meet here make two pools; the threads of the one that loses end with their
-    # work.
+    """Return the thread pool of this process with this name.
+
+    Its threads start on first use. After a fork, the child process gets a new pool.
+    """
+    # Two threads that call this at the same time may create two pools. The pool that is not kept
+    # ends when its work is done.
     if (key := (name, os.getpid())) not in _pools:
         _pools[key] = ThreadPoolExecutor(n_threads, name)
     return _pools[key]

@@ -1,7 +1,9 @@
-"""The plan: the part and position of each sequence, fixed before the first forward; and the texts beside it.
+"""The plan and the texts of a store.
 
-Parts are filled in source order, so that the first parts of a store are an unbiased sample of the dataset; inside a
-part the sequences are sorted by length, so that batches of neighbours hold little padding.
+The plan gives each sequence its part and position. It is fixed before the first forward pass. Parts
+are filled in source order, so that the first parts of a store are an unbiased sample of the
+dataset. Inside a part, the sequences are sorted by length, so that batches of neighbours have
+little padding.
 """
 
 import hashlib
@@ -30,45 +32,49 @@ SEQUENCE_SCHEMA = pa.schema(
         ("n_response_tokens", pa.int32()),
     ]
 )
-"""Columns of the table that is planned: content hash, row in the dataset, counts."""
+"""Columns of the table of sequences to plan: content hash, row in the dataset, counts."""
 
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(
     pa.field("first_token", pa.int64())
 )
-"""Columns of plan.parquet: the above, the part, and the sequence's first position on the part's token axis."""
+"""Columns of plan.parquet.
 
-TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]  # columns of texts.arrow
+These are the columns of ``SEQUENCE_SCHEMA``, the part, and the first position of the sequence on
+the token axis of the part.
+"""
 
-TEXTS_SHA256 = b"sha256"  # key of the metadata of texts.arrow that holds ``texts_sha256``
+TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]  # Columns of texts.arrow.
 
-MAX_ID_BYTES = 1024  # longest sequence id that is read
+TEXTS_SHA256 = b"sha256"  # Key of ``texts_sha256`` in the metadata of texts.arrow.
 
-# longest plan.parquet that is read: about 100 bytes for each of ten million sequences
+MAX_ID_BYTES = 1024  # Readers refuse longer sequence ids.
+
+# Readers refuse a longer plan.parquet. It has about 100 bytes for each of ten million sequences.
 MAX_PLAN_BYTES = 1 << 30
 
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column of numbers without nulls, [n_rows]."""
-    # Not by to_numpy: pyarrow imports pandas for it, and for pa.array, which takes half a second of
-    # a command.
+    """Return a numeric column without nulls, [n_rows]."""
+    # This avoids to_numpy and pa.array: for both, pyarrow imports pandas, which adds half a second
+    # to each command.
     chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
 
 def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
-    """Select the rows of a table for which a mask, [n_rows] bool, holds."""
+    """Return the rows of a table that a mask, [n_rows] bool, selects."""
     return table.take(column(np.flatnonzero(is_wanted)))
 
 
 def column(values: np.ndarray) -> pa.Array:
-    """Return numbers [n_rows] as a column, without a copy."""
+    """Return numbers [n_rows] as a column without copying them."""
     return pa.Array.from_buffers(
         pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
     )
 
 
 def text_column(values: Iterable[str]) -> pa.Array:
-    """Return texts, of 2 GB at most, as a column."""
+    """Return texts, at most 2 GB in total, as a column."""
     encoded = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
@@ -79,16 +85,18 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     """Assign every sequence to a part and a position.
 
     Args:
-        table: columns of ``SEQUENCE_SCHEMA``.
-        part_tokens: aligned tokens of a part; one sequence longer than that makes a part of its own.
-        alignment_tokens: every sequence starts at a multiple of this.
+        table: sequences with the columns of ``SEQUENCE_SCHEMA``.
+        part_tokens: upper bound on the tokens of a part, with padding. A single sequence that is
+            longer gets a part of its own.
+        alignment_tokens: every sequence starts at a multiple of this number of tokens.
 
     Returns:
-        The table with columns of ``PLAN_SCHEMA``, ordered by part and position.
+        The table with the columns of ``PLAN_SCHEMA``, ordered by part and position.
     """
     if part_tokens < 1 or alignment_tokens < 1:
         raise StoreDamaged(
-            f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1."
+            f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at "
+            "least 1."
         )
     _check_sequences(table)
     table = table.select(SEQUENCE_SCHEMA.names).cast(SEQUENCE_SCHEMA)
@@ -104,7 +112,7 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
             filled = 0
         part_of[row] = part
         filled += n_tokens
-    # The longest first: neighbours of equal length make batches with little padding.
+    # Sort by descending length: neighbours of similar length form batches with little padding.
     order = np.lexsort((np.arange(len(lengths)), -lengths, part_of))
     ends = np.cumsum(padded[order])
     starts = ends - padded[order]
@@ -123,7 +131,8 @@ def _check_sequences(table: pa.Table) -> None:
         )
     if table.num_rows == 0:
         raise StoreDamaged(
-            "The dataset gave no sequences to plan. Check the dataset and the counts of rejected rows."
+            "The dataset gave no sequences to plan. Check the dataset and the counts of rejected "
+            "rows."
         )
     if (
         any(table[name].null_count for name in table.column_names)
@@ -134,12 +143,16 @@ def _check_sequences(table: pa.Table) -> None:
         counts = pc.value_counts(table["sequence_id"].combine_chunks())
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
         raise StoreDamaged(
-            f"{len(repeated)} sequence ids appear twice, the first is {repeated[0]}. Drop duplicates before planning."
+            f"{len(repeated)} sequence ids appear twice, the first is {repeated[0]}. Drop "
+            "duplicates before planning."
         )
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Count what a manifest says of a plan: n_sequences, n_parts and n_tokens (without alignment padding)."""
+    """Return the counts that the manifest records of a plan.
+
+    These are n_sequences, n_parts and n_tokens, without alignment padding.
+    """
     return {
         "n_sequences": plan.num_rows,
         "n_parts": int(numbers(plan, "part").max()) + 1,
@@ -148,7 +161,10 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
 
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
-    """Return what the commit of each part must say: part, n_sequences, n_tokens and allocated_tokens (with padding)."""
+    """Return the counts that the commit of each part must contain.
+
+    These are part, n_sequences, n_tokens and allocated_tokens; the last includes padding.
+    """
     part = numbers(plan, "part")
     ends = numbers(plan, "first_token") + numbers(plan, "n_tokens")
     lengths = np.zeros(int(part.max()) + 1, np.int64)
@@ -163,17 +179,25 @@ def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
 
 
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
-    """Refuse a plan whose sequences overlap, are not aligned, or whose parts have holes in their numbers."""
+    """Check a plan.
+
+    Its sequences must be valid and aligned, and must not overlap. Part numbers must have no gaps.
+
+    Raises:
+        StoreDamaged: the plan is not valid.
+    """
     if not plan.schema.equals(PLAN_SCHEMA):
         raise StoreDamaged(
-            f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}."
+            f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got "
+            f"{plan.schema.names}."
         )
     _check_sequences(plan)
     part = numbers(plan, "part").astype(np.int64)
     first = numbers(plan, "first_token")
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
         raise StoreDamaged(
-            f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts."
+            f"first_token lies between {first.min()} and {first.max()}. Make the plan with "
+            "plan_parts."
         )
     ends = first + numbers(plan, "n_tokens")
     same = part[1:] == part[:-1]
@@ -185,20 +209,30 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise StoreDamaged(
-            f"Plan row {row} (part {part[row]}, first_token {first[row]}) overlaps its neighbour, is not at a multiple "
-            f"of {alignment_tokens}, or skips a part. Make the plan with plan_parts."
+            f"Plan row {row} (part {part[row]}, first_token {first[row]}) overlaps its neighbour, "
+            f"is not at a multiple of {alignment_tokens}, or skips a part. Make the plan with "
+            "plan_parts."
         )
 
 
 def plan_bytes(plan: pa.Table) -> bytes:
-    """Return the content of plan.parquet; equal plans give equal bytes with one release of pyarrow."""
+    """Return the content of plan.parquet.
+
+    With one release of pyarrow, equal plans give equal bytes.
+    """
     sink = pa.BufferOutputStream()
     pq.write_table(plan.replace_schema_metadata(None).combine_chunks(), sink, compression="zstd")
     return bytes(sink.getvalue())
 
 
 def read_plan(path: StorePath) -> pa.Table:
-    """Read plan.parquet; OSError and MemoryError say nothing about its bytes."""
+    """Read plan.parquet.
+
+    Raises:
+        StoreDamaged: the file is missing or not a valid plan.
+        OSError: the file could not be read. This is not evidence of damage.
+        MemoryError: there was not enough memory. This is not evidence of damage.
+    """
     try:
         content = read_file(path, MAX_PLAN_BYTES)
     except MISSING as error:
@@ -210,8 +244,8 @@ def read_plan(path: StorePath) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         metadata = file.metadata
-        # What a file claims is checked before anything is allocated. Ids differ, so that a row
-        # takes at least a byte.
+        # The sizes that the file claims are checked before anything is allocated. Ids are distinct,
+        # so each row takes at least one byte of the file.
         columns = [
             metadata.row_group(i).column(k)
             for i in range(metadata.num_row_groups)
@@ -226,7 +260,7 @@ def read_plan(path: StorePath) -> pa.Table:
             raise ValueError(
                 f"{metadata.num_rows} rows, {len(content)} bytes that unpack to {n_bytes}"
             )
-        # a thread that can't be started would look like a damaged file
+        # A single thread is used: failing to start another one would look like a damaged file.
         plan = file.read(use_threads=False)
         if (
             max(
@@ -238,7 +272,7 @@ def read_plan(path: StorePath) -> pa.Table:
             raise ValueError("a sequence id is too long")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
-    # of pyarrow too, whose class is also an ArrowException: it says nothing about the bytes
+    # pyarrow's own MemoryError is also an ArrowException. It is not evidence of damage.
     except MemoryError:
         raise
     except (
@@ -261,7 +295,11 @@ def read_plan(path: StorePath) -> pa.Table:
 
 
 def map_texts(path: StorePath) -> pa.Table:
-    """Map texts.arrow into memory; of a remote one a copy, which the mapping alone holds."""
+    """Map texts.arrow into memory.
+
+    A remote file is first copied to a temporary file. That file is deleted at once, and only the
+    mapping keeps its content.
+    """
     if isinstance(path, Path):
         with pa.memory_map(os.fspath(path)) as file:
             return pa.ipc.open_file(file).read_all()
@@ -271,15 +309,19 @@ def map_texts(path: StorePath) -> pa.Table:
 
 
 def texts_sha256(texts: pa.Table) -> bytes:
-    """Return the sha256 of counts, ids, rows, tokens and masks of texts.arrow, in hex; ValueError for another table."""
+    """Return the sha256, in hex, of the counts, ids, rows, tokens and masks of texts.arrow.
+
+    Raises:
+        ValueError: the table is not a table of texts.
+    """
     counts = json.loads((texts.schema.metadata or {}).get(b"counts", b"null"))
     if texts.column_names != TEXTS_COLUMNS or any(
         column.num_chunks != 1 for column in texts.columns
     ):
         raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
     digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
-    # One chunk each, as written: combining even one would copy it, and the table may be as large as
-    # the memory.
+    # Each column has one chunk, as it was written. Combining chunks would copy them, and the table
+    # may be as large as the memory.
     ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
     for key in ids.to_pylist():
         digest.update(key.encode())

@@ -1,14 +1,18 @@
-"""Byte ranges of remote shards, which a local disk may keep, so that a second epoch asks the server for nothing.
+"""Reads byte ranges of remote shards, with an optional cache on a local disk.
 
-Bytes are kept in blocks of 1 MiB, each in a file of its own, named after the shard's place, size and checksum as its
-commit has them: so a block is never taken for one of another shard, and a store that is written anew has new blocks.
-Each block ends in its own CRC-32C, and one that does not fit is fetched again::
+With the cache, a second epoch makes no requests to the server. The cache consists of blocks of
+1 MiB, each in its own file. The name of a block is derived from the path of the shard and from its
+size and checksum in the commit. A block is therefore never used for another shard, and a store that
+is written again has new blocks. Each block ends with its own CRC-32C. A block whose checksum is
+wrong is fetched again::
 
     DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then its CRC-32C
 
-Any number of processes may share a folder. A block appears by a rename, whole; nothing is synced, as a block that a
-crash has torn is not used. When the folder is full the blocks that were used longest ago go, a twentieth at a time. A
-process counts the others' blocks each time it has written a twentieth of the folder, which may exceed its size by that.
+Any number of processes may share a folder. A complete block appears by a rename. Blocks are not
+synced, because a block that was torn by a crash is not used. When the folder is full, the least
+recently used blocks are evicted, 1/20 of the folder at a time. A process counts the blocks of other
+processes only after it has written 1/20 of the folder, so the folder may exceed its size by that
+much.
 """
 
 import hashlib
@@ -29,18 +33,19 @@ from .paths import REQUEST_BYTES, RemotePath, requests
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
-# a reader of a whole sequence asks for many times as much; smaller blocks only make more files
+# Reading a whole sequence takes many blocks of this size. Smaller blocks only mean more files.
 BLOCK_BYTES = 1 << 20
 _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
 
 
 class RemoteFile:
-    """A remote file of which byte ranges are read, one request each.
+    """A remote file whose byte ranges are read, with one request per range.
 
     Args:
-        record: size and checksum of the file, as its commit has them.
-        cache: keeps on a disk what is read; a store has one for all of its files.
+        path: path of the file.
+        record: size and checksum of the file from its commit.
+        cache: cache on a local disk; a store has one for all of its files. None to read without.
     """
 
     max_read_bytes = REQUEST_BYTES
@@ -55,18 +60,21 @@ class RemoteFile:
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
+        """Fill ``buffer`` (uint8) with bytes from ``offset`` on; return the number read."""
         (data,) = fetch_ranges([(self, offset, offset + len(buffer))])
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
         return len(data)
 
 
-# byte ranges [start, stop) of remote files of one store
+# Byte ranges [start, stop) of remote files of one store.
 Ranges = Sequence[tuple[RemoteFile, int, int]]
 
 
 def fetch_ranges(ranges: Ranges) -> list[memoryview]:
-    """Fetch byte ranges, all requests under way at the same time; fewer bytes where a file is shorter."""
+    """Fetch byte ranges with concurrent requests.
+
+    The result of a range is shorter than requested if its file ends earlier.
+    """
     cache = ranges[0][0].cache
     return _request(ranges) if cache is None else cache.read(ranges)
 
@@ -77,41 +85,42 @@ def _request(ranges: Ranges) -> list[memoryview]:
 
 
 class ReadCache:
-    """A folder of blocks, which several processes may share; pickled as its place and size.
+    """A folder of blocks. Processes may share it, and it is pickled as its path and size.
 
     Args:
-        folder: made when the first block is kept.
-        max_bytes: bytes of all blocks at most.
+        folder: folder of the cache; it is created when the first block is stored.
+        max_bytes: upper bound on the bytes of all blocks.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.max_bytes = max_bytes
         self._counting = threading.Lock()
-        self._n_used, self._n_written = 0, max_bytes  # as if a count were due
+        # The first block triggers a count of the folder.
+        self._n_used, self._n_written = 0, max_bytes
 
     def __reduce__(self) -> "tuple[type[ReadCache], tuple[Path, int]]":
         return (ReadCache, (self.folder, self.max_bytes))
 
     def read(self, ranges: Ranges) -> list[memoryview]:
-        """Return the bytes of ranges, from blocks that are kept and by fetching the others, which are kept then."""
+        """Return the bytes of ranges. Blocks that are not cached are fetched and then cached."""
         keys = [
             [(file, block) for block in _blocks(file, start, stop)] for file, start, stop in ranges
         ]
-        # several ranges may lie in one block
-        wanted = list(dict.fromkeys(key for own in keys for key in own))
+        # Several ranges may overlap one block.
+        wanted = list(dict.fromkeys(key for range_keys in keys for key in range_keys))
         loads = requests().map(lambda key: self._load(*key), wanted)
-        found = {key: data for key, data in zip(wanted, loads, strict=True) if data is not None}
-        missing = [key for key in wanted if key not in found]
+        blocks = {key: data for key, data in zip(wanted, loads, strict=True) if data is not None}
+        missing = [key for key in wanted if key not in blocks]
         fetched = (
             _request([(file, *_span(file, block)) for file, block in missing]) if missing else []
         )
-        found |= {key: bytes(data) for key, data in zip(missing, fetched, strict=True)}
-        for _ in requests().map(lambda key: self._keep(key[0], key[1], found[key]), missing):
+        blocks |= {key: bytes(data) for key, data in zip(missing, fetched, strict=True)}
+        for _ in requests().map(lambda key: self._keep(key[0], key[1], blocks[key]), missing):
             pass
         return [
-            _cut([found[key] for key in own], *each[1:])
-            for own, each in zip(keys, ranges, strict=True)
+            _cut([blocks[key] for key in range_keys], *byte_range[1:])
+            for range_keys, byte_range in zip(keys, ranges, strict=True)
         ]
 
     def _path(self, file: RemoteFile, block: int) -> Path:
@@ -126,18 +135,18 @@ class ReadCache:
             crc = content[-_CRC.size :]
             if len(data) != stop - start or _CRC.pack(crc32c(data)) != crc:
                 return None
-            os.utime(path)  # what was used last goes last
+            os.utime(path)  # Mark the block as recently used.
         except OSError:
             return None
         return data
 
     def _keep(self, file: RemoteFile, block: int, data: bytes) -> None:
-        """Keep a block if there is room for it on the disk; a full disk is ignored."""
+        """Cache a block. Best effort: a full disk is ignored."""
         start, stop = _span(file, block)
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
-            # a file shorter than its commit says, which its reader will notice; or a cache of less
-            # than a block
+            # Either the file is shorter than its commit says, which its reader will detect, or the
+            # cache is smaller than one block.
             return
         path = self._path(file, block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
@@ -152,16 +161,16 @@ class ReadCache:
                 partial.unlink(missing_ok=True)
 
     def _make_room(self, n_bytes: int) -> None:
-        """Count a new block, and delete old ones where it does not fit."""
+        """Account for a new block, and evict old blocks if it does not fit."""
         share = self.max_bytes // _FREED_SHARE
         if self._n_written > share or self._n_used + n_bytes > self.max_bytes:
-            found = sorted(self._found())
-            self._n_used = sum(size for _, size, _ in found)
+            blocks = sorted(self._found())
+            self._n_used = sum(size for _, size, _ in blocks)
             self._n_written = 0
             allowed = self.max_bytes - n_bytes
             if self._n_used > allowed:
                 allowed -= share
-            for _, size, path in found:
+            for _, size, path in blocks:
                 if self._n_used <= allowed:
                     break
                 with suppress(FileNotFoundError):
@@ -171,7 +180,7 @@ class ReadCache:
         self._n_written += n_bytes
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of the last use, bytes, path) of all blocks."""
+        """Yield (time of last use, size in bytes, path) of every block."""
         with suppress(FileNotFoundError):
             for folder in os.scandir(self.folder / "blocks"):
                 for entry in os.scandir(folder):
@@ -181,10 +190,14 @@ class ReadCache:
 
 
 def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache | None:
-    """Return a cache, or None where nothing names a folder.
+    """Return the cache that the arguments or the environment describe, or None without a folder.
 
-    What is not given, ``MOA_DATA_CACHE_DIR`` and ``MOA_DATA_CACHE_GB`` (default 100) tell; OptionInvalid for a size
-    that is not a positive number.
+    Args:
+        folder: folder of the cache; None for ``MOA_DATA_CACHE_DIR``.
+        n_gb: size of the cache in GB; None for ``MOA_DATA_CACHE_GB`` (default 100).
+
+    Raises:
+        OptionInvalid: the size is not a positive number.
     """
     folder = folder or os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -212,8 +225,8 @@ def _span(file: RemoteFile, block: int) -> tuple[int, int]:
 
 
 def _cut(blocks: Sequence[bytes], start: int, stop: int) -> memoryview:
-    """Cut what was asked for from its blocks, of which the last may be shorter than it should be."""
+    """Cut a range from its blocks. The last block may be shorter than expected."""
     skipped = start % BLOCK_BYTES
     n_bytes = max(0, stop - start)
-    whole = blocks[0] if len(blocks) == 1 else b"".join(blocks)
-    return memoryview(whole)[skipped : skipped + n_bytes]
+    data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
+    return memoryview(data)[skipped : skipped + n_bytes]

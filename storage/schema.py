@@ -1,30 +1,44 @@
-"""What a store holds and how it lies on disk (schema version 2).
+"""Files, fields, manifest and dtypes of a store (schema version 2).
 
 ::
 
     STORE/
-      store.json                       manifest: schema version, fields, conventions, codec, identities, counts
-      plan.parquet                     one row per sequence, in the order in which sequences lie in the parts
-      texts.arrow                      tokens and masks of all sequences, for `extract` to continue (may be absent)
-      target/                          config, tokenizer and frozen weights that training needs
-      codec/basis.safetensors          what the codec has learned (transform codecs only)
-      parts/                           one Zarr v3 group; on the token axis of each array the parts follow each other
-        tokens                         int32    [token]
-        response_mask                  uint8    [token]                                    1 = written by the assistant
-        kv                             bfloat16 [token, layer, kv_head, 2, head_dim]       0 = key after RoPE, 1 = value
-        kv/full_attention              in place of kv where layers do not cache alike: the layers of one kind
-        hidden/last                    bfloat16 [token, width]                             after the final norm
-        hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
-      commits/part-00000.json          written last, atomically: counts, and bytes and crc32 of every file of the part
-      commits/target.json              the same for target/
-      commits/store.json               the same for store.json, plan.parquet and the zarr.json files of parts/
-      README.md                        dataset card: what, how made, conventions, licences, how to load it
-      runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
-      store.lock                       locked (flock) by the processes that write
-      publish.lock                     while several write: locked, byte by byte, while a part is renamed and committed
+      store.json                  manifest: schema version, fields, conventions, codec, identities,
+                                  counts
+      plan.parquet                one row per sequence, in the order of the sequences in the parts
+      texts.arrow                 tokens and masks of all sequences, read when `extract` resumes
+                                  (may be absent)
+      target/                     config, tokenizer and frozen weights that training needs
+      codec/basis.safetensors     parameters that the codec has learned (transform codecs only)
+      parts/                      one Zarr v3 group; the parts follow each other on the token axis
+                                  of each array
+        tokens                    int32    [token]
+        response_mask             uint8    [token]
+                                  1 = written by the assistant
+        kv                        bfloat16 [token, layer, kv_head, 2, head_dim]
+                                  0 = key after RoPE, 1 = value
+        kv/full_attention         replaces kv if the layers have different caches: the layers of
+                                  one kind
+        hidden/last               bfloat16 [token, width]
+                                  after the final norm
+        hidden/layer_6            bfloat16 [token, width]
+                                  output of decoder layer 6
+      commits/part-00000.json     written last, atomically: counts, and size in bytes and crc32 of
+                                  every file of the part
+      commits/target.json         sizes and crc32 of the files of target/
+      commits/store.json          sizes and crc32 of store.json, plan.parquet and the zarr.json
+                                  files of parts/
+      README.md                   dataset card: contents, origin, conventions, licences, how to load
+      runs/20250131T120000.000000Z.json
+                                  one per run: command, versions, timings (nothing that shapes the
+                                  data)
+      store.lock                  locked (flock) by the processes that write
+      publish.lock                used if several processes write: one byte per part is locked while
+                                  the part is renamed and committed
 
-A part whose commit is missing does not exist for a reader. ``runs/`` and ``store.lock`` aside, equal inputs give equal
-bytes in every file. ``docs/format.md`` explains the format to other programs.
+A part without a commit does not exist for a reader. Equal inputs give equal bytes in every file
+except ``runs/``, ``store.lock`` and ``publish.lock``. ``docs/format.md`` explains the format to
+authors of other programs.
 """
 
 import json
@@ -50,18 +64,22 @@ PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
-# in a run's record: weights_sha256 of the model that wrote the chats' answers, or null
+# Key in the record of a run: weights_sha256 of the model that wrote the answers of the chats, or
+# null.
 ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
 _DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, LOCK_NAME, PUBLISH_NAME, CARD_NAME, TEXTS_NAME)
 KNOWN_NAMES = frozenset((*_DOCUMENTS, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME))
-"""Every name that a store's folder may hold."""
+"""Every name that may occur in a store's folder."""
 
 
 def is_known(name: str) -> bool:
-    """Whether a store's folder may hold a name, also while that file is written (``plan.parquet.5f3a9c01.partial``)."""
+    """Whether a name may occur in a store's folder.
+
+    This includes the names of partially written files (``plan.parquet.5f3a9c01.partial``).
+    """
     if not name.endswith(PARTIAL_SUFFIX):
         return name in KNOWN_NAMES
     stem = name.removesuffix(PARTIAL_SUFFIX)
@@ -84,21 +102,27 @@ def manifest_commit_path(store: AnyPath) -> AnyPath:
 
 
 def publication_path(commit: AnyPath) -> AnyPath:
-    """Return the path of the record of what a writer is publishing in a bucket, until the commit is made."""
+    """Return the path of the publication record of a commit.
+
+    In a bucket, this record lists the uploads that a writer is publishing until the commit exists.
+    """
     return below(cast(AnyPath, commit.parent), f"{commit.name}.partial")
 
 
 def below(folder: AnyPath, *names: str) -> AnyPath:
-    """Return a path below a folder, of the folder's own kind."""
+    """Return a path below a folder. The result has the same type as the folder."""
     return cast(AnyPath, folder / "/".join(names))
 
 
 ALIGNMENT_TOKENS = 64
-"""Every sequence of a new store starts at a multiple of this, so that rows of 64 tokens belong to one sequence."""
+"""Every sequence of a new store starts at a multiple of this number of tokens.
+
+An aligned block of 64 tokens therefore never spans two sequences.
+"""
 
 SCHEMA_VERSION = 2
 FORMAT_NAME = "moa-data activation store"
-"""Value of ``format`` in store.json, which tells a store from any other folder with such a file."""
+"""Value of ``format`` in store.json. Other folders with a store.json do not have it."""
 
 CONVENTIONS: dict[str, str] = {
     "kv_keys": "after RoPE, positions counted from 0 at the first token of each sequence",
@@ -108,54 +132,62 @@ CONVENTIONS: dict[str, str] = {
     "response_mask": "1 on tokens written by the assistant, its end-of-turn token included",
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
-"""What the numbers mean in every schema version so far. Every manifest carries these; a reader refuses other values."""
+"""Meaning of the stored numbers, the same in every schema version so far.
+
+Every manifest contains these entries. A reader refuses other values, except the variants
+:data:`ROTATED_IN_SOME` and :data:`LATENTS`.
+"""
 ROTATED_IN_SOME: dict[str, str] = {
-    "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions counted from 0 at the "
-    "first token of each sequence",
+    "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions "
+    "counted from 0 at the first token of each sequence",
 }
-"""What takes the place of :data:`CONVENTIONS` where some layers of the target do without RoPE."""
+"""Replaces entries of :data:`CONVENTIONS` if some layers of the target do not use RoPE."""
 LATENTS: dict[str, str] = {
     "kv_keys": "the latent after its norm, which has no positions",
-    "kv_order": "the latent, then the part of the key that all heads share, after RoPE, positions counted from 0 at "
-    "the first token of each sequence",
+    "kv_order": "the latent, then the part of the key that all heads share, after RoPE, positions "
+    "counted from 0 at the first token of each sequence",
 }
-"""What takes the place of :data:`CONVENTIONS` where layers cache latents."""
+"""Replaces entries of :data:`CONVENTIONS` if the layers cache latents."""
 
 MAX_LAYERS = 1 << 12
-# most values that one token of a field may have; the largest models have about a million
+# Upper bound on the values of one token in a field. The largest models have about a million.
 MAX_TOKEN_VALUES = 1 << 26
 
-Array = Any  # a NumPy array or a torch tensor; what takes either has one definition for both
+Array = Any  # A NumPy array or a torch tensor: the type of functions that accept both.
 
-# the field of the token ids, of which some codecs need rows to decode another field
+# Name of the field of token ids. Some codecs need the token ids to decode another field.
 TOKENS = "tokens"
-# the field of the keys and values of all layers; where layers are not alike, those of some are
-# below it
+# Name of the field of keys and values of all layers. If layers have different caches, the layers of
+# each kind have a field below this name.
 KV = "kv"
-HIDDEN_LAST = "hidden/last"  # the field of the states after the final norm
+HIDDEN_LAST = "hidden/last"  # Name of the field of hidden states after the final norm.
 
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
-BLOCK_AXIS = "block"  # name of axis 0 of a stored array that has one row for several tokens
-# name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own
+BLOCK_AXIS = "block"  # Name of axis 0 of a stored array in which one row covers several tokens.
+# Name of axis 1 of a stored array if each index on that axis is read separately. Each index then
+# has inner chunks of its own.
 PIECE_AXIS = "piece"
-KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # axes of one token's keys and values
+KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # Axes of one token's keys and values.
 UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
-"""The same where keys and values are of unequal widths, and stand one after the other on the last axis."""
+"""Axes of one token's keys and values if their widths differ.
+
+The last axis holds the key, then the value.
+"""
 
 
 @dataclass(frozen=True)
 class FieldSpec:
     """One field of a store."""
 
-    name: str  # path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``
-    dtype: str  # logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``)
-    token_shape: tuple[int, ...]  # shape of one token's values; ``()`` for one number per token
-    axes: tuple[str, ...]  # names of all axes, the first of them ``"token"``
+    name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
+    dtype: str  # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
+    token_shape: tuple[int, ...]  # Shape of one token's values; ``()`` for one number per token.
+    axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str = ""
-    # of the target, on the layer axis of keys and values; None for all
+    # Numbers of the target layers on the layer axis of keys and values; None for all layers.
     layers: tuple[int, ...] | None = None
-    # How much of the last axis is the key, where the value after it is of another width; else None.
+    # Width of the key on the last axis, if keys and values have different widths; otherwise None.
     key_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -169,16 +201,18 @@ class FieldSpec:
             or len(self.axes) != 1 + len(self.token_shape)
         ):
             raise ValueError(
-                f"Field {self.name!r}: axes {self.axes} must be 'token' and one name for each axis of "
-                f"token_shape {self.token_shape}."
+                f"Field {self.name!r}: axes {self.axes} must be 'token' and one name for each axis "
+                f"of token_shape {self.token_shape}."
             )
         if math.prod(self.token_shape) > MAX_TOKEN_VALUES:
             raise ValueError(
-                f"Field {self.name!r} has {math.prod(self.token_shape)} values per token."
+                f"Field {self.name!r} has {math.prod(self.token_shape)} values per token; at most "
+                f"{MAX_TOKEN_VALUES} are allowed."
             )
         if any(size < 1 for size in self.token_shape):
             raise ValueError(
-                f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1."
+                f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at "
+                "least 1."
             )
         fits = self.layers is None or (
             self.layer_axis == 1 and len(self.layers) == self.token_shape[0]
@@ -189,7 +223,8 @@ class FieldSpec:
             self.key_width is not None and not 0 < self.key_width < self.token_shape[-1]
         ):
             raise ValueError(
-                f"Field {self.name!r}: layers or key_width do not fit token_shape {self.token_shape}."
+                f"Field {self.name!r}: layers or key_width do not fit token_shape "
+                f"{self.token_shape}."
             )
 
     @property
@@ -209,15 +244,15 @@ class FieldSpec:
 
     @property
     def layer_numbers(self) -> Sequence[int]:
-        """The target's layers that the layer axis has, of a field with one."""
+        """Numbers of the target layers on the layer axis. The field must have a layer axis."""
         return range(self.token_shape[0]) if self.layers is None else self.layers
 
 
 _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 _Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
-_Dtype = Literal["bfloat16", "float16", "float32"]  # of activations
+_Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
-# stores of other programs may have other keys besides
+# Stores of other programs may have additional keys.
 _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
@@ -231,15 +266,15 @@ class _FieldDocument(BaseModel):
     token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]
     description: str
-    # Left out where they are None.
+    # Omitted from the document if they are None.
     layers: Annotated[tuple[_Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     key_width: _Count | None = None
 
 
 class _Sizes(TypedDict, total=False):
-    """The sizes of a target that readers compute with."""
+    """The sizes of a target that readers use in computations."""
 
-    __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy wants nothing but keys
+    __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy allows only keys here
 
     n_layers: _Count
     n_heads: _Count
@@ -251,7 +286,7 @@ class _Sizes(TypedDict, total=False):
 
 
 class _Extraction(TypedDict, total=False):
-    """The settings of an extraction that are computed with."""
+    """The extraction settings that readers use in computations."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -264,7 +299,7 @@ class _Extraction(TypedDict, total=False):
 
 
 class _Codec(TypedDict):
-    """What every codec says of itself."""
+    """The keys that the description of every codec has."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -292,15 +327,15 @@ class _ManifestDocument(BaseModel):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One Zarr array of a store. Its rows count tokens, or blocks of tokens."""
+    """One Zarr array of a store. One row stands for a token or for a block of tokens."""
 
-    name: str  # path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``
-    dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``
+    name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
+    dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
     row_shape: tuple[int, ...]
-    axes: tuple[str, ...]  # names of all axes, ``"token"`` or ``"block"`` first
-    block_tokens: int = 1  # tokens that one row stands for; divides the alignment of sequences
-    layer_axis: int | None = None  # index of the layer axis in the whole array (1), or None
-    # what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16)
+    axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
+    block_tokens: int = 1  # Number of tokens per row; divides the alignment of sequences.
+    layer_axis: int | None = None  # Index of the layer axis in the stored array (1), or None.
+    # Logical dtype of the values, if it differs from ``dtype`` (``"bfloat16"`` in uint16).
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -317,12 +352,12 @@ class StoredArray:
         return int(np.prod(self.row_shape, dtype=np.int64)) * self.storage_dtype.itemsize
 
     def n_rows(self, n_tokens: int) -> int:
-        """Count the rows that cover ``n_tokens`` tokens from the start of a block on."""
+        """Count the rows that cover ``n_tokens`` tokens, starting at a block boundary."""
         return -(-n_tokens // self.block_tokens)
 
 
 def tokens_field() -> FieldSpec:
-    """Return the field of the token ids, int32 [token]."""
+    """Return the field of token ids, int32 [token]."""
     return FieldSpec(TOKENS, "int32", (), (TOKEN_AXIS,), "token ids of the target's tokenizer")
 
 
@@ -336,9 +371,14 @@ def response_mask_field() -> FieldSpec:
 def kv_field(
     n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat16", is_rotated: bool = True
 ) -> FieldSpec:
-    """Return the field of keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim].
+    """Return the field of keys and values of all layers, [token, layer, kv_head, 2, head_dim].
 
-    ``is_rotated``: whether all of the layers rotate their keys.
+    Args:
+        n_layers: number of layers of the target.
+        n_kv_heads: KV heads of each layer.
+        head_dim: width of one key and of one value.
+        dtype: logical dtype of the values.
+        is_rotated: whether all layers rotate their keys (RoPE).
     """
     meaning = f"attention keys{' after RoPE' * is_rotated} (0) and values (1) of every layer"
     return FieldSpec(
@@ -354,9 +394,10 @@ def kv_group_field(
     value_width: int,
     dtype: str = "bfloat16",
 ) -> FieldSpec:
-    """Return the field of the keys and values of some layers, [token, layer, kv_head, 2, head_dim].
+    """Return the field of the keys and values of some layers.
 
-    Where they are of unequal widths it is [token, layer, kv_head, key_width + value_width].
+    Its shape is [token, layer, kv_head, 2, head_dim], or [token, layer, kv_head, key_width +
+    value_width] if the widths of keys and values differ.
     """
     of_layers = f"what layers {', '.join(map(str, layers))} cache"
     meaning = f"{of_layers}: the key (0) and the value (1) of each head, keys after RoPE"
@@ -377,7 +418,10 @@ def layer_field(layer: int) -> str:
 
 
 def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:
-    """Return the field ``hidden/<name>``, [token, width]; ``name`` is ``"last"`` or ``"layer_<k>"``."""
+    """Return the field ``hidden/<name>``, [token, width].
+
+    ``name`` is ``"last"`` or ``"layer_<k>"``.
+    """
     meaning = (
         "hidden state after the final norm"
         if name == "last"
@@ -391,19 +435,19 @@ class StoreManifest:
     """Everything that shapes the data of a store, as recorded in ``store.json``."""
 
     fields: tuple[FieldSpec, ...]
-    # the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture
+    # Sizes (``n_layers``, ``hidden_size``, ...) and architecture of the target.
     target: Mapping[str, Any]
-    # hashes of target, tokenizer, template, dataset: ``"target.weights_sha256"``, ...
+    # Hashes of target, tokenizer, template, dataset: ``"target.weights_sha256"``, ...
     identities: Mapping[str, str]
-    # what else shapes the data, e.g. max_length, compute dtype, truncation
+    # Other settings that shape the data, e.g. max_length, compute dtype, truncation.
     extraction: Mapping[str, Any]
     n_sequences: int
     n_parts: int
-    n_tokens: int  # planned tokens without alignment padding
+    n_tokens: int  # Number of planned tokens without alignment padding.
     codec: Mapping[str, Any]  # ``StoreCodec.describe()``
-    # besides those of the schema, which are added
+    # Conventions beyond those of the schema version, which are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
-    alignment_tokens: int = ALIGNMENT_TOKENS  # every sequence starts at a multiple of this
+    alignment_tokens: int = ALIGNMENT_TOKENS  # Every sequence starts at a multiple of this.
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -415,22 +459,25 @@ class StoreManifest:
                 LATENTS.get(key),
             ):
                 raise StoreDamaged(
-                    f"Convention {key!r} is {self.conventions[key]!r}, but schema version {self.schema_version} means "
-                    f"{value!r}. Read this store with the release that wrote it."
+                    f"Convention {key!r} is {self.conventions[key]!r}, but schema version "
+                    f"{self.schema_version} means {value!r}. Read this store with the release that "
+                    "wrote it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
         if self.n_parts > max(1, self.n_sequences):
             raise StoreDamaged(
-                f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences; each part holds at least one."
+                f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences; each "
+                "part holds at least one."
             )
         names = [spec.name for spec in self.fields]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise StoreDamaged(f"Fields appear twice: {', '.join(repeated)}. Name each field once.")
 
     def to_json(self) -> str:
-        """Return the text of store.json: sorted keys, two spaces, ending in a newline."""
+        """Return the text of store.json: sorted keys, indent of two spaces, final newline."""
         document = {"format": FORMAT_NAME} | asdict(self)
-        for spec in document["fields"]:  # what most stores do not have
+        # Most fields have neither of these keys. They are omitted if they are None.
+        for spec in document["fields"]:
             for name in ("layers", "key_width"):
                 if spec[name] is None:
                     del spec[name]
@@ -441,7 +488,16 @@ class StoreManifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "store.json") -> "StoreManifest":
-        """Read the text of store.json; raises SchemaVersionError or StoreDamaged."""
+        """Parse the text of store.json.
+
+        Args:
+            text: content of the file.
+            source: name of the file in error messages.
+
+        Raises:
+            SchemaVersionError: this release does not read the schema version.
+            StoreDamaged: the text is not a valid manifest.
+        """
         try:
             document = parse_object(text)
         except ValueError as error:
@@ -455,8 +511,9 @@ class StoreManifest:
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
             raise SchemaVersionError(
-                f"{source} has schema version {version!r}; this release reads version {SCHEMA_VERSION}. "
-                f"Install a release of moa-data that reads version {version!r}, or extract again with this one."
+                f"{source} has schema version {version!r}; this release reads version "
+                f"{SCHEMA_VERSION}. Install a release of moa-data that reads version {version!r}, "
+                "or extract again with this one."
             )
         try:
             checked = _ManifestDocument.model_validate_json(text)
@@ -474,13 +531,16 @@ class StoreManifest:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first thing that is wrong in a document, and where, in one line."""
+    """Return a one-line description of the first problem in a document, with its location."""
     problem = error.errors()[0]
     return ": ".join([".".join(map(str, problem["loc"])), problem["msg"]]).removeprefix(": ")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested JSON object as dotted key -> leaf; the items of ``fields`` are keyed by their names."""
+    """Flatten a nested JSON object to dotted key -> leaf.
+
+    The items of the top-level ``fields`` are keyed by their names.
+    """
     flat: dict[str, Any] = {}
     for key, value in document.items():
         path = f"{prefix}{key}"
@@ -493,10 +553,9 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Logical dtypes say what the numbers mean, storage dtypes what NumPy and Zarr hold. They differ
-# only for bfloat16,
-# which neither has: its bits are stored as uint16, unchanged, in an array with the attribute
-# "logical_dtype".
+# A logical dtype says what the numbers mean. A storage dtype is the dtype in NumPy and Zarr. They
+# differ only for bfloat16, which NumPy and Zarr do not have. Its bits are stored unchanged as
+# uint16, and the array has the attribute "logical_dtype".
 
 STORAGE_DTYPES = {
     "bfloat16": "uint16",
@@ -507,7 +566,7 @@ STORAGE_DTYPES = {
 }
 """Logical dtype name -> NumPy dtype name on disk (always little endian)."""
 
-# logical dtypes that can hold NaN or infinity
+# Logical dtypes that can hold NaN or infinity.
 FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 # All exponent bits set means infinity or NaN; testing the bits needs no conversion.
@@ -519,13 +578,17 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
     name = STORAGE_DTYPES.get(logical_dtype)
     if name is None:
         raise ValueError(
-            f"Cannot store dtype {logical_dtype!r}. Use one of: {', '.join(sorted(STORAGE_DTYPES))}."
+            f"Cannot store dtype {logical_dtype!r}. Use one of: "
+            f"{', '.join(sorted(STORAGE_DTYPES))}."
         )
     return np.dtype(name).newbyteorder("<")
 
 
 def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Convert values in the storage dtype of a logical one to float32, exactly for bfloat16 and float16."""
+    """Convert values from the storage dtype of a logical dtype to float32.
+
+    The conversion is exact for bfloat16 and float16.
+    """
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:
         raise ValueError(f"{logical_dtype} is stored as {expected}, got an array of {array.dtype}.")
@@ -535,7 +598,7 @@ def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 
 
 def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Round float32 values to a float dtype as it is stored."""
+    """Round float32 values to a logical float dtype and return them in its storage dtype."""
     if logical_dtype == "bfloat16":
         return bfloat16_bits(array)
     return array.astype(storage_dtype(logical_dtype), copy=False)
@@ -544,7 +607,7 @@ def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:
     """Round float32 values to bfloat16 (to nearest, ties to even) and return the bits, uint16.
 
-    NaN stays NaN, values beyond the range become infinity.
+    NaN stays NaN. Values beyond the range become infinity.
     """
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -553,7 +616,10 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Say for each stored value whether it is neither NaN nor infinite; all true for integer dtypes."""
+    """Return a bool for each stored value: whether it is neither NaN nor infinite.
+
+    For integer dtypes every value is finite.
+    """
     if logical_dtype == "bfloat16":
         return np.asarray((array & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT)
     if logical_dtype in FLOAT_DTYPES:

@@ -266,7 +266,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ) | {f"generate {DECODE} --prompt 'Hi <|eot_id|>'": ("message 0 contains '<|eot_id|>'", "Correct the text")}),
     "several splits": (split, {
         EXTRACT.replace("chats.jsonl", "data"): (SPLITS, "'train_sft' (the default). Choose one with --split"),
-        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "none that is called 'nope'"),
+        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "but no split 'nope'"),
     }),
     **{f"code in {folder}": (
         put_code(folder), dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out"))
@@ -284,8 +284,8 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         {GENERATE: ("config.json calls for more than",)},
     ),
     "pickled weights": (pickle_weights, {GENERATE: ("no file named model.safetensors",)}),
-    "weights elsewhere": (weights_at("../model.safetensors"), {GENERATE: ("are said to lie in '../model",)}),
-    "weights in a pickle": (weights_at("pytorch_model.bin"), {GENERATE: ("are said to lie in 'pytorch_model.bin'",)}),
+    "weights elsewhere": (weights_at("../model.safetensors"), {GENERATE: ("are said to be in '../model",)}),
+    "weights in a pickle": (weights_at("pytorch_model.bin"), {GENERATE: ("are said to be in 'pytorch_model.bin'",)}),
     "an adapter": (
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
         {GENERATE: ("adapter_config.json: an adapter would change the weights",)},

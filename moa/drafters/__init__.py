@@ -1,4 +1,4 @@
-"""The drafters: one file each, with the interface of ``base``, entered in ``registry``.
+"""The drafters. Each file defines one, with the interface of ``base``; ``registry`` lists them.
 
 Draft shapes, sampling and checkpoints of other projects live in ``decoding`` and ``formats``.
 """

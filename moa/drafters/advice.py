@@ -1,21 +1,21 @@
-"""Which drafter, activations and settings suit a target, each with the measurement that the advice rests on.
+"""Recommend drafter, activations and settings for a target, with the measurements as reasons.
 
-The figures are those of ``benchmarks/results/step-cost.json`` (processor time, acceptance length by training tokens),
-``training-gpu.json`` (tokens/s on an H100), ``curve.json`` (acceptance length in validation) and ``docs/choosing.md``
-(SmolLM2-135M).
+The numbers come from ``benchmarks/results/step-cost.json`` (processor time, and acceptance length
+by training tokens), ``training-gpu.json`` (tokens/s on an H100), ``curve.json`` (acceptance length
+in validation) and ``docs/choosing.md`` (SmolLM2-135M).
 """
 
 from dataclasses import dataclass
 
 FAST_KIND = "eagle"
-"""The kind that takes the least time to train and to draft on a CPU."""
+"""The kind that takes the least time to train, and to draft on a CPU."""
 FEW_TOKENS = 2_000_000
-"""Tokens of the chats up to which EAGLE-2 drafts as long as Mixture of Attentions."""
+"""Tokens of the chats up to which EAGLE-2 has the acceptance length of Mixture of Attentions."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to choose, and why, in a sentence."""
+    """A recommendation with its reason."""
 
     topic: str
     choice: str
@@ -25,16 +25,17 @@ class Advice:
 def advise(
     n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float = 1.0
 ) -> list[Advice]:
-    """Advise a drafter, activations, settings and an amount of chats.
+    """Recommend a drafter, activations, settings and an amount of chats.
 
     Args:
-        n_tokens: of the chats.
-        is_on_cpu: whether the drafter is trained, and decodes, on a CPU.
+        n_tokens: number of tokens of the chats.
+        is_on_cpu: whether the drafter is trained and decodes on a CPU.
         has_kv: whether the target caches keys and values that drafters can read.
-        kv_growth: bytes of a token's keys, values and last hidden state, over those of the hidden state alone.
+        kv_growth: bytes of a token's KV and last hidden state, divided by the bytes of the last
+            hidden state alone.
     """
     times = f"a token takes {kv_growth:.0f} times the bytes"
-    found = [
+    advice = [
         Advice("drafter", "train --drafter eagle", _ON_CPU if is_on_cpu else _FEW),
         Advice(
             "activations",
@@ -43,42 +44,45 @@ def advise(
         ),
     ]
     if not has_kv:
-        found[0] = Advice("drafter", "train --drafter eagle", _NO_KV)
-        found[1] = Advice("activations", "--activations hidden:last", "eagle reads nothing else.")
+        advice[0] = Advice("drafter", "train --drafter eagle", _NO_KV)
+        advice[1] = Advice("activations", "--activations hidden:last", "eagle reads nothing else.")
     elif n_tokens >= FEW_TOKENS and not is_on_cpu:
-        found[0] = Advice("drafter", "train --drafter moa, the default", _MANY)
-        found[1] = Advice(
+        advice[0] = Advice("drafter", "train --drafter moa, the default", _MANY)
+        advice[1] = Advice(
             "activations",
             "--activations kv,hidden:last, the default",
             f"moa reads both; {times} of hidden:last alone.",
         )
-    found.append(Advice("settings", "none", _SETTINGS))
+    advice.append(Advice("settings", "none", _SETTINGS))
     if n_tokens < FEW_TOKENS:
-        found.append(Advice("chats", "as many as there are", _CHATS))
-    return found
+        advice.append(Advice("chats", "as many as there are", _CHATS))
+    return advice
 
 
 def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
-    """Advise another drafter than Mixture of Attentions, the default, where another one suits."""
+    """Recommend another drafter than the default, Mixture of Attentions, if another one suits."""
     advice = advise(n_tokens, is_on_cpu)[0]
     return advice if kind == "moa" and "moa" not in advice.choice else None
 
 
 _ON_CPU = (
-    "moa takes 2.8 times the processor time to train, and its drafts cost more; on SmolLM2-135M both had the same "
-    "acceptance length after 0.27 million training tokens (1.65 and 1.64)."
+    "moa takes 2.8 times the processor time to train, and its drafts cost more; on SmolLM2-135M "
+    "both had the same acceptance length after 0.27 million training tokens (1.65 and 1.64)."
 )
 _NO_KV = "the target caches no keys and values, which moa reads."
 _FEW = (
-    "after 2.0 million training tokens its acceptance length was 1.01 of moa's (target of 17 million weights), and moa "
-    "takes 3.3 times as long to train on an H100."
+    "after 2.0 million training tokens its acceptance length was 1.01 of moa's (target of 17 "
+    "million weights), and moa takes 3.3 times as long to train on an H100."
 )
 _MANY = (
-    "after 8.0 million training tokens eagle had 0.95 of its acceptance length (target of 17 million weights; nothing "
-    "was measured at 7B); eagle trains 3.3 times as fast on an H100."
+    "after 8.0 million training tokens eagle had 0.95 of its acceptance length (target of 17 "
+    "million weights; nothing was measured at 7B); eagle trains 3.3 times as fast on an H100."
 )
-_SETTINGS = "`train` chooses batch, rates and length from the target's size and the number of tokens, and says why."
+_SETTINGS = (
+    "`train` chooses batch, rates and length from the target's size and the number of tokens, and "
+    "says why."
+)
 _CHATS = (
-    "acceptance length still rises steeply: 2.2 after 0.15 million training tokens, 3.4 after 0.57 and 4.0 after 2.0 "
-    "(moa, target of 17 million weights)."
+    "acceptance length still rises steeply: 2.2 after 0.15 million training tokens, 3.4 after "
+    "0.57 and 4.0 after 2.0 (moa, target of 17 million weights)."
 )

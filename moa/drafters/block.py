@@ -1,29 +1,36 @@
-"""Block-parallel drafters, DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036): one forward drafts a whole block.
+"""Block-parallel drafters: one forward pass drafts a whole block.
 
-DSpark adds a Markov head, through which a draft follows from the one before it, and a confidence head, which says how
-likely a draft is accepted. Without them and with the loss of the text's tokens alone it is DFlash; there, as in the
-authors' own code, each slot drafts the token at its own position by default, and that of the anchor drafts none.
+The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). DSpark has two heads: a
+Markov head, which makes each draft depend on the draft before it, and a confidence head, which
+estimates the acceptance probability of a draft. Without the heads, and trained only on the tokens
+of the text, the drafter is DFlash. As in the code of the DFlash authors, each of its slots predicts
+by default the token at its own position, and the anchor's slot predicts none.
 
-Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries, P loss positions,
-E target width, m layers of the target that are read, H_kv key/value heads, d head dim, D = 2 * H_kv * d, M state of
-the Markov head and F feature width, b nodes of one level, n positions.
+Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries,
+P loss positions, E target width, m target layers that are read, H_kv key/value heads, d head dim,
+D = 2 * H_kv * d, M memory of the Markov head, F feature width, b nodes of one level, n positions.
 
-    [anchor, mask, mask, ...] -> decoder layers, whose slots see the context and each other -> norm -> hidden state
-    hidden state -> the target's LM head, + what follows from the token before (:mod:`..nn.markov`) -> draft k
+    [anchor, mask, mask, ...] -> decoder layers, whose slots see the context and each other -> norm
+                              -> hidden state
+    hidden state -> the target's LM head, + bias from the previous token (:mod:`..nn.markov`)
+                 -> draft k
 
-What the layers see of verified positions is the *context*, of one of three kinds:
+The *context* is what the layers see of verified positions. There are three kinds:
 
     hidden    outputs of m target layers (-1 is the embedding) -> fc -> norm    as published
     memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
-    kv        keys and values of one or more target layers for each draft layer, as they are; with several, each query
-              head of a group sees those of another one
+    kv        unchanged keys and values of one or more target layers for each draft layer. With
+              several target layers, the query heads of a group are divided among them
 
-Of the first two each layer makes keys and values with its own projections, without its input norm. Training runs many
-blocks at once (:mod:`.training`), a round of decoding one. The features of a node are the hidden state of its slot,
-then the Markov head's state after the tokens before, so that chains and trees are made of one forward alike.
+With ``hidden`` and ``memory``, each layer computes the keys and values of the context with its own
+projections and without its input norm. Training runs many blocks at once (:mod:`.training`); a
+round of decoding runs one block. The features of a node are the hidden state of its slot followed
+by the Markov head's memory of the tokens before it. Chains and trees therefore need one forward
+pass only.
 
-The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own positions; weights have its names. The
-contexts memory and kv have none; that drafters gain from the target's own KV is found in arXiv 2604.26412.
+The reference is deepseek-ai/DeepSpec, and z-lab/dflash for slots that predict the token at their
+own position. Weights have the names of the reference. The contexts ``memory`` and ``kv`` have no
+reference; arXiv 2604.26412 finds that drafters gain from the target's own KV.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,59 +59,61 @@ from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-CONTEXTS = ("hidden", "kv", "memory")  # what a drafter can know of verified positions
+CONTEXTS = ("hidden", "kv", "memory")  # kinds of context, see the module
 N_READ_LAYERS = 5  # target layers whose outputs are read by default, as in DSpark and DFlash
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
-    """The sizes that block-parallel drafters share; those of the KV encoder are 0 without the context memory."""
+    """The sizes of block-parallel drafters; KV encoder sizes are 0 unless context is memory."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
 
-    mask_token: int  # the token whose embedding stands for an unknown one
+    mask_token: int  # The token whose embedding stands for an unknown token.
     block_size: int  # G, slots of a block
-    # whether the anchor's slot drafts the next token; else each further slot drafts its own
+    # If true, the anchor slot predicts the next token. If false, each masked slot predicts the
+    # token at its own position.
     sample_from_anchor: bool
-    # what the layers see of verified positions, see the module: hidden, kv or memory
+    # What the layers see of verified positions: hidden, kv or memory. See the module.
     context: str = "hidden"
     fused_layers: tuple[int, ...] = ()
-    """Target layers that are read. Context hidden: those whose outputs ``fc`` takes. Context kv: those whose KV the
-    layers see, as many for each, the first layer the lowest. Context memory: none."""
+    """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
+    With the context ``kv``, each draft layer sees the KV of equally many of them, the first draft
+    layer that of the lowest. Empty with the context ``memory``."""
     block_layers: int = 5  # decoder layers
-    # whether only the tokens that ``t2d`` marks are drafted (speculators)
+    # True if only the tokens that ``t2d`` marks can be drafted (speculators).
     reduced_vocabulary: bool = False
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        own = self.self_attention_kv_heads
+        kv_heads = self.self_attention_kv_heads
         n_kv_heads = self.kv_width // (2 * self.head_dim)
         n_seen = self.n_seen_layers
         if self.context == "memory":
             yield from self.encoder_problems()
-        if self.context == "kv" and own != n_kv_heads:
-            yield f"self_attention_kv_heads ({own}) must be the {n_kv_heads} of the target"
+        if self.context == "kv" and kv_heads != n_kv_heads:
+            yield f"self_attention_kv_heads ({kv_heads}) must be the {n_kv_heads} of the target"
         if self.context == "kv" and (
             n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)
         ):
             yield (
-                f"{self.n_heads} query heads cannot share evenly the {n_kv_heads} KV heads of {n_seen} layers of the "
-                "target, which each layer sees: give other fused_layers"
+                f"{self.n_heads} query heads cannot be divided evenly among the {n_kv_heads} KV "
+                f"heads of {n_seen} target layers, which each layer sees: give other fused_layers"
             )
         if self.n_drafts < 1:
-            yield "a block of 1 slot drafts nothing but from its anchor: give a block_size from 2 up"
+            yield "a block of 1 slot has only the anchor and drafts nothing: give a block_size >= 2"
         if not 0 <= self.mask_token < self.vocab_size:
             yield f"mask_token ({self.mask_token}) must be one of the {self.vocab_size} tokens"
 
     @property
     def n_seen_layers(self) -> int:
-        """Target layers whose keys and values each layer sees with the context kv."""
+        """Number of target layers whose keys and values each layer sees with the context ``kv``."""
         return len(self.fused_layers) // self.block_layers
 
     def seen_layers(self, index: int) -> tuple[int, ...]:
-        """The target layers whose KV a layer sees with the context kv."""
+        """Return the target layers whose KV a layer sees with the context ``kv``."""
         return self.fused_layers[index * self.n_seen_layers : (index + 1) * self.n_seen_layers]
 
     @property
@@ -122,22 +131,26 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
         context = given.get("context", cls.context)
-        found = super().defaults(config, given) | {"mask_token": facts["vocab_size"] - 1}
+        values = super().defaults(config, given) | {"mask_token": facts["vocab_size"] - 1}
         if context == "kv":
             check_rotation(config)
-            found["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
+            values["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
         if context == "memory":
-            found |= cls.encoder_defaults(config, given)
-        elif "fused_layers" not in given:  # small targets have no default
+            values |= cls.encoder_defaults(config, given)
+        # ``default_read_layers`` fails for targets with few layers, so it runs only if needed.
+        elif "fused_layers" not in given:
             n_read = (
                 given.get("block_layers", cls.block_layers) if context == "kv" else N_READ_LAYERS
             )
-            found["fused_layers"] = default_read_layers(facts["n_layers"], n_read)
-        return found
+            values["fused_layers"] = default_read_layers(facts["n_layers"], n_read)
+        return values
 
 
 def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
-    """The target layers that a drafter with some settings or sizes reads, with -1 for the embedding."""
+    """Return the target layers that a drafter with these settings or sizes reads.
+
+    -1 is the embedding.
+    """
     if settings.fused_layers is None and settings.context != "memory":
         return default_read_layers(
             n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS
@@ -147,21 +160,25 @@ def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
 
 
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
-    """The layers that are read by default, from 1 to L - 3, evenly spread; a single one is the middle."""
+    """Return the default layers to read, evenly spread from 1 to L - 3.
+
+    A single layer is the middle one.
+    """
     if n_read == 1:
         return (n_layers // 2,)
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
     if list(layers) != sorted(set(layers)):
         count = "five" if n_read == 5 else str(n_read)
         raise DrafterError(
-            f"the drafter reads {count} layers of the target, by default from the second to the third from the end; "
-            f"this one has {n_layers}. Choose them: --fused-layers {','.join(map(str, range(min(n_read, n_layers))))}."
+            f"the drafter reads {count} layers of the target, by default spread from the "
+            f"second to the third from the end, but the target has only {n_layers} layers. "
+            f"Choose them: --fused-layers {','.join(map(str, range(min(n_read, n_layers))))}."
         )
     return layers
 
 
 def check_context(settings: Any, n_layers: int) -> None:
-    """Refuse an unknown context, and layers that do not suit it or that a target of ``n_layers`` lacks."""
+    """Check the context and its layers; raises DrafterError if they do not fit the target."""
     context = settings.context
     layers = tuple(settings.fused_layers or ())
     if context not in CONTEXTS:
@@ -169,30 +186,37 @@ def check_context(settings: Any, n_layers: int) -> None:
     if context == "memory":
         if layers:
             raise DrafterError(
-                "the context memory encodes all layers; leave out fused_layers, or give another context."
+                "the context memory encodes all layers; remove fused_layers, or give another "
+                "context."
             )
         return
     check_target_layers(layers, n_layers, embedding=True)
     if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
-        given = ",".join(map(str, layers))
+        layer_names = ",".join(map(str, layers))
         raise DrafterError(
-            f"with the context kv each of the {settings.block_layers} block_layers sees the keys and values of as many "
-            f"layers of the target; give a multiple of so many fused_layers, from 0 up, got {given}."
+            f"with the context kv each of the {settings.block_layers} block_layers sees the "
+            "keys and values of equally many target layers; give fused_layers from 0 up, their "
+            f"number a multiple of {settings.block_layers}, got {layer_names}."
         )
 
 
 class BlockState(LayerState):
-    """The context of each layer with the block of a round after it; ``fresh`` is what is projected of later ones."""
+    """The context of each layer, followed by the block of the current round.
+
+    ``fresh`` has the projected target states of positions that are not part of the context yet.
+    """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
-        self.hidden: Tensor | None = None  # [B, K, E] of the slots that draft; None outside a round
+        # [B, K, E], hidden states of the slots that draft. None outside a round.
+        self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
-        """Return the fresh states and clear them, so many of each row: [B, n, E], right padded."""
+        """Return and clear the fresh states, ``counts`` of each row: [B, n, E], right padded."""
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
             raise DrafterError(
-                "the target's states do not reach the token to draft after: give them before drafting."
+                "the target's states are missing for some committed tokens: observe them before "
+                "drafting."
             )
         like = next(part for parts in self.fresh for part in parts)
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
@@ -206,13 +230,13 @@ class BlockState(LayerState):
 
 
 class BlockDrafter(KVEncoder, Drafter):
-    """The trained part: what makes the context, the decoder layers, and the heads that a drafter has."""
+    """The trained part: the context's layers, the decoder layers, and the optional heads."""
 
     config: BlockDrafterSizes
     drafts_remotely = True
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
-    t2d: Tensor  # [V] bool, whether a token can be drafted, of a reduced vocabulary
+    t2d: Tensor  # [V] bool, whether a token can be drafted, if the vocabulary is reduced.
 
     def __init__(self, config: BlockDrafterSizes) -> None:
         super().__init__(config)
@@ -251,34 +275,40 @@ class BlockDrafter(KVEncoder, Drafter):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         anchors, valid = training.draw_anchors(response_mask, draws)
         weights = training.draft_weights(response_mask, anchors, valid, draws.blocks)
-        places = training.draft_positions(anchors, draws.blocks.n_drafts).clamp(
+        positions = training.draft_positions(anchors, draws.blocks.n_drafts).clamp(
             max=response_mask.shape[1] - 1
         )
-        found = torch.zeros(response_mask.shape, device=weights.device)
-        return found.scatter_add_(1, places.flatten(1), weights.flatten(1))
+        by_position = torch.zeros(response_mask.shape, device=weights.device)
+        return by_position.scatter_add_(1, positions.flatten(1), weights.flatten(1))
 
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Begin with the target's final norm, since the hidden states go through its LM head."""
+        """Start with the target's final norm, because the hidden states go through its LM head."""
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
     # The block, in training and in decoding
 
     def context(self, frozen: FrozenTarget, tokens: Tensor, projected: Tensor) -> Tensor:
-        """Make the context [..., E] of verified tokens [...] from what :meth:`project` gave, or from encoded KV."""
+        """Make the context [..., E] of verified tokens [...].
+
+        ``projected`` is the output of :meth:`project`, or encoded KV.
+        """
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
-            own = self.fc.weight[:, : self.config.hidden_size]
-            projected = projected + F.linear(frozen.embed(tokens), own)
+            embedding_weight = self.fc.weight[:, : self.config.hidden_size]
+            projected = projected + F.linear(frozen.embed(tokens), embedding_weight)
         return self.hidden_norm(projected)
 
     def project(self, states: Tensor) -> Tensor:
-        """Apply ``fc`` to the outputs of the layers that are read, [..., m * E] without the embedding: [..., E]."""
+        """Apply ``fc`` to the outputs of the read layers: [..., m * E] -> [..., E].
+
+        The embedding, if it is read, is not part of ``states``; :meth:`context` adds it.
+        """
         return F.linear(states, self.fc.weight[:, -states.shape[-1] :])
 
     def slots(self, frozen: FrozenTarget, anchors: Tensor) -> Tensor:
-        """Make what the layers read of blocks, anchors [B, N] int64: [B, N * G, E]."""
+        """Embed the slots of blocks with anchors [B, N] int64: [B, N * G, E]."""
         tokens = torch.full(
             (*anchors.shape, self.config.block_size), self.config.mask_token, device=anchors.device
         )
@@ -292,29 +322,32 @@ class BlockDrafter(KVEncoder, Drafter):
         appends: Sequence[AppendKV],
         mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers, each with its ``append``: [B, Q, E]."""
+        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
+
+        ``appends`` has one function per layer, which appends the slots' keys and values.
+        """
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
             x = block.attend_cached(x, rotation, append, mask)
         return self.norm(x)
 
     def drafting(self, hidden: Tensor) -> Tensor:
-        """Pick the slots that draft, the last K, of blocks [..., N * G, E]: [..., N, K, E]."""
+        """Select the last K slots of each block: [..., N * G, E] -> [..., N, K, E]."""
         picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[
             ..., -self.config.n_drafts :, :
         ]
         return picked
 
-    # Features: the hidden state of a slot, and the Markov head's state
+    # Features: the hidden state of a slot and the Markov head's memory
 
     def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Make features [..., K, F] from hidden states [..., K, E] and the token before each draft [..., K]."""
+        """Make features [..., K, F] from hidden [..., K, E] and previous tokens [..., K]."""
         if self.markov_head is None:
             return hidden
         return torch.cat((hidden, self.markov_head.read(hidden, before).to(hidden.dtype)), dim=-1)
 
     def split_features(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo it: hidden states [..., E] and Markov states [..., M]."""
+        """Split features into hidden states [..., E] and the Markov head's memory [..., M]."""
         width = self.config.hidden_size
         return features[..., :width], features[..., width:]
 
@@ -341,24 +374,29 @@ class BlockDrafter(KVEncoder, Drafter):
         return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
     def confidence_logits(self, features: Tensor) -> Tensor | None:
-        """Compute the logit of each draft's acceptance, [...]; None without a confidence head."""
+        """Compute the acceptance logit [...] of each draft; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        # The Markov state begins with the embedding of the token before.
-        found: Tensor = self.confidence_head(features[..., : self.confidence_head.proj.in_features])
-        return found
+        # The memory starts with the embedding of the previous token, which the head may read too.
+        logits: Tensor = self.confidence_head(
+            features[..., : self.confidence_head.proj.in_features]
+        )
+        return logits
 
     @override
     def confidence(self, features: Tensor) -> Tensor | None:
-        found = self.confidence_logits(features)
-        return None if found is None else found.float().sigmoid()
+        logits = self.confidence_logits(features)
+        return None if logits is None else logits.float().sigmoid()
 
     # Training
 
     def text_hidden(
         self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor
     ) -> Tensor:
-        """Run blocks over texts, at anchors [B, N] of which some are valid: hidden states of drafts [B, N, K, E]."""
+        """Run the blocks at anchors [B, N] over texts: hidden states of their drafts [B, N, K, E].
+
+        ``valid`` [B, N] is False for padding.
+        """
         size = self.config.block_size
         n_tokens = inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
@@ -373,7 +411,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def _text_context(
         self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype
     ) -> list[KeysValues]:
-        """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
+        """Compute the context's keys and values for each layer, [B, H_kv, T, d] each."""
         if self.config.context == "hidden":
             made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
         elif self.config.context == "kv":
@@ -390,7 +428,10 @@ class BlockDrafter(KVEncoder, Drafter):
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """Pick the token before each draft of blocks [B, N] from texts [B, T], past their ends the last: [B, N, K]."""
+        """Return the token before each draft of blocks [B, N] in texts [B, T]: [B, N, K].
+
+        Positions after the end of the text get its last token.
+        """
         before = training.draft_positions(anchors, self.config.n_drafts).clamp(
             max=tokens.shape[1] - 1
         )
@@ -398,7 +439,7 @@ class BlockDrafter(KVEncoder, Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch over the drafts of its blocks, each weighed by its place.
+        """Compute the loss of one mini-batch over the drafts of its blocks, weighted by position.
 
         The confidence head learns the share of its drafts that sampling would accept.
         """
@@ -408,13 +449,13 @@ class BlockDrafter(KVEncoder, Drafter):
         draws = replace(step.draws, blocks=chosen)
         anchors, valid = training.draw_anchors(inputs.response_mask, draws)
         shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
-        at = training.places(shares > 0)
+        indices = training.places(shares > 0)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
         # [P, F]
-        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]
-        rows = at[0]
-        share = shares[at]
-        positions = training.draft_positions(anchors, self.config.n_drafts)[at]
+        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[indices]
+        rows = indices[0]
+        share = shares[indices]
+        positions = training.draft_positions(anchors, self.config.n_drafts)[indices]
         own_hidden, markov = self.split_features(features)
         head = self.markov_head
         code = None if head is None else head.code(markov, own_hidden)
@@ -424,10 +465,10 @@ class BlockDrafter(KVEncoder, Drafter):
         scale = step.scale(share.sum())
         if weights.d_pace is not None:
             wrong = torch.zeros_like(shares)
-            wrong[at] = losses.chunked_cross_entropy(
+            wrong[indices] = losses.chunked_cross_entropy(
                 own_hidden, labels, frozen.lm_head_weight, code, matrix, frozen.logit_cap
             )
-            share = share * losses.d_pace_weights(wrong, shares > 0, weights.d_pace)[at]
+            share = share * losses.d_pace_weights(wrong, shares > 0, weights.d_pace)[indices]
         of_terms = [
             share * scale * weight
             for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)
@@ -445,13 +486,13 @@ class BlockDrafter(KVEncoder, Drafter):
         )
         terms = terms[:, 0]  # [P, 3]
         sums = (terms * share[:, None]).sum(dim=0) * scale
-        found = {"cross_entropy": sums[2], "l1": sums[1]}
+        parts = {"cross_entropy": sums[2], "l1": sums[1]}
         if (guess := self.confidence_logits(features)) is not None:
             accepted = (1 - 0.5 * terms[:, 1]).clamp(0, 1)
             error = F.binary_cross_entropy_with_logits(guess.float(), accepted, reduction="none")
-            found["confidence"] = (error * share).sum() * scale
-            total = total + weights.confidence * found["confidence"]
-        return LossTerms(total, sums[0], None, n_positions, parts=found)
+            parts["confidence"] = (error * share).sum() * scale
+            total = total + weights.confidence * parts["confidence"]
+        return LossTerms(total, sums[0], None, n_positions, parts=parts)
 
     @override
     def drafted_features(
@@ -461,9 +502,9 @@ class BlockDrafter(KVEncoder, Drafter):
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = torch.arange(drafted.shape[1], device=drafted.device)
         queries, valid = training.loss_queries(drafted)
-        root = context + 1  # of each position's round
-        place = torch.where(valid, queries - root.gather(1, queries), 0)
-        self.config.check_depth(1 + int(place.max()))
+        root = context + 1  # The root of each position's round.
+        depth = torch.where(valid, queries - root.gather(1, queries), 0)
+        self.config.check_depth(1 + int(depth.max()))
         begins = drafted & (index == root)
         anchors, is_block = training.loss_queries(begins)
         hidden = self.text_hidden(frozen, inputs, anchors, is_block)
@@ -472,14 +513,14 @@ class BlockDrafter(KVEncoder, Drafter):
         )
         block = (begins.cumsum(dim=1) - 1).gather(1, queries).clamp(min=0)
         return DraftedFeatures(
-            queries, valid, training.at_queries(features, block * self.config.n_drafts + place)
+            queries, valid, training.at_queries(features, block * self.config.n_drafts + depth)
         )
 
     # Decoding
 
     @override
     def new_state(self, n_rows: int) -> BlockState:
-        # With the context kv the target's cache holds all that the layers see.
+        # With the context ``kv``, the target's cache holds all that the layers see.
         return BlockState(n_rows, 0 if self.config.context == "kv" else len(self.layers))
 
     @override
@@ -552,13 +593,16 @@ class BlockDrafter(KVEncoder, Drafter):
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
-        """Append keys and values of context [B, n, E], of which some are real, to each layer's."""
+        """Append the keys and values of context [B, n, E] to each layer's cache.
+
+        ``counts`` has the number of real positions of each row.
+        """
         rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
         state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
 
-    # Where the target is on another machine
+    # Drafting on another machine than the target
 
     @override
     def new_context_cache(self) -> ContextCache:
@@ -612,14 +656,17 @@ class BlockDrafter(KVEncoder, Drafter):
 
 
 def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
-    """Join keys and values [B, H_kv, S, d] of n layers to heads of one, those of a group side by side."""
+    """Concatenate the heads of n layers, [B, H_kv, S, d] each, to [B, H_kv * n, S, d].
+
+    The n heads with the same index are neighbours.
+    """
     if len(layers) == 1:
         return layers[0]
     keys, values = zip(*layers, strict=True)
     return torch.stack(keys, dim=2).flatten(1, 2), torch.stack(values, dim=2).flatten(1, 2)
 
 
-# The kinds
+# The kinds of drafters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -647,11 +694,11 @@ class DSparkSizes(BlockDrafterSizes):
 
     block_size: int = 7
     sample_from_anchor: bool = True
-    # how a draft follows from the one before it, see :mod:`..nn.markov`
+    # How a draft depends on the previous one, see :mod:`..nn.markov`.
     markov_head: str = "vanilla"
     markov_rank: int = 256  # r, rank of the Markov head
-    confidence_head: bool = True  # whether there is a confidence head
-    # whether it reads the Markov head's embedding of the token before too
+    confidence_head: bool = True  # True if there is a confidence head.
+    # True if the confidence head also reads the Markov head's embedding of the previous token.
     confidence_with_markov: bool = True
 
     def __post_init__(self) -> None:

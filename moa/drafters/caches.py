@@ -1,7 +1,7 @@
-"""What drafters keep of a generation: caches of B rows, and the causal layers that fill them.
+"""Drafter state of a generation: caches of B rows, and the causal layers that fill them.
 
-Shapes: B rows, S slots, Q queries, E width, H_kv key/value heads, d head dim, b nodes of one level, n tokens of one
-call.
+Shapes: B rows, S slots, Q queries, E width, H_kv key/value heads, d head dim, b nodes of one level,
+n tokens of one call.
 """
 
 import copy
@@ -24,17 +24,18 @@ from .training import at_queries
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, each [B, H_kv, S, d]
 Fresh = tuple[Tensor, Tensor | None, list[int]]
-"""What a round begins with: tokens [B, n] int64, states of the target [B, n, ...] or None, how many of n are real."""
+"""Input of a round: tokens [B, n] int64, target states [B, n, ...] or None, real tokens per row."""
 
 
 class RowState:
     """A drafter's caches of B rows while decoding.
 
-    Attributes are a :class:`KVBuffer`, a tuple of them, a list with an entry a row, a tensor [B, ...], or a number.
+    Each attribute is a :class:`KVBuffer`, a tuple of them, a list with one entry per row, a tensor
+    [B, ...], or a number.
     """
 
     def forget_drafts(self) -> None:
-        """End the round: keep what is committed; by default nothing else is there."""
+        """End the round and keep only what is committed. By default nothing else is stored."""
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
@@ -42,16 +43,19 @@ class RowState:
             setattr(self, name, _taken(value, rows))
 
     def take_rows(self, rows: Sequence[int]) -> Self:
-        """Copy these rows, in this order, to a state of their own; the round ends."""
+        """Copy these rows, in this order, to a new state. Ends the round."""
         self.forget_drafts()
         taken = copy.copy(self)
         taken.select_rows(rows)
         return taken
 
     def add_rows(self, other: Self) -> None:
-        """Append the rows of another state of the same drafter, which must not be used afterwards; the round ends."""
+        """Append the rows of another state of the same drafter. Ends the round.
+
+        ``other`` must not be used afterwards.
+        """
         self.forget_drafts()
-        other.forget_drafts()  # their rounds may be of different lengths
+        other.forget_drafts()  # The rounds of the two states may have different lengths.
         for name, value in vars(self).items():
             setattr(self, name, _joined(value, getattr(other, name)))
 
@@ -78,28 +82,34 @@ def _joined(value: Any, more: Any) -> Any:
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Put rows of tokens into one tensor [B, n] int64, right padded with 0."""
+    """Stack rows of tokens into one tensor [B, n] int64, right padded with 0."""
     width = max(map(len, rows))
     return to_device([[*row, *[0] * (width - len(row))] for row in rows], device)
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Put rows [n, ...] into one tensor [B, n, ...], right padded with any of them, by as few kernels for many rows."""
+    """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary rows.
+
+    The number of kernels does not depend on the number of rows.
+    """
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
         return torch.stack(list(rows))
     stops = itertools.accumulate(counts)
     starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
-    places = [
+    indices = [
         min(start + index, sum(counts) - 1) for start in starts for index in range(max(counts))
     ]
-    together = torch.cat(list(rows))
-    placed = together.index_select(0, to_device(places, together.device))
-    return placed.view(len(rows), -1, *placed.shape[1:])
+    rows_in_order = torch.cat(list(rows))
+    padded_rows = rows_in_order.index_select(0, to_device(indices, rows_in_order.device))
+    return padded_rows.view(len(rows), -1, *padded_rows.shape[1:])
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """Let every query see the first slots of its row, so many: [B, 1, S] bool; None where rows have equally many."""
+    """Build a mask [B, 1, S] bool in which a query sees the first ``lengths[row]`` slots.
+
+    Returns None if all lengths are equal.
+    """
     if are_alike(lengths):
         return None
     slots = torch.arange(max(lengths), device=device)
@@ -107,7 +117,10 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Append keys and values [B, H, S, d], of as many heads or fewer, to others, in their own dtype."""
+    """Append keys and values [B, H, S, d] to ``first``, which is converted to their dtype.
+
+    Their heads are repeated if ``first`` has more heads.
+    """
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
         values = expand_heads(values, n_heads)
@@ -119,14 +132,20 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
 def write_after(
     view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
 ) -> KeysValues:
-    """Write a drafter's newest keys and values after the target's verified ones [B, H_kv, S, d], in place.
+    """Write a drafter's newest keys and values after the target's verified ones, in place.
 
-    The target's next call overwrites these slots. Of each row so many tokens are verified ``before`` the ``n_fed`` ones
-    of this round, the newest included.
+    The target's next call overwrites these slots.
+
+    Args:
+        view: the target's keys and values, [B, H_kv, S, d] each.
+        before: for each row, the number of verified tokens before this round.
+        n_fed: number of tokens that this round has fed, including the newest.
+        keys: the newest keys [B, H_kv, n, d].
+        values: the newest values [B, H_kv, n, d].
     """
     n_new = keys.shape[2]
-    # Calls of longer rows, or over the whole cache, later read these slots under a mask, which
-    # stops no NaN.
+    # Later calls with longer rows, or over the whole cache, read these slots under a mask. A mask
+    # does not stop NaN.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
@@ -150,13 +169,13 @@ def causal_features(
 
 
 class Fed(NamedTuple):
-    """Where the tokens stand that a draft step feeds, and what they see."""
+    """Positions and masks of the tokens that a draft step feeds."""
 
     positions: Tensor  # [B or 1, b] int64
-    rotation: Rotation  # of these positions, by the drafter
-    before: list[int]  # verified tokens of each row
-    seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round each of them sees
-    # [B, b, S] bool, ``seen`` after the verified tokens; None where nothing is masked
+    rotation: Rotation  # the drafter's rotation at these positions
+    before: list[int]  # number of verified tokens of each row
+    seen: Tensor  # [B, b, n] bool, the tokens fed in this round that each of the b tokens sees
+    # [B, b, S] bool, the verified tokens followed by ``seen``. None if nothing is masked.
     mask: Tensor | None
 
 
@@ -164,20 +183,19 @@ class LayerState(RowState):
     """Keys and values of a drafter's causal layers."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        # Of each layer: committed slots, then those of this round's tree in the order of feeding.
+        # One buffer per layer: committed slots, then those of this round's tree in feeding order.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
-        self.n_true = [0] * n_rows  # committed slots of each row
-        self.n_fed = 0  # slots of this round's tree, the root's included
-        # Per row the target's states [n, ...] of committed positions that no layer has been fed
-        # with.
+        self.n_true = [0] * n_rows  # number of committed slots of each row
+        self.n_fed = 0  # number of slots of this round's tree, including the root
+        # For each row, the target's states [n, ...] of committed positions that have not been fed
+        # to the layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
         self.given: Fresh | None = None
 
     @override
     def forget_drafts(self) -> None:
-        # Accepted drafts lie among others, in the order of feeding. Encoding them again is two
-        # projections of a few
-        # tokens, cheaper than finding out which are in place already.
+        # Accepted drafts are mixed with others, in feeding order. Encoding them again costs two
+        # projections of a few tokens. That is cheaper than finding those that can stay.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0
@@ -188,26 +206,33 @@ class LayerState(RowState):
         kept: Sequence[Sequence[int]],
         make: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Keep the target's states [B, n, ...] of committed tokens, or what is made of them, until they are fed."""
-        places = [
+        """Store the target's states [B, n, ...] of committed tokens until they are fed.
+
+        ``make`` transforms them first.
+        """
+        indices_in_batch = [
             row * states.shape[1] + index for row, indices in enumerate(kept) for index in indices
         ]
-        own = states.flatten(0, 1).index_select(0, to_device(places, states.device))
-        made = own if make is None else make(own)
+        committed_states = states.flatten(0, 1).index_select(
+            0, to_device(indices_in_batch, states.device)
+        )
+        made = committed_states if make is None else make(committed_states)
         for row, new in enumerate(made.split([len(indices) for indices in kept])):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
-        """Take the committed tokens that the slots lack, and the target's states [B, n, ...] that are fed with them."""
-        # The root is fed again in each round: where it stands, the cache may hold a draft that was
-        # rejected there.
+        """Return the committed tokens that have no slots yet, and the target's states for them.
+
+        The states are [B, n, ...], or None if the layers read only tokens.
+        """
+        # The root is fed again in each round, because its slot may hold a rejected draft.
         self.n_true = [
             min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)
         ]
         return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)], None
 
     def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
-        """Put :meth:`fresh_rows` on the device; in a graph these are :attr:`given`, and nothing is committed."""
+        """Move :meth:`fresh_rows` to the device. In a graph, return :attr:`given` instead."""
         if self.given is not None:
             return self.given
         tokens, states = self.fresh_rows(committed)
@@ -218,14 +243,14 @@ class LayerState(RowState):
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
         x: Tensor,  # [B, n, E], right padded
-        counts: Sequence[int],  # per row how many of the n are real, at least 1
-        # what the last layer computes, if not its ``forward``
+        counts: Sequence[int],  # Number of real tokens of each row, at least 1.
+        # Computes the last layer. None calls its ``forward``.
         last: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Fed]:
-        """Feed what was committed since the last round up to the root, in place of what was drafted.
+        """Feed the tokens committed since the last round, up to the root, in place of the drafts.
 
         Returns:
-            Features of the root [B, 1, E], and where it stands.
+            Features of the root [B, 1, E], and its position and mask.
         """
         device = x.device
         before = self.n_true
@@ -259,7 +284,7 @@ class LayerState(RowState):
         root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
         if is_alone:
             return x, root
-        # Of the last layer only the root's feature is wanted.
+        # The last layer computes only the root's feature.
         x = (
             x[:, -1:]
             if are_alike(counts)
@@ -268,11 +293,11 @@ class LayerState(RowState):
         return (last or block)(x, root.rotation, keys, values, mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
-        """Count the nodes of one level as fed; the caller appends their keys and values."""
+        """Count the nodes of one level as fed. The caller appends their keys and values."""
         n_nodes = level.tokens.shape[1]
         before = added(self.n_true, -1)
         self.n_fed += n_nodes
-        # All nodes of a level stand at one position.
+        # All nodes of a level have the same position.
         positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(
             -1, n_nodes
         )
@@ -285,7 +310,7 @@ class LayerState(RowState):
     def feed_level(
         self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel
     ) -> Tensor:
-        """Feed the nodes of one level, given as x [B, b, E]; returns their features [B, b, E]."""
+        """Feed the nodes of one level, x [B, b, E], and return their features [B, b, E]."""
         fed = self.begin_level(rotary, level)
         for block, slots in zip(blocks, self.slots, strict=True):
             x = block.attend_cached(x, fed.rotation, slots.append, fed.mask)

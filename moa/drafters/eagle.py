@@ -1,20 +1,25 @@
-"""EAGLE drafter (Li et al., ICML 2024, arXiv 2401.15077; trees of EAGLE-2, arXiv 2406.16858): one decoder layer.
+"""EAGLE drafter: one decoder layer that predicts the target's next hidden state.
 
-Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots (T - 1), K fused layers, b nodes of one
-level.
+Li et al., ICML 2024, arXiv 2401.15077, with the draft trees of EAGLE-2, arXiv 2406.16858.
 
-    [embedding of token t+1 ; hidden state of token t] -> linear 2E -> E -> decoder layer(s) -> feature of token t+1
+Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots (T - 1), K fused
+layers, b nodes of one level.
 
-Hidden states are the target's AFTER its final norm, what transformers gives as ``hidden_states[-1]`` and the store as
-``hidden/last``: the LM head turns them, and the features that stand for them, into logits with no norm in between. The
-official code has the same convention (``train/eagle.py``).
+    [embedding of token t+1 ; hidden state of token t] -> linear 2E -> E -> decoder layer(s)
+                                                       -> feature of token t+1
 
-Embeddings are some fifty times smaller than these, and a drafter learns late to read them; so they are scaled first,
-which the published drafter lacks and which a linear layer with other weights does as well: exports have it in these.
+Hidden states are the target's states AFTER its final norm: transformers returns them as
+``hidden_states[-1]``, and the store has them as ``hidden/last``. The LM head turns them, and the
+features that stand for them, into logits without another norm. The official code has the same
+convention (``train/eagle.py``).
 
-Slot t of the drafter's cache is made from the hidden state of position t and the token at t+1, and its RoPE position is
-t. In slots before the root's the hidden states are the target's own; after it they are the drafter's, and each round
-computes those of accepted tokens again.
+Embeddings are about fifty times smaller than hidden states, so that a drafter learns to read them
+late. They are therefore multiplied by a scale first. The published drafter has no scale. A linear
+layer with other weights computes the same, so exports contain the scale in these weights.
+
+Slot t of the drafter's cache is made from the hidden state of position t and the token at t+1. Its
+RoPE position is t. Up to the root's slot the hidden states are the target's; after it they are the
+drafter's own features. Each round computes the slots of accepted tokens again.
 """
 
 import math
@@ -39,7 +44,7 @@ from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
 class FeatureState(LayerState):
-    """Slots made from the target's own states, and ``last``, the newest that was fed of each row [1, ...]."""
+    """Slots made from the target's states. ``last`` is the newest state [1, ...] of each row."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
@@ -49,10 +54,10 @@ class FeatureState(LayerState):
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
         fresh = []
         for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
-            if not parts:  # the root is fed again
+            if not parts:  # There are no new states, so the root is fed again.
                 if last is None:
                     raise DrafterError(
-                        "nothing of the target has been observed: give its states before drafting."
+                        "no states of the target have been observed: give them before drafting."
                     )
                 self.n_true[row] -= 1
                 parts = (last,)
@@ -66,36 +71,40 @@ class FeatureState(LayerState):
 
 
 class FeatureDrafter(Drafter):
-    """What EAGLE and EAGLE-3 share: layers fed with the token at t+1 and the feature of t, then with their outputs."""
+    """The common part of EAGLE and EAGLE-3.
+
+    The layers are fed with the token at t+1 and the feature of t, and then with their own outputs.
+    """
 
     by_graph = True
     rotary: Rotary
 
     @abstractmethod
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Make the layers' input from embeddings of tokens t+1 and features of tokens t, each [..., E]."""
+        """Make the layers' input from embeddings of tokens t+1 and features of t, each [..., E]."""
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Pick what the drafter sees of the target, as :meth:`observe` gets it: here the last hidden state."""
+        """Return the target states that :meth:`observe` gets; by default the last hidden states."""
         return inputs.hidden
 
     def true_features(self, states: Tensor) -> Tensor:
-        """Turn :meth:`target_states` into features [..., E] in place of the drafter's own; here they are the same."""
+        """Turn :meth:`target_states` into features [..., E]; by default they are the same."""
         return states
 
     def fed_back(self, outputs: Tensor) -> Tensor:
-        """Turn outputs of the layers [..., E] into the features that are fed back; here they are the same."""
+        """Turn layer outputs [..., E] into the features that are fed back; by default the same."""
         return outputs
 
     @override
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # All rounds at once, step by step: each step is fed with the features of the one before.
+        # All rounds run at once, level by level. Each level is fed with the features of the level
+        # before it.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        context = context[:, 1:]  # [B, S]: the last slot of the target's that a query sees
+        context = context[:, 1:]  # [B, S], the last slot of the target that a query sees.
         slots = torch.arange(context.shape[1], device=context.device)
-        # 0 for the root's slot, -1 for none
+        # The draft level of each slot: 0 for the root's slot, -1 for slots that are not drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings = frozen.embed(inputs.tokens[:, 1:])
         joined = self.join(
@@ -122,16 +131,18 @@ class FeatureDrafter(Drafter):
                 training.at_queries(embeddings, queries),
                 training.at_queries(features, (queries - 1).clamp(min=0)),
             )
-            at = rows.expand_as(queries)[valid], queries[valid]
+            cells = rows.expand_as(queries)[valid], queries[valid]
             rotation = self.rotary(queries)
-            for block, true, own in zip(
+            for block, true_kv, own_kv in zip(
                 self.blocks, true_keys_values, own_keys_values, strict=True
             ):
-                for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
-                    buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
-                keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
+                for buffer, new in zip(own_kv, block.keys_values(x, rotation), strict=True):
+                    buffer[cells[0], :, cells[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
+                keys, values = (
+                    torch.cat(pair, dim=2) for pair in zip(true_kv, own_kv, strict=True)
+                )
                 x = block(x, rotation, keys, values, seen)
-            features[at] = self.fed_back(x)[valid].to(features.dtype)
+            features[cells] = self.fed_back(x)[valid].to(features.dtype)
         queries, valid = training.loss_queries(drafted)
         return DraftedFeatures(
             queries, valid, training.at_queries(features, (queries - 1).clamp(min=0))
@@ -153,8 +164,8 @@ class FeatureDrafter(Drafter):
         committed: Sequence[list[int]],
         cache: KVSource,
     ) -> Tensor:
-        # Slots up to the root's come from the target's own states; those of accepted drafts are
-        # computed again.
+        # Slots up to the root's are made from the target's states. Those of accepted drafts are
+        # computed again from them.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
         assert hidden is not None  # [B, n, E or K * E]
         x = self.join(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
@@ -176,22 +187,25 @@ class EagleSizes(LayerSizes):
 
     eagle_layers: int = 1  # decoder layers
     eagle_input_norm: bool = True
-    """The first layer has a norm before its attention, as in the MoA authors' EAGLE; the EAGLE authors' has none."""
+    """True if the first layer has a norm before its attention, as in the MoA authors' EAGLE. The
+    EAGLE authors' code has none."""
     eagle_fc_bias: bool = False
-    """The linear layer that joins token and hidden state has a bias, as in some of the EAGLE authors' checkpoints."""
+    """True if the linear layer that combines token and hidden state has a bias, as in some
+    checkpoints of the EAGLE authors."""
     eagle_embedding_scale: float = 1.0
-    """What embeddings are multiplied with there, 1 as published; 0 until a new drafter has met its target."""
+    """Scale of the embeddings before the linear layer, 1 as published. 0 means that a new drafter
+    has not chosen it yet."""
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # others would be rounded in an export
+        # An export would round other scales.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 
 
 class EagleDrafter(FeatureDrafter):
-    """The trained part: the linear layer that joins token and hidden state, and the decoder layers."""
+    """The trained part: the linear layer that combines token and hidden state, and the layers."""
 
     config_class: ClassVar[type[DrafterSizes]] = EagleSizes
     config: EagleSizes
@@ -209,9 +223,10 @@ class EagleDrafter(FeatureDrafter):
 
     @override
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Choose a scale that brings embeddings to the size of hidden states, whose root mean square is about 1.
+        """Choose the scale that brings embeddings to the size of hidden states.
 
-        A power of two, by which an export multiplies weights exactly.
+        The root mean square of hidden states is about 1. The scale is a power of two, so that an
+        export can multiply weights by it exactly.
         """
         super().adopt(frozen, count_tokens)
         if self.config.eagle_embedding_scale == 0:
@@ -227,7 +242,8 @@ class EagleDrafter(FeatureDrafter):
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
         joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        return joined.to(embeddings.dtype)  # under autocast the residual stream keeps its precision
+        # Under autocast the residual stream keeps its precision.
+        return joined.to(embeddings.dtype)
 
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
@@ -239,12 +255,15 @@ class EagleDrafter(FeatureDrafter):
         cache.extend(len(context), None, 0)
 
     def forward(self, joined: Tensor, queries: Tensor) -> Tensor:
-        """Run the layers over slots [B, S, E] for some of them, [B, Q]; slot t gives the feature of token t+1."""
+        """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].
+
+        Slot t gives the feature of token t+1.
+        """
         return causal_features(self.blocks, self.rotary, joined, queries)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch (EAGLE section 3.2 with the weights of the MoA paper)."""
+        """Compute the loss of one mini-batch (EAGLE section 3.2, with the MoA paper's weights)."""
         inputs = step.inputs
         weights = step.weights
         embeddings = frozen.embed(inputs.tokens)[:, 1:]
@@ -252,9 +271,9 @@ class EagleDrafter(FeatureDrafter):
         noise = _draw_noise(step.draws, inputs.hidden)
         seen = hidden if noise is None else hidden + noise
         queries, valid = training.loss_queries(inputs.response_mask[:, 1:].bool())
-        at = training.places(valid)
-        features = self(self.join(embeddings, seen[:, :-1]), queries)[at]  # [P, E]
-        goal = training.at_queries(hidden[:, 1:], queries)[at]
+        indices = training.places(valid)
+        features = self(self.join(embeddings, seen[:, :-1]), queries)[indices]  # [P, E]
+        goal = training.at_queries(hidden[:, 1:], queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), weights.divergence
         )
@@ -264,12 +283,12 @@ class EagleDrafter(FeatureDrafter):
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
-    """Draw uniform noise [B, T, E] in plus or minus half the width; each row has its own seed."""
+    """Draw uniform noise [B, T, E] in [-noise_width / 2, noise_width / 2], one seed per row."""
     if not draws.seeds or not draws.noise_width:
         return None
     rows = []
     for seed in draws.seeds:
-        # What a token gets does not depend on the padding after it, for the tokens come first.
+        # Tokens are drawn before the padding, so that their noise does not depend on the padding.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

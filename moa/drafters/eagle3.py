@@ -1,28 +1,35 @@
-"""EAGLE-3 drafter (Li et al., NeurIPS 2025, arXiv 2503.01840): fused layers of the target, and training-time test.
+"""EAGLE-3 drafter: fused layers of the target, and training-time test.
 
-Shapes: B batch, T tokens, S slots (T - 1), Q queries, P loss positions, E target width, K fused layers, V vocabulary,
-V_d draft vocabulary, J steps, H query heads, H_kv key/value heads, d head dim.
+Li et al., NeurIPS 2025, arXiv 2503.01840.
+
+Shapes: B batch, T tokens, S slots (T - 1), Q queries, P loss positions, E target width, K fused
+layers, V vocabulary, V_d draft vocabulary, J steps, H query heads, H_kv key/value heads, d head
+dim.
 
     outputs of K target layers -> linear K * E -> E -> feature of token t
-    [norm(embedding of token t+1) ; norm(feature of t)] -> attention -> + feature of t -> + MLP -> feature of token t+1
+    [norm(embedding of token t+1) ; norm(feature of t)] -> attention -> + feature of t -> + MLP
+                                                        -> feature of token t+1
     feature -> norm -> own LM head over the draft vocabulary
 
-Slots, positions and decoding are those of EAGLE (:mod:`.eagle`): slot t is made from the feature of t and the token at
-t+1. The output of the layer is fed back without a norm in place of a fused feature, and need not resemble any hidden
-state of the target: only the distribution of the next token is taught.
+Slots, positions and decoding are those of EAGLE (:mod:`.eagle`): slot t is made from the feature of
+t and the token at t+1. The output of the layer is fed back without a norm, in place of a fused
+feature. It need not resemble any hidden state of the target, because only the distribution of the
+next token is trained.
 
-Training-time test: step 1 is teacher forcing. In step j + 1 each position is a draft round of its own that is j tokens
-further: it sees the slots of step 1 up to where its round began, and those that it made itself since. For a round that
-begins at slot 4 (official ``traineagle3/cnets.py``, ``LlamaAttention.forward`` and ``Model.forward``)::
+Training-time test: step 1 is teacher forcing. In step j + 1 each position is a draft round of its
+own that has advanced by j tokens. It sees the slots of step 1 up to the start of its round, and the
+slots that it has made itself since. For a round that starts at slot 4 (official
+``traineagle3/cnets.py``, ``LlamaAttention.forward`` and ``Model.forward``)::
 
     step   fed slot   made from the feature of    sees slots of step 1    own slots
        1          4   the target                  0 1 2 3 4
        2          5   step 1                      0 1 2 3 4               5
        3          6   step 2                      0 1 2 3 4               5 6
 
-A round carries loss as long as it stays in the response that its root is in, as the rounds of decoding do. The official
-code also begins rounds in the prompt. Its teacher is normalised over the draft vocabulary, and positions whose
-likeliest token is outside carry no loss; here only the teacher's probabilities of tokens outside are left out.
+A round carries loss while it stays in the response that contains its root, as the rounds of
+decoding do. The official code also starts rounds in the prompt. Its teacher is normalised over the
+draft vocabulary, and positions whose most likely token is outside of it carry no loss. Here all
+positions carry loss, and only the teacher's probabilities of the tokens outside are left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,14 +59,16 @@ from .training import (
 )
 from .vocabulary import most_frequent, over_all_tokens
 
-# weight of a step's loss relative to the step before (official ``traineagle3/main.py``)
+# Loss weight of a step relative to the previous step (official ``traineagle3/main.py``).
 STEP_DECAY = 0.8
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
-"""Tokens that can be drafted where the target has more, as the authors take of Llama 3's 128,256."""
+"""Size of the draft vocabulary if the target has more tokens. The authors use it for Llama 3, which
+has 128,256 tokens."""
 
 _SCORE_BYTES = 1 << 27
-"""Bytes of attention scores of a training step; more are computed in parts, of rows and then of queries."""
+"""Upper bound of the bytes of attention scores that a training step computes at once. Larger scores
+are split into parts of rows, and then of queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +79,25 @@ class Eagle3Sizes(LayerSizes):
     without_weights: ClassVar[tuple[str, ...]] = ()
 
     fused_layers: tuple[int, ...]
-    """Target layers, from 0, whose outputs are fused, in the order in which the linear layer takes them."""
+    """Target layers, from 0, whose outputs are fused, in the order of the linear layer's input."""
     draft_vocabulary: int  # V_d, tokens that can be drafted
     test_time_steps: int = 7  # J, draft steps that training unrolls
     fc_norm: bool = False
-    """Whether each of the outputs has a norm before they are fused, as in EAGLE-3.1 (arXiv 2605.09992)."""
-    # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
+    """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
+    2605.09992)."""
+    # True if the drafter is fed with its outputs after the final norm, as in EAGLE-3.1.
     norm_output: bool = False
-    # whether all outputs together have a norm before they are fused (speculators)
+    # True if the concatenated outputs are normed before they are fused (speculators).
     norm_before_fc: bool = False
-    # whether the residual begins after the norm of the features (speculators)
+    # True if the residual stream starts after the norm of the features (speculators).
     norm_before_residual: bool = False
-    # whether queries and keys have a norm per head, as Qwen3's (speculators)
+    # True if queries and keys have a norm per head, as in Qwen3 (speculators).
     query_key_norm: bool = False
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # A foreign checkpoint does not say how many layers its target has.
+        # A checkpoint of another project does not name the number of its target's layers.
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
@@ -96,29 +106,35 @@ class Eagle3Sizes(LayerSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
-        found = super().defaults(config, given)
-        found["qkv_bias"] = False  # as engines run it, for Qwen2 too
-        found["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
-        if "fused_layers" not in given:  # small targets have no default
-            found["fused_layers"] = default_fused_layers(facts["n_layers"])
-        return found
+        values = super().defaults(config, given)
+        values["qkv_bias"] = False  # Engines run it without a bias, for Qwen2 targets too.
+        values["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
+        # ``default_fused_layers`` fails for targets with few layers, so it runs only if needed.
+        if "fused_layers" not in given:
+            values["fused_layers"] = default_fused_layers(facts["n_layers"])
+        return values
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
-    """The default fused layers, low, middle and high: 1, L // 2 - 1 and L - 4, as in SpecForge, SGLang and vLLM."""
+    """Return the default low, middle and high layer: 1, L // 2 - 1 and L - 4.
+
+    SpecForge, SGLang and vLLM use the same layers.
+    """
     layers = (1, n_layers // 2 - 1, n_layers - 4)
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
-            f"EAGLE-3 reads three layers of the target, by default of one with 7 or more; this one has {n_layers}. "
-            f"Choose them: --fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
+            "EAGLE-3 reads three layers of the target. Only a target with 7 or more layers has "
+            f"defaults; this one has {n_layers}. Choose them: "
+            f"--fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
         )
     return layers
 
 
 class Eagle3Block(DecoderBlock):
-    """A decoder layer whose attention sees two streams of width E, each with a norm; its residual is the second one.
+    """A decoder layer whose attention reads two streams of width E, each with its own norm.
 
-    The residual is that of before the norm, or, with ``norm_before_residual``, of after it (vLLM ``llama_eagle3.py``).
+    The second stream is the residual. It is taken before the norm, or after it if
+    ``norm_before_residual`` is true (vLLM ``llama_eagle3.py``).
     """
 
     def __init__(self, sizes: BlockSizes, norm_before_residual: bool = False) -> None:
@@ -138,13 +154,16 @@ class Eagle3Block(DecoderBlock):
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """The trained part: fusing layer, decoder layer, final norm, LM head; weights have the names of other projects."""
+    """The trained part: fusing layer, decoder layer, final norm and LM head.
+
+    Weights have the names that other projects use.
+    """
 
     config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
     config: Eagle3Sizes
     uses_target_head = False
-    d2t: Tensor  # [V_d] int64, what to add to an index of the draft vocabulary to get the token
-    t2d: Tensor  # [V] bool, whether a token can be drafted
+    d2t: Tensor  # [V_d] int64. d2t[i] + i is the token with index i in the draft vocabulary.
+    t2d: Tensor  # [V] bool, whether a token can be drafted.
 
     def __init__(self, config: Eagle3Sizes) -> None:
         super().__init__(config)
@@ -177,7 +196,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """Tokens of the draft vocabulary, ascending, [V_d] int64; None where it is the target's."""
+        """Tokens of the draft vocabulary, ascending, [V_d] int64. None if all can be drafted."""
         if self.config.draft_vocabulary == self.config.vocab_size:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -196,7 +215,10 @@ class Eagle3Drafter(FeatureDrafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Choose the draft vocabulary, of equally frequent tokens the lower ones, and begin with the target's head."""
+        """Choose the most frequent tokens as draft vocabulary, and start with the target's LM head.
+
+        Among equally frequent tokens the lower ids are chosen.
+        """
         tokens = torch.arange(self.config.vocab_size)
         if self.config.draft_vocabulary < self.config.vocab_size:
             tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)
@@ -211,8 +233,8 @@ class Eagle3Drafter(FeatureDrafter):
         marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
-                f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 to {len(marked) - 1}; "
-                "it holds offsets (target id - draft id), not target ids."
+                f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 "
+                f"to {len(marked) - 1}; it holds offsets (target id - draft id), not target ids."
             )
         if (
             len(ids.unique()) < len(ids)
@@ -220,8 +242,8 @@ class Eagle3Drafter(FeatureDrafter):
             or not bool(marked[ids].all())
         ):
             raise DrafterError(
-                f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks {int(marked.sum())} "
-                "tokens; expected the same ones in both."
+                f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks "
+                f"{int(marked.sum())} tokens; both must name the same tokens."
             )
 
     @override
@@ -249,7 +271,7 @@ class Eagle3Drafter(FeatureDrafter):
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def normed(self, features: Tensor) -> Tensor:
-        """Turn features [..., E] into what the LM head takes."""
+        """Turn features [..., E] into the input of the LM head."""
         return features if self.config.norm_output else self.norm(features)
 
     @override
@@ -260,31 +282,36 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before."""
+        """Compute the loss of one mini-batch: the weighted forward KL of all steps.
+
+        Each step weighs 0.8 times the step before it.
+        """
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
-        at = places(valid)
+        indices = places(valid)
         n_steps = features.shape[0]
-        n_positions = len(at[0])
-        own = self.normed(features.transpose(0, 1).transpose(1, 2)[at])  # [P, J, E]
+        n_positions = len(indices[0])
+        outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
         if step.weights.d_pace is None:
             decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
             weights = reached * decay[:, None, None]
         else:
-            weights = self.paced(inputs.tokens, queries, at, own, reached, step.weights.d_pace)
+            weights = self.paced(
+                inputs.tokens, queries, indices, outputs, reached, step.weights.d_pace
+            )
         total, by_step = losses.chunked_losses(
-            own,
-            at_queries(inputs.hidden, queries)[at],  # [P, E]
+            outputs,
+            at_queries(inputs.hidden, queries)[indices],  # [P, E]
             frozen.lm_head_weight,
-            weights.permute(1, 2, 0)[at][..., None],  # [P, J, 1]
+            weights.permute(1, 2, 0)[indices][..., None],  # [P, J, 1]
             own_head=self.lm_head.weight,
             tokens=self.draft_tokens,
             divergence=step.weights.divergence,
             cap=frozen.logit_cap,
         )
         scale = step.scale(n_positions)
-        # The first step, unweighted, is what other drafters report.
+        # Other drafters report their only step, so the first step is reported here, unweighted.
         return LossTerms(
             step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions
         )
@@ -298,9 +325,19 @@ class Eagle3Drafter(FeatureDrafter):
         reached: Tensor,
         smoothing: float,
     ) -> Tensor:
-        """Weigh steps by D-PACE, each round a block: of tokens [B, T] and features ``own`` [P, J, E], [J, B, Q]."""
+        """Compute the D-PACE weights [J, B, Q] of the steps; each round is a block.
+
+        Args:
+            tokens: [B, T].
+            queries: [B, Q].
+            at: indices of the P loss positions among the queries.
+            own: [P, J, E], normed features.
+            reached: [J, B, Q] bool, as in :meth:`test_time_features`.
+            smoothing: see :func:`..nn.losses.d_pace_weights`.
+        """
         labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
-        if self.draft_tokens is not None:  # a token that cannot be drafted has no probability
+        # A token outside the draft vocabulary has no probability.
+        if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
             labels = order[labels]
@@ -309,7 +346,7 @@ class Eagle3Drafter(FeatureDrafter):
         wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
         grid = wrong.new_zeros(*queries.shape, own.shape[1])
         grid[at] = wrong
-        # Step j of the round that begins at a query stands j queries further (see below).
+        # Step j of the round that starts at a query is j queries further, see test_time_features.
         by_round = [x.roll(-step, dims=1) for step, x in enumerate(grid.unbind(dim=-1))]
         seen = [x.roll(-step, dims=1) for step, x in enumerate(reached)]
         paced = losses.d_pace_weights(
@@ -320,35 +357,37 @@ class Eagle3Drafter(FeatureDrafter):
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run every step of training-time test for positions of the response, as :func:`loss_queries` gives them.
+        """Run all steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
 
-        Returns features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is
-        j - 1 tokens before reaches it within the response.
+        Returns:
+            Features [J, B, Q, E] of each position in step j. And [J, B, Q] bool: whether a round
+            whose root is j - 1 tokens earlier reaches the position within the response.
         """
-        embeddings = frozen.embed(inputs.tokens[:, 1:])  # of slot t, [B, S, E]
+        # [B, S, E], where slot t has the embedding of token t + 1.
+        embeddings = frozen.embed(inputs.tokens[:, 1:])
         hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
         block = self.midlayer
         slots = torch.arange(embeddings.shape[1], device=queries.device)
-        first = (queries - 1).clamp(min=0)  # the slot that each round begins at
+        first = (queries - 1).clamp(min=0)  # the slot at which each round starts
         joined = self.join(embeddings, hidden)
         keys, values = block.keys_values(joined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(joined, first)  # [B, Q, S], [B, Q, 2E]
-        own: list[tuple[Tensor, Tensor]] = []
+        own_kv: list[tuple[Tensor, Tensor]] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
         outputs = x
         for step in range(self.config.test_time_steps):
-            at = (first + step).clamp(max=len(slots) - 1)
-            rotation = self.rotary(at)
+            fed_slots = (first + step).clamp(max=len(slots) - 1)
+            rotation = self.rotary(fed_slots)
             if step:
-                x = self.join(at_queries(embeddings, at), outputs)
-                own.append(block.keys_values(x, rotation))
-            attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own)
+                x = self.join(at_queries(embeddings, fed_slots), outputs)
+                own_kv.append(block.keys_values(x, rotation))
+            attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own_kv)
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # Round p stands at the position that is `step` places further among the queries, if
-            # none is left out.
+            # Round p has reached the query that is `step` places further, if no position in between
+            # is missing.
             features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
@@ -358,10 +397,17 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Let each round, a query of q [B, H, Q, d], attend to slots that all share and to slots of its own: [B, H, Q, d].
+    """Let each round, a query, attend to slots shared by all rounds and to its own slots.
 
-    Shared keys and values are [B, H_kv, S, d], which of them a round sees [B, Q, S] bool; ``own`` has, per earlier
-    step, keys and values [B, H_kv, Q, d], one of each round.
+    Args:
+        q: [B, H, Q, d], one query per round.
+        keys: shared keys [B, H_kv, S, d].
+        values: shared values [B, H_kv, S, d].
+        seen: [B, Q, S] bool, the shared slots that a round sees.
+        own: for each earlier step, keys and values [B, H_kv, Q, d], one per round.
+
+    Returns:
+        [B, H, Q, d].
     """
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
@@ -369,7 +415,7 @@ def attend_with_own_steps(
     flat = [part for pair in own for part in pair]
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(q, keys, values, seen, *flat)
-    # The scores are computed again in the backward pass, so that few of them are held at a time.
+    # The backward pass computes the scores again, so that only few are in memory at a time.
     attended = []
     for rows in zip(
         *(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True

@@ -1,26 +1,32 @@
-"""GLIDE drafter (Du et al., ICML 2024, arXiv 2402.02082): a decoder layer that also attends to the target's last.
+"""GLIDE drafter: a decoder layer that also attends to the last layer of the target.
 
-Shapes: B batch, T tokens, Q queries, E target width, L target layers, D packed KV width, H_kv target KV heads, d target
-head dim, b nodes of one level, n tokens of one call, S slots.
+Du et al., ICML 2024, arXiv 2402.02082.
 
-    token embeddings -> + causal self-attention -> + cross-attention to the target's own keys and values of its last
-    layer, of verified positions -> + MLP -> LM head
+Shapes: B batch, T tokens, Q queries, E target width, L target layers, D packed KV width, H_kv
+target KV heads, d target head dim, b nodes of one level, n tokens of one call, S slots.
 
-Only the tokens of drafts are fed back. No norm comes before the cross-attention or the LM head, as in
-the official code (``train/glide.py``).
+    token embeddings -> + causal self-attention
+                     -> + cross-attention to the KV of the target's last layer at verified positions
+                     -> + MLP -> LM head
 
-Training cuts the text into blocks, each a draft round: its positions see the target's KV of the blocks before it. For
-blocks of 3 and offset 1::
+Only the tokens of drafts are fed back. The cross-attention and the LM head have no norm before
+them, as in the official code (``train/glide.py``).
+
+Training cuts the text into blocks. Each block is a draft round: its positions see the target's KV
+of the blocks before it. For blocks of 3 and offset 1::
 
     position                   0 1 2 3 4 5 6 7 8
     last target KV it sees     . 0 0 0 3 3 3 6 6
 
-Where the target's layers are not alike, or its keys are not rotated as Llama's, the last layer with keys and values of
-its own is attended to by queries that are not rotated, as wide as its keys. Of latents, the keys of a single head are
-latent and rotated key, and its values the latent, as in multi-head latent attention with its projections absorbed.
+Some targets have layers of different shapes, or keys that are not rotated like Llama's. For these
+targets the drafter attends to the last layer that has its own keys and values. Its queries have the
+width of that layer's keys and are not rotated. If that layer caches latents, there is a single
+head: its keys are the latent and the rotated key, its values the latent. This is multi-head latent
+attention with absorbed projections.
 
-The released code has offset 0, rotates the target's keys a second time and lets a first block, which has nothing
-before it, attend to all keys alike; here it is a round after position 0, and position 0 itself carries no loss.
+The released code has offset 0, rotates the target's keys a second time, and lets a first block,
+which has no block before it, attend to all keys. Here a first block is a round after position 0,
+and position 0 itself carries no loss.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,11 +57,12 @@ class GlideSizes(LayerSizes):
     kind: ClassVar[str] = "glide"
     left_out: ClassVar[tuple[str, ...]] = ("draft_", "target_")
 
-    # D = 2 * target KV heads * target head dim, the widest where layers are not alike
+    # D = 2 * target KV heads * target head dim. If layers differ in width, that of the widest.
     kv_width: int
-    # attended layer, its heads, widths of key and value; none of Llama's last layer
+    # Attended layer, its heads, and the widths of a key and a value. Empty for the last layer of a
+    # target that rotates keys like Llama.
     target_kv: tuple[int, ...] = ()
-    # whether that layer caches a latent as key, and a rotated key as value
+    # True if that layer caches a latent as key and a rotated key as value.
     target_latents: bool = False
     block_size: int = 5  # tokens of a block in training
 
@@ -64,13 +71,13 @@ class GlideSizes(LayerSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         check_kv(config)
         facts = target_sizes(config)
-        own = dict[str, Any]()
+        values = dict[str, Any]()
         if not rotates_as_llama(config):
             last = max(kv_groups(config), key=lambda group: group.layers[-1])
-            own["target_kv"] = (last.layers[-1], *last.shape)
-            own["target_latents"] = last.field == "kv/latent"
-        own["kv_width"] = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
-        return super().defaults(config, given) | own
+            values["target_kv"] = (last.layers[-1], *last.shape)
+            values["target_latents"] = last.field == "kv/latent"
+        values["kv_width"] = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
+        return super().defaults(config, given) | values
 
     @override
     def problems(self) -> Iterator[str]:
@@ -83,11 +90,11 @@ class GlideSizes(LayerSizes):
         if not (is_whole and is_held):
             yield "target_kv must be a layer, its heads, and the widths of a key and a value"
         if self.n_heads % max(1, n_heads):
-            yield f"the target's {n_heads} KV heads must divide its {self.n_heads}"
+            yield f"the target's {n_heads} KV heads must divide its {self.n_heads} query heads"
 
     @property
     def attended(self) -> tuple[int, int, int, int]:
-        """The layer that is attended to, its heads H_kv, and the widths of a key and a value."""
+        """The attended layer, its heads H_kv, and the widths of a key and a value."""
         if len(self.target_kv) == 4:
             layer, n_heads, key_width, value_width = self.target_kv
             return layer, n_heads, key_width, value_width
@@ -95,7 +102,7 @@ class GlideSizes(LayerSizes):
 
 
 class GlideDrafter(Drafter):
-    """The trained part: a decoder layer, and queries and output projection of its cross-attention."""
+    """The trained part: a decoder layer, and cross-attention without K and V projections."""
 
     config_class: ClassVar[type[DrafterSizes]] = GlideSizes
     config: GlideSizes
@@ -109,7 +116,7 @@ class GlideDrafter(Drafter):
             key_width, value_width = key_width + value_width, key_width
         sizes = replace(config.layer, n_kv_heads=n_heads, head_dim=key_width, qkv_bias=False)
         self.cross_attention = Attention(sizes)
-        # the target has projected its keys and values
+        # The target has already projected its keys and values.
         del self.cross_attention.k_proj, self.cross_attention.v_proj
         if key_width != value_width:
             self.cross_attention.o_proj = nn.Linear(
@@ -124,14 +131,14 @@ class GlideDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL; the feature loss is only reported."""
+        """Compute the loss of one mini-batch: the forward KL. The feature loss is only reported."""
         inputs = step.inputs
         draws = step.draws
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
-        at = training.places(valid)
-        features = self._features(frozen, inputs, last_seen, queries)[at]  # [P, E]
-        goal = training.at_queries(inputs.hidden, queries)[at]
+        indices = training.places(valid)
+        features = self._features(frozen, inputs, last_seen, queries)[indices]  # [P, E]
+        goal = training.at_queries(inputs.hidden, queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), step.weights.divergence
         )
@@ -141,8 +148,7 @@ class GlideDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # Only tokens are fed back, so the training forward will do, with the rounds of the draws in
-        # place of blocks.
+        # Only tokens are fed back, so the training forward is used, with rounds in place of blocks.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
@@ -161,15 +167,19 @@ class GlideDrafter(Drafter):
         seen: masks.Mask | Tensor,
         queries: Tensor,
     ) -> Tensor:
-        """Run many draft rounds at once, fed with the text [B, T]: features of queries [B, Q].
+        """Run many draft rounds at once over the text [B, T] and return features of queries [B, Q].
 
         Args:
-            kv: [B, T, >= 1, D], packed target KV; the last layer is attended to.
-            seen: which positions' target KV each query sees; a tensor is [B, Q, T] bool, or added to the scores.
+            frozen: the target.
+            tokens: [B, T].
+            kv: [B, T, >= 1, D], packed target KV. The drafter attends to its last layer.
+            seen: the positions whose target KV each query sees. A tensor is [B, Q, T] bool, or is
+                added to the scores.
+            queries: [B, Q].
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
         embeddings = frozen.embed(tokens)
-        own = self.self_attention.keys_values(embeddings, self.rotary(positions))
+        own_kv = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
         _, n_heads, key_width, value_width = self.config.attended
         packed = (
@@ -179,10 +189,10 @@ class GlideDrafter(Drafter):
         )
         target = self._keys_values(*packed.split((key_width, value_width), dim=3))
         x = training.at_queries(embeddings, queries)
-        return self._layer(target, seen, x, self.rotary(queries), *own, causal)
+        return self._layer(target, seen, x, self.rotary(queries), *own_kv, causal)
 
     def _keys_values(self, keys: Tensor, values: Tensor) -> KeysValues:
-        """Return what is attended to of keys and values [B, H_kv, T, d] as the target caches them."""
+        """Turn the target's cached keys and values [B, H_kv, T, d] into those to attend to."""
         return (
             (torch.cat((keys, values), dim=3), keys)
             if self.config.target_latents
@@ -199,7 +209,7 @@ class GlideDrafter(Drafter):
         values: Tensor,
         mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run the layer for queries x [B, Q, E], with keys and values of the target and of its own."""
+        """Run the layer for queries x [B, Q, E] with the target's KV and its own KV."""
         block = self.self_attention
         x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
         q = self.cross_attention.queries(x, None if self.config.target_kv else rotation)
@@ -229,21 +239,22 @@ class GlideDrafter(Drafter):
     ) -> Tensor:
         fed = state.begin_level(self.rotary, level)
         x = frozen.embed(level.tokens)
-        own = state.slots[0].append(*self.self_attention.keys_values(x, fed.rotation))
-        return self._decoding_layer(fed.before, cache)(x, fed.rotation, *own, fed.mask)
+        own_kv = state.slots[0].append(*self.self_attention.keys_values(x, fed.rotation))
+        return self._decoding_layer(fed.before, cache)(x, fed.rotation, *own_kv, fed.mask)
 
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = (x[:, :n_heads] for x in cache.layer_view(layer, max(before)))
-        # the cache may be wider
+        # The cache may be wider than this layer's keys and values.
         target = self._keys_values(keys[..., :key_width], values[..., :value_width])
         return partial(self._layer, target, lengths_mask(before, keys.device))
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:
-    """Find the last position before the block of each query [B, Q], below 0 in a first block: [B, Q] int64.
+    """Find the last position before the block of each query [B, Q]: [B, Q] int64.
 
-    Blocks begin at the offset [B], or at 0 (official ``train/glide.py``, lines 145-147).
+    It is below 0 for queries of a first block. Blocks start at the offset [B], or at 0 (official
+    ``train/glide.py``, lines 145-147).
     """
     shift = 0 if offset is None else (offset % block_size)[:, None]
     return shift + (queries - shift) // block_size * block_size - 1

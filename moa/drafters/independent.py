@@ -1,12 +1,17 @@
-"""Independent drafter: a small Llama of its own (Leviathan et al., ICML 2023, arXiv 2211.17192), taught by the target.
+"""Independent drafter: a small Llama that is trained by the target.
 
-Shapes: B rows, T tokens, Q queries, W own width, E target width, V vocabulary of the target, b nodes of one level.
+Leviathan et al., ICML 2023, arXiv 2211.17192.
 
-    token -> own embedding -> decoder layer(s) -> norm -> features -> own LM head, which is the embedding (tied)
+Shapes: B rows, T tokens, Q queries, W the drafter's width, E target width, V vocabulary of the
+target, b nodes of one level.
 
-It reads only tokens, in training and in decoding, and nothing of the target but the vocabulary, the positions and their
-rotation. Its teacher is the target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). Features
-are W wide and mean nothing to the target.
+    token -> own embedding -> decoder layer(s) -> norm -> features
+          -> own LM head, which is the embedding matrix (tied)
+
+The drafter reads only tokens, in training and in decoding. It shares the vocabulary, the positions
+and their rotation with the target, and nothing else. Its teacher is the target's next-token
+distribution (DistillSpec, arXiv 2310.08461, with forward KL). Its features are W wide and have no
+meaning for the target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +48,7 @@ class IndependentSizes(DrafterSizes):
 
     kind: ClassVar[str] = "independent"
 
-    independent_width: int  # W, its own width
+    independent_width: int  # W, the drafter's width
     independent_mlp_width: int  # MLP width of each layer
     independent_layers: int = 2  # decoder layers
 
@@ -51,7 +56,7 @@ class IndependentSizes(DrafterSizes):
         super().__post_init__()
         if self.independent_width % 2:
             raise DrafterError(
-                f"independent_width must be an even number from 2 up, got {self.independent_width}."
+                f"independent_width must be an even number >= 2, got {self.independent_width}."
             )
 
     @classmethod
@@ -63,7 +68,7 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_head_dim(self) -> int:
-        """Head dim of its layers: the largest even divisor of W up to the target's head dim and W / 4."""
+        """Head dim: the largest even divisor of W up to the target's head dim and W / 4."""
         width = self.independent_width
         return next(
             d
@@ -121,12 +126,13 @@ class IndependentDrafter(Drafter):
         """Compute the loss of one mini-batch: the forward KL, through both LM heads."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
-        at = places(valid)
-        features = self(inputs.tokens, queries)[at]  # [P, W]
-        goal = at_queries(inputs.hidden, queries)[at]  # [P, E]
+        indices = places(valid)
+        features = self(inputs.tokens, queries)[indices]  # [P, W]
+        goal = at_queries(inputs.hidden, queries)[indices]  # [P, E]
         total, _ = losses.chunked_losses(
             features[:, None], goal, frozen.lm_head_weight, features.new_ones(len(features), 1, 1),
-            own_head=self.embed_tokens.weight, divergence=step.weights.divergence, cap=frozen.logit_cap,
+            own_head=self.embed_tokens.weight, divergence=step.weights.divergence,
+            cap=frozen.logit_cap,
         )  # fmt: skip
         mean = total * step.scale(len(features))
         return LossTerms(step.weights.forward_kl * mean, mean, None, len(features))
@@ -135,7 +141,7 @@ class IndependentDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # Where rounds begin makes no difference to a model that reads only tokens.
+        # The model reads only tokens, so its features do not depend on the starts of rounds.
         queries, valid, _ = round_queries(inputs.response_mask, draws, first=0)
         return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
 

@@ -1,15 +1,21 @@
-"""The KV encoder of Mixture of Attentions: one vector a position, made from the target's KV of all layers.
+"""The KV encoder of Mixture of Attentions: one vector per position, made from the KV of all layers.
 
-Shapes: B batch, T tokens, n positions, L target layers with KV of their own, H_kv target KV heads, d target head dim,
-D = 2 * H_kv * d, the widest where layers are not alike, E target width, G groups of layers.
+Shapes: B batch, T tokens, n positions, L target layers with KV of their own, H_kv target KV heads,
+d target head dim, D = 2 * H_kv * d (of the widest layer, if layers differ), E target width,
+G groups of layers.
 
-    KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear -> encoded KV [B, T, E]
+    KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear
+                                  -> encoded KV [B, T, E]
 
-Layer self-attention looks at one position at a time. Three settings are not the paper's: with several ``layer_groups``
-the mean of each goes into the linear layer on its own, since one mean has D numbers, fewer than E in targets with few
-KV heads; with ``unrotated_keys`` the keys are those before RoPE, after which the same content looks different at each
-position; with a ``layer_stride`` every so many layers are encoded, counted from the last, so that less is read and
-layer self-attention, at the widths of an 8B target most of a training step, has fewer rows.
+Layer self-attention works on one position at a time. Three settings differ from the paper:
+
+- With several ``layer_groups``, the linear layer gets the mean of each group. A single mean has D
+  numbers, fewer than E in targets with few KV heads.
+- With ``unrotated_keys``, the keys are those before RoPE. After RoPE the same content looks
+  different at each position.
+- With a ``layer_stride`` n, only every n-th layer is encoded, counted from the last. Training reads
+  less KV, and layer self-attention has fewer rows. At the widths of an 8B target, layer
+  self-attention takes most of a training step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +33,8 @@ from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
-# In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences,
-# and a long prompt
-# would need L times its length in rows of the MLP's width.
+# Upper bound of positions in one call of layer self-attention. CUDA attention kernels take at most
+# 65,535 sequences, and a long prompt would need L times its length in rows of the MLP's width.
 _MAX_POSITIONS = 1 << 13
 
 
@@ -39,35 +44,35 @@ class KVEncoderSizes(DrafterSizes):
 
     left_out: ClassVar[tuple[str, ...]] = ("draft_", "kv_group")
 
-    # D = 2 * target KV heads * target head dim, the widest where layers are not alike
+    # D = 2 * target KV heads * target head dim. If layers differ in width, that of the widest.
     kv_width: int = 0
-    # group of each layer with KV, ascending; none where all layers are alike
+    # Group of each layer with KV, in layer order. Empty if all layers have the same shape.
     kv_groups: tuple[int, ...] = ()
-    kv_group_widths: tuple[int, ...] = ()  # numbers of a layer of each group, in place of D
+    kv_group_widths: tuple[int, ...] = ()  # KV width of a layer of each group, in place of D
     layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
     layer_attention_head_dim: int = 0  # head dim of layer self-attention
     layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
     layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
-    # without layer self-attention only the KV of the target's last layer is encoded
+    # If false, only the KV of the target's last layer is encoded.
     layer_attention: bool = True
     layer_groups: int = 2  # G, groups of consecutive layers; 1 in the paper
-    unrotated_keys: bool = True  # encode the target's keys as before RoPE; in the paper as after it
-    # encode the last layer and every so many below it; 1 is all, as in the paper
+    unrotated_keys: bool = True  # Encode the keys before RoPE. The paper encodes them after RoPE.
+    # n: encode the last layer and every n-th layer below it. 1 encodes all, as in the paper.
     layer_stride: int = 1
 
     @property
     def n_kv_layers(self) -> int:
-        """L, the target's layers that have KV of their own."""
+        """L, the number of target layers that have KV of their own."""
         return len(self.kv_groups) or self.n_layers
 
     @property
     def encoded_layers(self) -> tuple[int, ...]:
-        """Those of the L layers that are encoded."""
+        """The indices of the L layers that are encoded."""
         layers = strided_layers(self.n_kv_layers, self.layer_stride)
         return layers if self.layer_attention else layers[-1:]
 
     def encoder_problems(self) -> Iterator[str]:
-        """Yield what does not fit of a drafter with a KV encoder, see :meth:`problems`."""
+        """Yield the sizes of a KV encoder that do not fit together, see :meth:`problems`."""
         heads = self.layer_attention_heads
         kv_heads = self.layer_attention_kv_heads
         head_dim = self.layer_attention_head_dim
@@ -78,7 +83,9 @@ class KVEncoderSizes(DrafterSizes):
         if min(self.kv_width, heads, kv_heads, head_dim, mlp_width) < 1:
             yield "kv_width and the sizes of layer_attention must be at least 1"
         if heads % max(1, kv_heads):
-            yield f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})"
+            yield (
+                f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})"
+            )
         if head_dim % 2:
             yield f"layer_attention_head_dim ({head_dim}) must be even"
         if self.layer_stride > max(1, n_layers):
@@ -87,9 +94,15 @@ class KVEncoderSizes(DrafterSizes):
             not set(self.kv_groups) <= set(range(n_groups))
             or max(self.kv_group_widths, default=0) > self.kv_width
         ):
-            yield f"kv_groups must be groups of kv_group_widths, of at most kv_width ({self.kv_width}) numbers"
+            yield (
+                "kv_groups must be groups of kv_group_widths, of at most kv_width "
+                f"({self.kv_width}) numbers"
+            )
         if self.layer_groups > max(1, n_encoded):
-            yield f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers that are encoded"
+            yield (
+                f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers "
+                "that are encoded"
+            )
 
     @staticmethod
     def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,10 +117,11 @@ class KVEncoderSizes(DrafterSizes):
             )
             grouped["kv_groups"] = tuple(number for _, number in of_layer)
             grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
-        # of latents are many
+        # A target with latents has many query heads for its narrow KV.
         n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
-        # The official code gives layer self-attention the target's heads and rounds their dim down.
+        # The official code uses the target's heads for layer self-attention and rounds down their
+        # head dim.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
@@ -128,12 +142,12 @@ class KVEncoderSizes(DrafterSizes):
 
 
 def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
-    """The last of ``n_layers`` layers and every so many below it, ascending."""
+    """Return the last of ``n_layers`` layers and every ``stride``-th layer below it, ascending."""
     return tuple(range((n_layers - 1) % stride, n_layers, stride))
 
 
 def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
-    """The layers whose KV training with some settings of an encoder reads; None for all."""
+    """Return the layers whose KV training with these encoder settings reads. None: all layers."""
     if not settings.layer_attention:
         return (-1,)
     return None if settings.layer_stride == 1 else strided_layers(n_layers, settings.layer_stride)
@@ -148,48 +162,55 @@ def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
 
 
 class KVEncoder(nn.Module):
-    """The part of a drafter that encodes KV; a drafter inherits it, so that weights have the published names."""
+    """The part of a drafter that encodes KV.
+
+    Drafters inherit from it, so that their weights have the published names.
+    """
 
     config: KVEncoderSizes
     rotary: Rotary
 
     def build_encoder(self) -> None:
-        """Make the weights."""
+        """Create the weights."""
         config = self.config
         if config.layer_attention:
             sizes = BlockSizes(
                 config.kv_width, config.layer_attention_heads, config.layer_attention_kv_heads,
-                config.layer_attention_head_dim, config.layer_attention_mlp_width, config.norm_eps, config.qkv_bias,
+                config.layer_attention_head_dim, config.layer_attention_mlp_width, config.norm_eps,
+                config.qkv_bias,
             )  # fmt: skip
             self.layer_self_attention = DecoderBlock(sizes)
         self._kv_groups = [
             config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups
         ]
-        if len(widths := config.kv_group_widths) > 1:  # to the width of the widest
+        # Layers of different widths are projected to the width of the widest.
+        if len(widths := config.kv_group_widths) > 1:
             inputs = {
-                str(one): nn.Linear(widths[one], config.kv_width, bias=False)
-                for one in sorted({*self._kv_groups})
+                str(group): nn.Linear(widths[group], config.kv_width, bias=False)
+                for group in sorted({*self._kv_groups})
             }
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        # Of a position the means are sent, where they are narrower than what is made of them.
+        # The means of a position are sent if they are narrower than its encoded KV.
         self._sends_means = n_means * config.kv_width < config.hidden_size
         self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings
         self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
 
     def encode_kv(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Encode KV: project what :meth:`encode_means` gives to [B, T, E]."""
+        """Encode packed KV [B, T, L, D]: project the means of :meth:`encode_means` to [B, T, E]."""
         hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
         return hidden
 
     def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Attend between layers and join the means over G groups of them, or take the last layer alone: [B, T, G * D].
+        """Run layer self-attention and concatenate the means over the G groups: [B, T, G * D].
+
+        Without layer self-attention, the result is the KV of the last layer.
 
         Args:
-            kv: [B, T, L, D]; those layers that are encoded are enough.
-            positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
+            kv: [B, T, L, D], or only the layers that are encoded.
+            positions: [B or 1, T] int64, of the rotation of the keys. None: 0 to T - 1.
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_kv_layers:
             first = strided_layers(self.config.n_kv_layers, self.config.layer_stride)[0]
@@ -198,14 +219,16 @@ class KVEncoder(nn.Module):
             kv = kv[:, :, -1:]
         if positions is None:
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
-        # Bidirectional; a layer's position is its index.
+        # The attention is bidirectional. The position of a layer is its index.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        summaries = []  # [n, G * D] each
-        at = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
-        for part, where in zip(kv.flatten(0, 1).split(_MAX_POSITIONS), at, strict=True):
+        summaries = []  # One [n, G * D] per part.
+        position_parts = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
+        for part, part_positions in zip(
+            kv.flatten(0, 1).split(_MAX_POSITIONS), position_parts, strict=True
+        ):
             part = self._to_common_width(part.to(self.kv_to_hidden.weight.dtype))
             if self.config.unrotated_keys:
-                part = rotate_packed_keys(part, self.rotary.inverse(where))
+                part = rotate_packed_keys(part, self.rotary.inverse(part_positions))
             if self.config.layer_attention:
                 means = self.layer_self_attention.attend_self_means(
                     part, rotation, self.config.layer_groups
@@ -218,23 +241,27 @@ class KVEncoder(nn.Module):
         return all_means
 
     def _to_common_width(self, kv: Tensor) -> Tensor:
-        """Project the layers of each group to D, where there are several: [n, L, D], padded, -> [n, L, D]."""
+        """Project padded KV [n, L, D] of groups with different widths to the common width D."""
         if len(self.config.kv_group_widths) < 2:
             return kv
         layers = list(kv.unbind(1))
         for group, project in self.kv_inputs.items():
-            places = [place for place, one in enumerate(self._kv_groups) if str(one) == group]
-            own = torch.stack([layers[place] for place in places], dim=1)
-            for place, made in zip(
-                places, project(own[..., : project.in_features]).unbind(1), strict=True
+            indices = [
+                index
+                for index, layer_group in enumerate(self._kv_groups)
+                if str(layer_group) == group
+            ]
+            group_kv = torch.stack([layers[index] for index in indices], dim=1)
+            for index, made in zip(
+                indices, project(group_kv[..., : project.in_features]).unbind(1), strict=True
             ):
-                layers[place] = made
+                layers[index] = made
         return torch.stack(layers, dim=1)
 
     def encode_cached(
         self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]
     ) -> Tensor:
-        """Encode the KV of so many positions of each row of the target's cache, from its start on: [B, n, E]."""
+        """Encode the KV of ``counts`` positions of each row from ``starts``: [B, n, E]."""
         check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)
         kv = cache.packed(
@@ -244,13 +271,13 @@ class KVEncoder(nn.Module):
             kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device)
         )
 
-    # On another machine than the target
+    # Drafting on another machine than the target
 
     def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """Make what is sent of n positions from their KV [n, L, D]: [n, ``sent_width``]."""
+        """Encode the KV [n, L, D] of n positions for sending: [n, ``sent_width``]."""
         encode = self.encode_means if self._sends_means else self.encode_kv
         return encode(kv[None], positions[None])[0]
 
     def encoded_of(self, sent: Tensor) -> Tensor:
-        """Turn what was sent, [..., ``sent_width``], into encoded KV [..., E]."""
+        """Turn sent numbers [..., ``sent_width``] into encoded KV [..., E]."""
         return self.kv_to_hidden(sent) if self._sends_means else sent

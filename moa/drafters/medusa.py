@@ -1,17 +1,23 @@
-"""Medusa drafter (Cai et al., ICML 2024, arXiv 2401.10774): heads on one hidden state, each for a token further ahead.
+"""Medusa drafter: heads on one hidden state, each of which predicts a token further ahead.
 
-Shapes: B rows, T tokens, Q queries, E target width, K heads, P loss positions, b nodes of one level.
+Cai et al., ICML 2024, arXiv 2401.10774.
 
-    hidden state of token t -> x + silu(W x + c) per layer -> linear -> feature of token t+k (head k) -> LM head
+Shapes: B rows, T tokens, Q queries, E target width, K heads, P loss positions, b nodes of one
+level.
 
-Hidden states are the target's AFTER its final norm, and t is the last *verified* position. The target's own head turns
-it into the root, the token at t+1; head k predicts the token at t+1+k. All nodes of a level share the distribution of
-one head, whatever the path to them, and K heads draft K levels.
+    hidden state of token t -> x + silu(W x + c) per layer -> linear
+                            -> feature of token t+k (head k) -> LM head
 
-This is Medusa-1 (section 2.2.1): the target is frozen. In the released code each head ends in an LM head of its own,
-V x E weights that start as the target's; here it is the target's LM head after E x E weights that start as the
-identity, which is the same function at first. And heads learn the target's whole distribution where the released code
-learns the tokens of the text.
+Hidden states are the target's states AFTER its final norm, and t is the last *verified* position.
+The target's own LM head turns this state into the root, the token at t+1. Head k predicts the token
+at t+1+k. All nodes of a level have the distribution of one head, whatever path leads to them, and K
+heads draft K levels.
+
+This is Medusa-1 (section 2.2.1): the target is frozen. In the released code each head ends in its
+own LM head, V x E weights that start as those of the target. Here each head has E x E weights that
+start as the identity, followed by the target's LM head. The two are the same function at the start.
+The heads learn the target's whole distribution; those of the released code learn the tokens of the
+text.
 """
 
 from collections.abc import Sequence
@@ -40,7 +46,7 @@ from .training import (
     round_queries,
 )
 
-# the loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain
+# The loss weight of head k is HEAD_DECAY ** k (section 2.2.1), because far tokens are uncertain.
 HEAD_DECAY = 0.8
 
 
@@ -50,7 +56,7 @@ class MedusaSizes(DrafterSizes):
 
     kind: ClassVar[str] = "medusa"
 
-    medusa_heads: int = 6  # K, heads: the most levels of drafts
+    medusa_heads: int = 6  # K, number of heads and upper bound of draft levels
     medusa_layers: int = 1  # residual layers of each head
 
     @property
@@ -66,7 +72,10 @@ class MedusaState(RowState):
 
 
 class ResidualLayer(nn.Module):
-    """Gives x + silu(W x + c), W square (official ``medusa_model.py``; there all layers of a head share W)."""
+    """Computes x + silu(W x + c) with a square W.
+
+    In the official ``medusa_model.py`` all layers of a head share W.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +87,7 @@ class ResidualLayer(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """Residual layers, then a linear layer before the target's LM head."""
+    """Residual layers, followed by a linear layer before the target's LM head."""
 
     def __init__(self, width: int, n_layers: int) -> None:
         super().__init__()
@@ -106,7 +115,10 @@ class MedusaDrafter(Drafter):
     @override
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Begin with heads that predict what the target's own does: residual layers are 0, projections the identity."""
+        """Start with heads that predict like the target.
+
+        Residual layers start at 0, projections as the identity.
+        """
         for name, weight in self.named_parameters():
             if name.endswith("projection.weight"):
                 nn.init.eye_(weight)
@@ -115,33 +127,41 @@ class MedusaDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of a mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``."""
-        # Head k is trained where decoding can use it: on positions that are in one response with
-        # the k - 1 before them.
-        # Each head's sum is divided by the number of loss positions of the first head.
+        """Compute the loss of a mini-batch: the mean forward KL of the heads.
+
+        Head k has the weight ``HEAD_DECAY ** k``.
+        """
+        # Head k is trained at the positions at which decoding can use it: those that are in one
+        # response with the k - 1 positions before them. The sum of each head is divided by the
+        # number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
         features = []
         shares = []
-        reached = [self.loss_positions(inputs.response_mask, step.draws)]  # of each head [B, T]
+        # One [B, T] per head, the positions that the head is trained at.
+        reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
-            # the position before is reached too
+            # The previous head must reach the position, and the position before it.
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
         n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
-        _, rows, at = places(every)  # nothing is reached by head k before position k
-        of_heads = zip(self.heads, rows.split(counts), at.split(counts), strict=True)
-        for k, (head, own_rows, own) in enumerate(of_heads, start=1):
-            # [P_k, E], each from k positions before
-            features.append(head(hidden[own_rows, own - k]))
+        # Head k reaches no position before k, so the index of the hidden state is never negative.
+        _, rows, positions = places(every)
+        of_heads = zip(self.heads, rows.split(counts), positions.split(counts), strict=True)
+        for k, (head, head_rows, head_positions) in enumerate(of_heads, start=1):
+            # [P_k, E], computed from the hidden state k positions earlier.
+            features.append(head(hidden[head_rows, head_positions - k]))
             shares.append(
-                torch.full((len(own),), HEAD_DECAY**k / total_share, device=hidden.device)
+                torch.full(
+                    (len(head_positions),), HEAD_DECAY**k / total_share, device=hidden.device
+                )
             )
         kl, _ = losses.chunked_losses(
-            torch.cat(features)[:, None], hidden[rows, at], frozen.lm_head_weight, torch.cat(shares)[:, None, None],
-            divergence=step.weights.divergence, cap=frozen.logit_cap,
+            torch.cat(features)[:, None], hidden[rows, positions], frozen.lm_head_weight,
+            torch.cat(shares)[:, None, None], divergence=step.weights.divergence,
+            cap=frozen.logit_cap,
         )  # fmt: skip
         mean = kl * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
@@ -150,9 +170,9 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Ask the heads at the context position of each round."""
+        """Run the heads at the context position of each round."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
-        step = torch.where(valid, queries - context, 0)  # k of the head that drafts there
+        step = torch.where(valid, queries - context, 0)  # k of the head that drafts the position
         self.config.check_depth(int(step.max()))
         hidden = at_queries(inputs.hidden, context).to(self.dtype)
         features = torch.zeros_like(hidden)
@@ -162,7 +182,8 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        if features.ndim == 3 and features.stride(1) == 0:  # all nodes of a level share them
+        # If all nodes of the level share their features, the logits are computed once.
+        if features.ndim == 3 and features.stride(1) == 0:
             return super().draft_logits(frozen, features[:, :1]).expand(-1, features.shape[1], -1)
         return super().draft_logits(frozen, features)
 

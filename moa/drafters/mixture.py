@@ -1,27 +1,30 @@
 """Mixture of Attentions drafter (Zimmer et al., ICLR 2025, arXiv 2410.03804).
 
-Shapes: B batch, T tokens, Q drafted positions (queries), L target layers, H_kv target KV heads, d target head dim,
-D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for inference, b nodes of one level, n tokens of
-one call.
+Shapes: B batch, T tokens, Q drafted positions (queries), L target layers, H_kv target KV heads,
+d target head dim, D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for
+inference, b nodes of one level, n tokens of one call.
 
-    KV of all layers [B, T, L, D] -> layer self-attention -> mean over layers -> linear -> encoded KV [B, T, E]
+    KV of all layers [B, T, L, D] -> layer self-attention -> mean over layers -> linear
+                                  -> encoded KV [B, T, E]
     tokens -> embeddings -> causal self-attention -> cross-attention to encoded KV
            -> (last N target layers, final norm) -> LM head
 
-Training runs many draft rounds at once, each position with what a draft step sees. In a text of nine tokens whose
-response begins at 3, with a step bound of 4, tokens 5, 6, 7 are one round: 0 to 4 are verified, 5 is the root::
+Training runs many draft rounds at once. Each position sees what a draft step sees. In a text of
+nine tokens whose response starts at 3, with a step bound of 4, tokens 5, 6, 7 are one round: 0 to 4
+are verified, and 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
-    self-attention: embeddings of        0..3   0..5   0..6   0..7      in a staircase row 3, 5, 5..6, 5..7
+    self-attention: embeddings of        0..3   0..5   0..6   0..7      staircase: 3, 5, 5..6, 5..7
     cross-attention: encoded KV of       0..2   0..4   0..4   0..4
-      and, where it sees drafts, of         3      5   5..6   5..7      what self-attention made of them
+      and, if it sees drafts,               3      5   5..6   5..7      outputs of self-attention
     target layers: the target's KV of    0..2   0..4   0..4   0..4
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
-With ``cross_attention_drafts``, which is not the paper's, the cross-attention also sees the drafts of the round; in the
-paper a draft knows those before it only as embeddings, and agrees the less with the target the later it is.
+With ``cross_attention_drafts``, an addition to the paper, the cross-attention also sees the drafts
+of the round. In the paper, a draft sees earlier drafts only as embeddings, so that late drafts
+agree less with the target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +61,7 @@ from .training import (
 
 @dataclass(frozen=True, kw_only=True)
 class MoASizes(KVEncoderSizes):
-    """The sizes of a Mixture of Attentions, and the identity of its target."""
+    """The sizes of a Mixture of Attentions drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "moa"
 
@@ -66,10 +69,11 @@ class MoASizes(KVEncoderSizes):
     self_attention_mlp_width: int  # MLP width of the causal self-attention
     cross_attention_kv_heads: int  # KV heads of the cross-attention
     cross_attention_mlp_width: int  # MLP width of the cross-attention
-    # N, how many of the target's last layers the drafted features pass through
+    # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: int = 0
     cross_attention_drafts: bool = True
-    """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
+    """True if cross-attention also sees the drafts of its round. In the paper it sees only encoded
+    KV."""
 
     @override
     def problems(self) -> Iterator[str]:
@@ -78,7 +82,10 @@ class MoASizes(KVEncoderSizes):
         n_last = self.target_layer_inference
         n_layers = self.n_layers
         if n_last > n_layers:
-            yield f"target_layer_inference ({n_last}) must be between 0 and the target's {n_layers} layers"
+            yield (
+                f"target_layer_inference ({n_last}) must be between 0 and the target's {n_layers} "
+                "layers"
+            )
 
     @classmethod
     @override
@@ -100,7 +107,8 @@ class MoASizes(KVEncoderSizes):
 class MoADraftState(LayerState):
     """The caches of the self-attention and, as ``encoded``, of the cross-attention.
 
-    The latter holds the positions that have target KV and, with ``has_drafts``, then the drafts of this round.
+    ``encoded`` holds the positions that have target KV. With ``has_drafts``, the drafts of the
+    current round follow.
     """
 
     def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
@@ -124,14 +132,14 @@ class MoADrafter(KVEncoder, Drafter):
 
     def __init__(self, config: MoASizes) -> None:
         super().__init__(config)
-        own = config.block(
+        self_sizes = config.block(
             config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias
         )
-        cross = config.block(
+        cross_sizes = config.block(
             config.cross_attention_kv_heads, config.cross_attention_mlp_width, qkv_bias=False
         )
-        self.self_attention = DecoderBlock(own)
-        self.cross_attention = DecoderBlock(cross)
+        self.self_attention = DecoderBlock(self_sizes)
+        self.cross_attention = DecoderBlock(cross_sizes)
         self.rotary = config.rotary()
         self.build_encoder()
         self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
@@ -141,7 +149,7 @@ class MoADrafter(KVEncoder, Drafter):
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         n_last = settings.target_layer_inference
         layers = read_kv_layers(settings, n_layers)
-        # those that target layer inference attends to, besides the last
+        # Target layer inference attends to the KV of the last N layers, not only of the last one.
         if n_last > 1 and layers is not None:
             layers = None if settings.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
@@ -155,7 +163,10 @@ class MoADrafter(KVEncoder, Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275)."""
+        """Compute the loss of one mini-batch (paper section 3).
+
+        The official code is ``train/moa_spec.py``, lines 107-275.
+        """
         inputs = step.inputs
         rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
         return self.losses(
@@ -165,9 +176,11 @@ class MoADrafter(KVEncoder, Drafter):
     def forward(
         self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds
     ) -> tuple[Tensor, Tensor]:
-        """Run many draft rounds at once, fed with the text [B, T] and packed target KV [B, T, L, D].
+        """Run many draft rounds at once over the text [B, T] with packed target KV [B, T, L, D].
 
-        Returns what enters the target's last N layers, and features, [B, Q, E] each; they are the same where N is 0.
+        Returns:
+            The input of the target's last N layers, and the features, [B, Q, E] each. They are the
+            same if N is 0.
         """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
@@ -210,37 +223,36 @@ class MoADrafter(KVEncoder, Drafter):
         entering: Tensor,
         features: Tensor,
     ) -> LossTerms:
-        """Compare what :meth:`forward` gives with the target's states at the loss positions of some rounds."""
+        """Compare the outputs of :meth:`forward` with the target's states at the loss positions."""
         inputs = step.inputs
         n_layers = self.config.target_layer_inference
-        at = places(rounds.weights > 0)
-        weights = rounds.weights[at]  # [P]
+        indices = places(rounds.weights > 0)
+        weights = rounds.weights[indices]  # [P]
         scale = step.scale(weights.sum())
-        features = features[at]  # [P, E]
-        hidden = at_queries(inputs.hidden, rounds.queries)[at]  # [P, E]
+        features = features[indices]  # [P, E]
+        hidden = at_queries(inputs.hidden, rounds.queries)[indices]  # [P, E]
         if step.weights.d_pace is not None:
             labels = inputs.tokens[
-                at[0], (rounds.queries[at] + 1).clamp(max=inputs.tokens.shape[1] - 1)
+                indices[0], (rounds.queries[indices] + 1).clamp(max=inputs.tokens.shape[1] - 1)
             ]
             wrong = losses.chunked_cross_entropy(
                 features, labels, frozen.lm_head_weight, cap=frozen.logit_cap
             )
-            weights = weights * rounds.d_pace(wrong, at, step.weights.d_pace)
+            weights = weights * rounds.d_pace(wrong, indices, step.weights.d_pace)
         teachers = None
         if step.draws.on_policy_weight and step.draws.teacher_forced_weight:
-            # Both passes learn from the same distribution wherever they draft for the same
-            # position.
-            teachers = at[0] * inputs.tokens.shape[1] + rounds.queries[at]
+            # If both passes draft for the same position, they have the same teacher distribution.
+            teachers = indices[0] * inputs.tokens.shape[1] + rounds.queries[indices]
         kl, feature = distillation(
             frozen, features, hidden, scale, step.weights.divergence, weights, teachers
         )
         before = None
         feature_term = feature
         if n_layers:
-            assert inputs.entering_hidden is not None  # ``reads`` names it
-            goal = at_queries(inputs.entering_hidden, rounds.queries)[at]
-            before = (losses.feature_loss(entering[at], goal) * weights).sum() * scale
-            # Features are taught after and before the last N layers alike.
+            assert inputs.entering_hidden is not None  # ``reads`` requests it.
+            goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
+            before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
+            # The features before and after the last N layers have the same weight.
             feature_term = 0.5 * feature + 0.5 * before
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
         return LossTerms(total, kl, feature, len(features), before)
@@ -291,7 +303,10 @@ class MoADrafter(KVEncoder, Drafter):
     def append_encoded(
         self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None
     ) -> None:
-        """Append encoded KV [B, n, E] of the next positions of each row, of which ``counts`` are real."""
+        """Append the encoded KV [B, n, E] of the next positions of each row.
+
+        ``counts`` has the number of real positions of each row; None if all are real.
+        """
         rotation = self.rotary(
             positions_from(state.encoded.lengths, encoded.shape[1], encoded.device)
         )
@@ -300,10 +315,10 @@ class MoADrafter(KVEncoder, Drafter):
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         assert kv is not None
-        own = self.encode_to_send(kv, positions)
+        encoded = self.encode_to_send(kv, positions)
         n_layers = self.config.target_layer_inference
         layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
-        return torch.cat((own, layers.to(own.dtype)), dim=1)
+        return torch.cat((encoded, layers.to(encoded.dtype)), dim=1)
 
     @override
     def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
@@ -332,7 +347,7 @@ class MoADrafter(KVEncoder, Drafter):
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
     ) -> Tensor:
-        """Turn what self-attention gave for fed tokens, x [B, b, E], into their features [B, b, E]."""
+        """Turn self-attention outputs x [B, b, E] of fed tokens into their features [B, b, E]."""
         if self.config.cross_attention_drafts:
             x = self.cross_attention.attend_cached(x, fed.rotation, state.encoded.append, fed.mask)
         else:
@@ -356,9 +371,10 @@ class MoADrafter(KVEncoder, Drafter):
 
 
 def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
-    """Run drafted features x [B, Q, E] of many rounds through the target's last N decoder layers, as in decoding.
+    """Run the features x [B, Q, E] of many rounds through the target's last N decoder layers.
 
-    Query i sees the target's own KV [B, T, >= N, D] up to s(i), and after it that of the drafted features of its round.
+    As in decoding, query i sees the target's own KV [B, T, >= N, D] up to s(i), followed by the KV
+    of the drafted features of its round.
     """
     queries = rounds.queries
     context = rounds.context

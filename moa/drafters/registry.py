@@ -1,4 +1,4 @@
-"""Registry of drafters by the kind that their ``drafter.json`` names."""
+"""Registry of drafters. The key is the kind that ``drafter.json`` names."""
 
 from ...errors import DrafterError
 from .base import Drafter
@@ -23,12 +23,12 @@ DRAFTERS: dict[str, type[Drafter]] = {
         IndependentDrafter,
     )
 }
-REMOTE_KINDS = tuple(kind for kind, one in DRAFTERS.items() if one.drafts_remotely)
-"""Kinds that can draft away from the target, as `moa-data chat` does."""
+REMOTE_KINDS = tuple(kind for kind, drafter in DRAFTERS.items() if drafter.drafts_remotely)
+"""Kinds that can draft on another machine than the target, as `moa-data chat` does."""
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """Find the drafter of a kind; raises DrafterError for an unknown one."""
+    """Return the drafter class of a kind; raises DrafterError if the kind is unknown."""
     if kind not in DRAFTERS:
         raise DrafterError(f"{kind!r} is not a drafter; expected one of {', '.join(DRAFTERS)}.")
     return DRAFTERS[kind]

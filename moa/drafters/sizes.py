@@ -1,4 +1,4 @@
-"""Sizes of drafters: the fields that all have, their defaults for a target, and their JSON."""
+"""Sizes of drafters: the common fields, their defaults for a target, and their JSON."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,68 +16,69 @@ _MAX_SIZE = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSizes:
-    """The sizes of the target that every drafter records; drafters add their own."""
+    """The sizes of the target that every drafter records. Each drafter adds its own."""
 
-    kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
-    # beginnings of names that the JSON has only with a value
+    kind: ClassVar[str]  # The drafter with these sizes, see ``registry.DRAFTERS``.
+    # Prefixes of field names that the JSON leaves out if they have no value.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
-    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)  # what no weight depends on
-    # whole numbers, besides those whose default is 0
+    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)  # no weight depends on them
+    # Integer fields that may be 0, besides those whose default is 0.
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
 
     hidden_size: int  # E, width of the target
-    # query heads of the target, which the drafter's self- and cross-attention have too
+    # Query heads of the target. The drafter's self- and cross-attention have as many.
     n_heads: int
-    head_dim: int  # head dim of the target, which the drafter's self- and cross-attention have too
-    # L, decoder layers of the target; 0 where a checkpoint of another project does not say
+    head_dim: int  # Head dim of the target. The drafter's self- and cross-attention have the same.
+    # L, decoder layers of the target. 0 if a checkpoint of another project does not name it.
     n_layers: int
     vocab_size: int  # V, vocabulary of the target
     max_position_embeddings: int  # positions of the target
     norm_eps: float  # epsilon of every RMSNorm, as in the target
-    # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks
+    # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks.
     rope_parameters: dict[str, Any]
-    # whether q, k and v of self-attention blocks have biases (Qwen2 targets)
+    # True if q, k and v of self-attention blocks have biases (Qwen2 targets).
     qkv_bias: bool = False
-    # identity of the target: weights_sha256 and config_sha256
+    # Identity of the target: weights_sha256 and config_sha256.
     target: dict[str, str] = field(default_factory=dict)
-    draft_vocabulary: int = 0  # V_d, how many tokens are drafted; 0 for all
-    draft_tokens: tuple[int, ...] = ()  # these tokens, ascending, once they are chosen
+    draft_vocabulary: int = 0  # V_d, number of tokens that can be drafted. 0: all tokens.
+    draft_tokens: tuple[int, ...] = ()  # These tokens, ascending. Empty until they are chosen.
 
     def __post_init__(self) -> None:
-        """Refuse values that no drafter has, and those that do not fit each other."""
+        """Check each value, and that the values fit each other."""
         for item in fields(self):
             value = getattr(self, item.name)
             if not self._is_valid(value, item):
                 raise DrafterError(
-                    f"{item.name} of the drafter is {str(value)[:60]!r}, which is not a valid value. Restore its "
-                    "drafter.json or config.json."
+                    f"{item.name} of the drafter is {str(value)[:60]!r}, which is not a valid "
+                    "value. Restore its drafter.json or config.json."
                 )
-            if isinstance(value, list):  # JSON has no tuples
+            if isinstance(value, list):  # JSON turns tuples into lists.
                 object.__setattr__(self, item.name, tuple(value))
-        found = list(self.problems())
+        problems = list(self.problems())
         if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
-            found.append(
-                f"draft_vocabulary and draft_tokens must be within the target's {self.vocab_size} tokens"
+            problems.append(
+                f"draft_vocabulary and draft_tokens must be within the target's {self.vocab_size} "
+                "tokens"
             )
-        if found:
-            raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
+        if problems:
+            raise DrafterError(f"drafter sizes do not fit: {'; '.join(problems)}.")
 
     def problems(self) -> Iterator[str]:
-        """Yield what does not fit together, once each size is one that a drafter can have; by default nothing."""
+        """Yield sizes that do not fit together; by default none. Each size alone is valid."""
         yield from ()
 
     @property
     def target_layer_inference(self) -> int:
-        """N, how many of the target's last layers the drafted features pass through."""
+        """N, the number of the target's last layers that the drafted features pass through."""
         return 0
 
     @property
     def max_depth(self) -> int | None:
-        """The most levels of drafts that the drafter can make; None for any number."""
+        """The maximum number of draft levels, or None for any number."""
         return None
 
     def check_depth(self, depth: int) -> None:
-        """Refuse more levels of drafts than ``max_depth``."""
+        """Check a number of draft levels; raises DrafterError if it exceeds ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
                 f"this {self.kind} drafter drafts {self.max_depth} levels, got a shape of {depth}; "
@@ -85,14 +86,17 @@ class DrafterSizes:
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
-        """Yield the fields with numbers of KV heads that don't divide the query heads."""
+        """Yield the fields whose number of KV heads does not divide the query heads."""
         for name in names:
             if self.n_heads % (count := getattr(self, name)):
                 yield f"{name} ({count}) must divide the target's {self.n_heads} query heads"
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Make the sizes for a target's config and identity, or raise DrafterError where the given ones do not fit."""
+        """Make the sizes for a target's config and identity.
+
+        ``sizes`` overrides defaults. Raises DrafterError if the sizes do not fit each other.
+        """
         known = target_sizes(config)
         names = (
             "hidden_size",
@@ -108,19 +112,19 @@ class DrafterSizes:
             "qkv_bias": config.model_type == "qwen2",
             "target": dict(target or {}),
         }
-        given = {name: value for name, value in sizes.items() if value is not None}
-        if given.get("draft_vocabulary") == "all":
-            given["draft_vocabulary"] = facts["vocab_size"]
-        return cls(**(facts | cls.defaults(config, given) | given))
+        given_sizes = {name: value for name, value in sizes.items() if value is not None}
+        if given_sizes.get("draft_vocabulary") == "all":
+            given_sizes["draft_vocabulary"] = facts["vocab_size"]
+        return cls(**(facts | cls.defaults(config, given_sizes) | given_sizes))
 
     @classmethod
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose sizes by the target's transformers config and the given sizes; by default none."""
+        """Choose defaults from the target's transformers config and the given sizes; none here."""
         return {}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild sizes from :meth:`to_dict`; raises DrafterError if a key, a value or the kind is wrong."""
+        """Restore sizes from :meth:`to_dict`; raises DrafterError if they are not valid."""
         kind = values.get("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(
@@ -129,7 +133,8 @@ class DrafterSizes:
         known = {item.name for item in fields(cls)}
         if unknown := sorted(set(values) - known - {"kind"}):
             raise DrafterError(
-                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
+                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer "
+                "release?"
             )
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
@@ -147,11 +152,11 @@ class DrafterSizes:
             return type(value) is bool
         if item.type == tuple[int, ...]:
             layers = value if isinstance(value, list | tuple) else [None]
-            return all(type(one) is int and -1 <= one <= _MAX_SIZE for one in layers)
+            return all(type(layer) is int and -1 <= layer <= _MAX_SIZE for layer in layers)
         return isinstance(value, str if item.type is str else dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """List the sizes as plain values for JSON, with the ``kind``."""
+        """Return the sizes as plain values for JSON, including the ``kind``."""
         named = asdict(self).items()
         return {"kind": self.kind} | {
             name: value for name, value in named if value or not name.startswith(self.left_out)
@@ -176,7 +181,10 @@ class DrafterSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes(DrafterSizes):
-    """Sizes of drafters whose layers have the target's width, and by default its KV heads and MLP width."""
+    """Sizes of drafters whose layers have the target's width.
+
+    By default they also have the target's KV heads and MLP width.
+    """
 
     self_attention_kv_heads: int  # KV heads of each layer
     self_attention_mlp_width: int  # MLP width of each layer
@@ -203,44 +211,54 @@ class LayerSizes(DrafterSizes):
 
 
 def multiple_of_32(width: float) -> int:
-    """The multiple of 32 that is nearest to a width, at least 32."""
+    """Round a width to the nearest multiple of 32, at least 32."""
     return max(32, round(width / 32) * 32)
 
 
 def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool = False) -> None:
-    """Refuse ``fused_layers`` that a target lacks or that do not ascend; -1 may be its ``embedding``."""
+    """Check that ``fused_layers`` ascend and exist in the target; raises DrafterError if not.
+
+    If ``embedding`` is true, the first layer may be -1, the embedding.
+    """
     first = -1 if embedding else 0
     is_ascending = bool(layers) and list(layers) == sorted(set(layers))
     if not is_ascending or layers[0] < first or layers[-1] >= n_layers or tuple(layers) == (-1,):
-        given = ",".join(map(str, layers))
+        layer_names = ",".join(map(str, layers))
         also = ", where -1, the embedding, may come first" if embedding else ""
         raise DrafterError(
-            f"fused_layers must be ascending decoder layers between 0 and {n_layers - 1}{also}, got {given or 'none'}."
+            "fused_layers must be ascending decoder layers between 0 and "
+            f"{n_layers - 1}{also}, got {layer_names or 'none'}."
         )
 
 
 def check_target_fits(
     config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}
 ) -> None:
-    """Refuse a drafter of a target with other sizes (``families.target_sizes``) or weights (``bundle.hash_target``)."""
+    """Check that a drafter belongs to a target; raises TargetError if it does not.
+
+    Args:
+        config: sizes of the drafter.
+        sizes: sizes of the target (``families.target_sizes``).
+        identity: hashes of the target's weights (``bundle.hash_target``).
+    """
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
         f"{name} {getattr(config, name)}, this target has {sizes[name]}"
         for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
-        # 0: a foreign checkpoint does not say
+        # A checkpoint of another project may have 0 if it does not name the size.
         if getattr(config, name, sizes[name]) not in (sizes[name], 0)
     ]
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, this target has {sizes['n_layers']} layers")
     if wrong:
         raise TargetError(
-            f"the drafter was trained for another target: {wrong[0]}. Pass the target that its store was extracted "
-            "from."
+            f"the drafter was trained for another target: {wrong[0]}. Pass the target that its "
+            "store was extracted from."
         )
     expected = config.target.get("weights_sha256")
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetError(
-            f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "
-            "Pass the target that its store was extracted from."
+            f"the drafter was trained for a target with weights {expected[:12]}, this one has "
+            f"{got[:12]}. Pass the target that its store was extracted from."
         )

@@ -1,34 +1,37 @@
-"""What a training step consists of: a mini-batch, its random draws, the draft rounds or blocks, and the loss terms.
+"""The parts of a training step: mini-batch, random draws, draft rounds or blocks, and loss terms.
 
-Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block, S context positions,
-P loss positions, L target layers, D packed KV width, E target width.
+Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block,
+S context positions, P loss positions, L target layers, D packed KV width, E target width.
 
-**Rounds.** The positions that are drafted for become *queries*, packed to the left; those of a second pass over the
-batch come after those of the first. A row of nine tokens with a response from position 3 on, a step bound of 4 (of
-offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
+**Rounds.** The positions that are drafted become *queries*, which are packed to the left. The
+queries of a second pass over the batch follow those of the first. Example: a row of nine tokens
+whose response starts at position 3, with a step bound of 4 (offset 0, see ``masks``) and a second,
+teacher-forced pass of half the weight::
 
     pass_index    0  0  0  0    1    1    1    1    1    1
-    queries       3  5  6  7    3    4    5    6    7    8      positions that are drafted for
-    context       2  4  4  4    2    3    4    5    6    7      last position whose target activations each one sees
-    weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      in the loss
+    queries       3  5  6  7    3    4    5    6    7    8      drafted positions
+    context       2  4  4  4    2    3    4    5    6    7      last visible target activation
+    weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      weight in the loss
 
-Queries 5, 6, 7 of the first pass are one round: 6 sees target activations up to 4, and what was drafted at 5 and 6. In
-the second pass each query is a round of its own. A row with fewer queries than others is filled up with position 0.
+Queries 5, 6 and 7 of the first pass are one round: query 6 sees target activations up to 4 and the
+drafts at 5 and 6. In the second pass each query is a round of its own. A row with fewer queries
+than other rows is padded with position 0.
 
-**Blocks** of a block-parallel drafter (:mod:`.block`). A block begins at an *anchor* a, a token whose predecessors are
-verified, as the root of a draft round is. Its slots are the anchor and G - 1 masked tokens; they see the target up to
-a - 1 and each other, in both directions. Draft k, from 0, stands at position a + k: it predicts the token at a + k + 1
-and its teacher is the target's hidden state of a + k. For G = 4 and a = 5 (``+`` is seen)::
+**Blocks** belong to block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
+token whose predecessors are verified, like the root of a draft round. Its slots are the anchor and
+G - 1 masked tokens. The slots see the target's activations up to a - 1, and each other in both
+directions. Draft k, counted from 0, stands at position a + k. It predicts the token at a + k + 1,
+and its teacher is the target's hidden state at a + k. For G = 4 and a = 5 (``+`` is visible)::
 
     position          0 1 2 3 4 5 6 7 8 9
-    context           + + + + + . .             never the anchor's own: decoding does not know it
+    context           + + + + + . .             never the anchor's: decoding does not have it yet
     slots                       a m m m
-    drafts                      0 1 2 3         of the tokens at 6, 7, 8, 9
-    with the first slot left out
-    drafts                        0 1 2         of 6, 7, 8: in the original DFlash a slot predicts its own position
+    drafts                      0 1 2 3         predict the tokens at 6, 7, 8, 9
+    without the first slot (original DFlash, whose slots predict the token at their own position)
+    drafts                        0 1 2         predict the tokens at 6, 7, 8
 
-Anchors are positions whose token and whose next token are of the response. The drafts of a block carry loss as far as
-the response continues, so that no block reaches into another answer.
+An anchor is a position whose token and next token belong to the response. The drafts of a block
+carry loss until the response ends, so that no block reaches into another answer.
 """
 
 from collections.abc import Mapping
@@ -47,24 +50,25 @@ from ..targets.bundle import FrozenTarget
 
 @dataclass(frozen=True)
 class Reads:
-    """What training reads of a store besides tokens, response masks and the last hidden state."""
+    """What training reads from a store, besides tokens, response masks and last hidden states."""
 
-    kv: bool = False  # the target's KV
-    # of these layers, ascending, negative counted from the last; None for all
+    kv: bool = False  # True if the target's KV is read.
+    # The layers whose KV is read, ascending. Negative numbers count from the last layer; None reads
+    # all layers.
     kv_layers: tuple[int, ...] | None = None
-    # the layer whose output enters the last N target layers, where that is read
+    # The layer whose output enters the last N target layers. None if it is not read.
     entering_layer: int | None = None
-    # decoder layers whose outputs become ``TrainingInputs.layer_outputs``
+    # Decoder layers whose outputs become ``TrainingInputs.layer_outputs``.
     outputs: tuple[int, ...] = ()
 
     @property
     def fields(self) -> dict[str, str]:
-        """Attribute of :class:`TrainingInputs` -> field of the store, without the outputs of layers."""
-        found = {"kv": "kv"} if self.kv else {}
-        found["hidden"] = "hidden/last"
+        """Map attributes of :class:`TrainingInputs` to store fields, without layer outputs."""
+        store_fields = {"kv": "kv"} if self.kv else {}
+        store_fields["hidden"] = "hidden/last"
         if self.entering_layer is not None:
-            found["entering_hidden"] = f"hidden/layer_{self.entering_layer}"
-        return found
+            store_fields["entering_hidden"] = f"hidden/layer_{self.entering_layer}"
+        return store_fields
 
 
 @dataclass
@@ -72,17 +76,18 @@ class TrainingInputs:
     """One mini-batch of stored activations, right padded."""
 
     tokens: Tensor  # [B, T] int64
-    response_mask: Tensor  # [B, T], non-zero on response tokens (position i predicts token i + 1)
-    # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads, if any
+    response_mask: Tensor  # [B, T], non-zero on response tokens. Position i predicts token i + 1.
+    # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads. None if it
+    # reads no KV.
     kv: Tensor | None
-    hidden: Tensor  # [B, T, E], target hidden state after the final norm
-    # [B, T, E], enters the last N target layers; needed when N > 0
+    hidden: Tensor  # [B, T, E], the target's hidden states after its final norm.
+    # [B, T, E], the input of the last N target layers. Required if N > 0.
     entering_hidden: Tensor | None = None
-    # [B, T, E] each, of the layers that the drafter reads, before any norm
+    # One [B, T, E] per layer that the drafter reads, before any norm.
     layer_outputs: tuple[Tensor, ...] = ()
 
     def required_kv(self) -> Tensor:
-        """Return the KV, which a drafter cannot do without."""
+        """Return the KV; raises DrafterError if the batch has none."""
         if self.kv is None:
             raise DrafterError(
                 "this drafter needs the target's keys and values, which the batch lacks."
@@ -90,50 +95,55 @@ class TrainingInputs:
         return self.kv
 
 
-# What a step draws
+# Random draws of a step
 
 
 @dataclass(frozen=True)
 class BlockDraws:
-    """Which blocks of a response are trained, and what their positions weigh."""
+    """The blocks of a response that are trained, and the loss weights of their positions."""
 
     n_drafts: int = 1  # K, drafts of a block
-    max_anchors: int | None = None  # blocks of a sequence at most, drawn at random; None for all
-    position_decay: float = 0.0  # draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each
-    anchors: Tensor | None = None  # [B, N] int64, given anchors in place of drawn ones; -1 for none
+    # Upper bound of blocks per sequence. If there are more, this many are sampled. None uses all.
+    max_anchors: int | None = None
+    # Draft k, counted from 0, has the loss weight exp(-k / position_decay). At 0 all have weight 1.
+    position_decay: float = 0.0
+    # [B, N] int64, fixed anchors in place of drawn ones; -1 is padding.
+    anchors: Tensor | None = None
 
 
 @dataclass
 class Draws:
-    """The random draws of one step, per row."""
+    """The random draws of one step. Tensors and ``seeds`` have one entry per row."""
 
-    step_bound: Tensor | None  # [B] int64, see :func:`masks.drafted_positions`; None for no bound
+    step_bound: Tensor | None  # [B] int64, see :func:`masks.drafted_positions`. None: no bound.
     staircase_rows: Tensor  # [B] bool, see :func:`masks.self_attention_mask`
-    offset: Tensor | None = None  # [B] int64, phase of the step bound; None for 0
-    seeds: tuple[int, ...] = ()  # one per row, of its noise on hidden states and of its anchors
-    noise_width: float = 0.0  # the noise is uniform in plus or minus half of this
-    on_policy_weight: float = 1.0  # in the loss, of a pass over draft rounds; 0 leaves the pass out
-    # Of a pass in which each position is the first draft of its own round, whatever the step bound:
-    # what the paper
-    # calls standard training.
+    offset: Tensor | None = None  # [B] int64, phase of the step bound. None: 0.
+    seeds: tuple[int, ...] = ()  # One seed per row, for its hidden state noise and its anchors.
+    noise_width: float = 0.0  # The noise is uniform in [-noise_width / 2, noise_width / 2].
+    # Loss weight of the pass over draft rounds. 0 skips the pass.
+    on_policy_weight: float = 1.0
+    # Loss weight of the pass in which each position is the first draft of its own round, whatever
+    # the step bound is. The paper calls this standard training. 0 skips the pass.
     teacher_forced_weight: float = 0.0
-    blocks: BlockDraws = BlockDraws()  # all of them, each position of a block weighing 1
+    # By default all blocks are trained and each position of a block has weight 1.
+    blocks: BlockDraws = BlockDraws()
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-        """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
+        """List the passes over response masks [B, T] with a weight above 0, on-policy first.
 
-        Of each: weight, drafted positions [B, T] bool, last context position of each [B, T] int64.
+        Each pass has a weight, the drafted positions [B, T] bool, and the last context position of
+        each of them [B, T] int64.
         """
-        found = []
+        passes = []
         if self.on_policy_weight:
-            found.append((self.on_policy_weight, *draft_rounds(response_mask, self, first=0)))
+            passes.append((self.on_policy_weight, *draft_rounds(response_mask, self, first=0)))
         if self.teacher_forced_weight:
-            # All positions before a drafted one are verified; nothing precedes position 0.
+            # Every position before a drafted one is verified. Position 0 has no predecessor.
             drafted = response_mask.bool().clone()
             drafted[:, :1] = False
             before = (torch.arange(drafted.shape[1], device=drafted.device) - 1).clamp(min=0)
-            found.append((self.teacher_forced_weight, drafted, before.expand_as(drafted)))
-        return found
+            passes.append((self.teacher_forced_weight, drafted, before.expand_as(drafted)))
+        return passes
 
 
 # Rounds
@@ -141,25 +151,25 @@ class Draws:
 
 @dataclass
 class Rounds:
-    """The draft rounds that a step trains: positions to draft for, and what each of them sees."""
+    """The draft rounds that a step trains: drafted positions, and the context of each."""
 
     queries: Tensor  # [B, Q] int64, positions
-    context: Tensor  # [B, Q] int64, last position whose target activations the query sees
+    context: Tensor  # [B, Q] int64, last position whose target activations the query sees.
     drafted: Tensor  # [B, Q] bool; False is padding
     weights: Tensor  # [B, Q] float32, weight in the loss
     staircase: Tensor  # [B, Q] bool, see :func:`masks.self_attention_mask`
-    pass_index: Tensor  # [Q] int64; queries of different passes do not see each other
+    pass_index: Tensor  # [Q] int64. Queries of different passes do not see each other.
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
         """Pack the drafted positions of each pass over response masks [B, T] to the left."""
-        parts: list[tuple[Tensor, ...]] = []  # of each field
+        parts: list[tuple[Tensor, ...]] = []  # One tuple per pass, with a tensor per field.
         passes = draws.passes(response_mask)
-        # the host waits once
+        # All widths are copied together, so that the host syncs with the device only once.
         widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()
         for index, (weight, drafted, context) in enumerate(passes):
             queries, valid = loss_queries(drafted, widths[index])
-            # With one token to a round the drafted block would be the token itself.
+            # In the teacher-forced pass a round has one token. Its block would be that token alone.
             own_block = draws.staircase_rows[:, None] & (index == 0 and draws.on_policy_weight > 0)
             pass_index = torch.full_like(queries[0], index)
             seen = context.gather(1, queries)
@@ -169,14 +179,14 @@ class Rounds:
         return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
-        """Weigh the positions [P] at ``at`` by D-PACE (:func:`..nn.losses.d_pace_weights`), each round as a block: [P].
+        """Compute D-PACE weights [P] of the positions at ``at``, each round as a block.
 
-        Those of a second, teacher-forced pass keep the weight 1.
+        Positions of a teacher-forced pass keep the weight 1.
         """
-        place = torch.where(self.drafted, self.queries - self.context - 1, 0)
-        index = ((place == 0) & self.drafted).cumsum(dim=1) - 1  # of the round, in its row
-        cell = (at[0], index[at], place[at])
-        grid = cross_entropy.new_zeros(*place.shape, int(place.max()) + 1)
+        depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
+        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # Index of the round in its row.
+        cell = (at[0], index[at], depth[at])
+        grid = cross_entropy.new_zeros(*depth.shape, int(depth.max()) + 1)
         supervised = torch.zeros_like(grid, dtype=torch.bool)
         grid[cell], supervised[cell] = cross_entropy, True
         paced = losses.d_pace_weights(grid, supervised, smoothing)[cell]
@@ -184,9 +194,15 @@ class Rounds:
 
 
 def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the positions where a mask [B, T] is set to the left: queries [B, Q] int64, valid [B, Q] bool; Q >= 1.
+    """Pack the positions at which a mask [B, T] is set to the left.
 
-    ``most``: of a row, if the host knows it.
+    Args:
+        mask: [B, T] bool.
+        most: the maximum number of set positions of a row, if the host knows it. None computes it,
+            which syncs with the device.
+
+    Returns:
+        Queries [B, Q] int64 and valid [B, Q] bool, with Q >= 1.
     """
     n_queries = max(1, int(mask.sum(dim=1).max()) if most is None else most)
     order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
@@ -195,9 +211,10 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
 
 
 def places(mask: Tensor) -> tuple[Tensor, ...]:
-    """List the indices where a mask is set, [P] int64 of each dimension, row by row.
+    """Return the indices at which a mask is set, row by row: [P] int64 for each dimension.
 
-    The host waits for them once; a mask as an index makes it wait each time, and again in the backward.
+    This syncs with the device once. Indexing with the mask would sync at every use, and again in
+    the backward pass.
     """
     return mask.nonzero(as_tuple=True)
 
@@ -208,7 +225,7 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the positions from ``first`` on that rounds draft for [B, T] bool, and the last context position of each."""
+    """Find the drafted positions from ``first``, [B, T] bool, and the last context of each."""
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     drafted[:, :first] = False
     return drafted, masks.last_context(drafted)
@@ -217,7 +234,7 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 def round_queries(
     response_mask: Tensor, draws: Draws, first: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the positions of :func:`draft_rounds`: queries, valid, and the last context position of each [B, Q]."""
+    """Pack the positions of :func:`draft_rounds`: queries, valid, and last context, [B, Q] each."""
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
     return queries, valid, context.gather(1, queries)
@@ -227,9 +244,12 @@ def round_queries(
 
 
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Choose the anchors of each row of response masks [B, T], ascending; too many are drawn from by the row's seed.
+    """Choose the anchors of each row of response masks [B, T], ascending.
 
-    Returns anchors [B, N] int64, 0 where a row has fewer, and which are real, [B, N] bool; N >= 1.
+    If a row has too many, they are sampled with the row's seed.
+
+    Returns:
+        Anchors [B, N] int64, padded with 0, and valid [B, N] bool, with N >= 1.
     """
     blocks = draws.blocks
     if blocks.anchors is not None:
@@ -238,16 +258,18 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     response = response_mask.bool()
     candidates = response[:, :-1] & response[:, 1:]
     rows = []
-    for row, places in enumerate(candidates.cpu().unbind()):
-        found = places.nonzero()[:, 0]
-        if blocks.max_anchors is not None and len(found) > blocks.max_anchors:
+    for row, row_candidates in enumerate(candidates.cpu().unbind()):
+        row_anchors = row_candidates.nonzero()[:, 0]
+        if blocks.max_anchors is not None and len(row_anchors) > blocks.max_anchors:
             generator = torch.Generator().manual_seed(draws.seeds[row] if draws.seeds else row)
-            found = (
-                found[torch.randperm(len(found), generator=generator)[: blocks.max_anchors]]
+            row_anchors = (
+                row_anchors[
+                    torch.randperm(len(row_anchors), generator=generator)[: blocks.max_anchors]
+                ]
                 .sort()
                 .values
             )
-        rows.append(found)
+        rows.append(row_anchors)
     anchors = torch.nn.utils.rnn.pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, -1)[
         :-1
     ]
@@ -263,7 +285,10 @@ def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
 def draft_weights(
     response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks: BlockDraws
 ) -> Tensor:
-    """Weigh each draft of blocks in the loss, 0 from the first one on whose token is not of the response: [B, N, K]."""
+    """Compute the loss weights [B, N, K] of the drafts of blocks.
+
+    Drafts have weight 0 from the first one whose token is not part of the response.
+    """
     n_tokens = response_mask.shape[1]
     labels = draft_positions(anchors, blocks.n_drafts) + 1
     rows = torch.arange(len(labels), device=labels.device)[:, None, None]
@@ -281,15 +306,19 @@ def draft_weights(
 
 
 def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:
-    """Let the slots of blocks [B, N] see the context before their anchor and, after the context, their own block."""
-    # Blocks that are padding see only themselves, so that no row of the mask is empty.
+    """Build the mask of blocks [B, N]: a slot sees the context before its anchor and its block.
+
+    The keys of the context come first, then those of the blocks.
+    """
+    # Padding blocks see only themselves, so that no row of the mask is empty.
     first = torch.where(valid, anchors, 0)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key < first[row, query // n_slots]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query // n_slots == key // n_slots) | (row < 0)  # of the shape of all three
+        # ``row < 0`` is always false; it broadcasts the result to the shape of all three indices.
+        return (query // n_slots == key // n_slots) | (row < 0)
 
     n_rows, n_blocks = anchors.shape
     n_queries = n_blocks * n_slots
@@ -303,22 +332,23 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the loss terms; the defaults are those of the papers."""
+    """Weights of the loss terms. The defaults are those of the papers."""
 
-    forward_kl: float = 0.1  # MoA, Table 6, as of the feature loss
+    forward_kl: float = 0.1  # MoA, Table 6, like that of the feature loss
     feature: float = 1.0
-    # of block-parallel drafters, as the two below: to the tokens of the text
+    # Cross-entropy with the tokens of the text. This term and the next two are for block-parallel
+    # drafters.
     cross_entropy: float = 0.1
-    l1: float = 0.9  # the L1 distance of drafter's and target's distributions
-    confidence: float = 1.0  # the binary cross-entropy of the confidence head
-    divergence: losses.Divergence = losses.KL  # in the term of the forward KL
-    # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`; None for fixed weights
+    l1: float = 0.9  # L1 distance between the drafter's and the target's distributions
+    confidence: float = 1.0  # binary cross-entropy of the confidence head
+    divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
+    # Smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`. None uses fixed weights.
     d_pace: float | None = None
 
     @classmethod
     def of(cls, settings: Any) -> "LossWeights":
-        """Make the weights of the settings of a drafter in training."""
-        names = [one.name for one in fields(cls) if hasattr(settings, f"{one.name}_weight")]
+        """Read the weights from the settings of a drafter in training."""
+        names = [item.name for item in fields(cls) if hasattr(settings, f"{item.name}_weight")]
         weights = {name: getattr(settings, f"{name}_weight") for name in names}
         is_paced = getattr(settings, "position_weights", None) == "d-pace"
         pace = settings.d_pace_smoothing if is_paced else None
@@ -331,7 +361,7 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A mini-batch, the random draws that go with it, and how its loss is weighed."""
+    """A mini-batch, its random draws, and its loss weights."""
 
     inputs: TrainingInputs
     draws: Draws
@@ -339,8 +369,11 @@ class TrainingStep:
     denominator: float | None = None
 
     def scale(self, n_positions: float | Tensor) -> float:
-        """The factor of sums over loss positions; with a denominator nothing waits for their number."""
-        # Without a denominator as in the released code.
+        """Return the factor for sums over loss positions.
+
+        With a ``denominator`` this does not sync with the device.
+        """
+        # Without a denominator this is the normalisation of the released code.
         return 1.0 / (
             self.denominator if self.denominator is not None else float(n_positions) + 1e-5
         )
@@ -351,11 +384,11 @@ class LossTerms:
     """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
 
     total: Tensor
-    forward_kl: Tensor  # or the divergence that is trained in its place
-    # the feature loss; None for a drafter whose features are not compared with hidden states
+    forward_kl: Tensor  # The forward KL, or the divergence that is trained in its place.
+    # The feature loss. None if the drafter's features are not compared with hidden states.
     feature: Tensor | None
     n_positions: int
-    # before the target's last layers; None without target layer inference
+    # The feature loss before the target's last layers. None without target layer inference.
     entering_feature: Tensor | None = None
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # further terms by name, for logs
 
@@ -369,10 +402,17 @@ def distillation(
     weights: Tensor | None = None,
     teachers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum forward KL (or another divergence) and feature loss over P positions with weights [P], times a scale.
+    """Sum the forward KL (or another divergence) and the feature loss over P positions.
 
-    ``teachers`` [P] int64 are equal where the hidden states are; their distribution is then computed once for both. At
-    most two may be equal. None if all differ.
+    Args:
+        frozen: the target.
+        features: [P, E].
+        hidden: [P, E], the target's hidden states.
+        scale: factor of both sums.
+        divergence: the divergence to compute.
+        weights: [P], weights of the positions; None for 1 each.
+        teachers: [P] int64, ids of the hidden states. At most two positions may have the same id;
+            the target's distribution is then computed once for both. None if all differ.
     """
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     feature = (losses.feature_loss(features, hidden) * weights).sum() * scale
@@ -392,12 +432,14 @@ def distillation(
 
 
 def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the one or two of P positions that have each teacher, [N, 2] int64, and which have two, [N] bool.
+    """Group P positions by their teacher, one or two positions per teacher.
 
-    A single position is given twice.
+    Returns:
+        Positions [N, 2] int64, with a single position repeated, and [N] bool, true for pairs.
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]  # there may be none
+    # Without any position the padded mask has one entry too many.
+    starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

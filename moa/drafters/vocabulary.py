@@ -1,9 +1,10 @@
-"""Draft vocabularies: the tokens that a drafter drafts, and when fewer than all of them pay.
+"""Draft vocabularies: the tokens that a drafter can draft, and when a smaller set pays off.
 
-Each draft reads the drafter's weights and an LM head, whose rows are most of it where the vocabulary is large: 28 M of
-32 M values for EAGLE-2 and a target of 135 M weights with 49,152 tokens. A drafter that drafts only the most frequent
-tokens reads only their rows. It never drafts the other tokens, so a draft fails wherever the target chooses one of
-them; what is decoded stays the same. Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
+Each draft reads the drafter's weights and an LM head. With a large vocabulary, the LM head has most
+of these weights: 28 M of 32 M for EAGLE-2 and a target of 135 M weights with 49,152 tokens. A
+drafter that drafts only the most frequent tokens reads only their rows. It never drafts the other
+tokens, so a draft fails whenever the target chooses one of them. The decoded text stays the same.
+Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
 """
 
 from dataclasses import dataclass
@@ -11,46 +12,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-N_DRAFTS = 5  # of the round for which a draft vocabulary is chosen
-# probability that a draft of a good drafter is accepted; a worse drafter loses less by fewer tokens
+N_DRAFTS = 5  # Drafts of the round for which a draft vocabulary is chosen.
+# Probability that a draft of a good drafter is accepted. A worse drafter loses less by a smaller
+# draft vocabulary.
 _ACCEPTED = 0.8
-# of a target for which fewer are drafted: small heads are a small part of a draft
+# Smallest vocabulary of a target that is reduced. A smaller LM head is a small part of a draft.
 _FEWEST_TOKENS = 1 << 14
-# fewer tokens save little more, and suit only texts like those of the store
+# Smallest draft vocabulary. Fewer tokens save little more, and fit only texts like the store's.
 _SMALLEST_CHOICE = 1 << 12
-# in tokens per weight read; a smaller gain is not worth depending on the store's texts
+# Smallest gain in tokens per weight read. A smaller gain does not justify a dependence on the
+# store's texts.
 _LEAST_GAIN = 1.1
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """How many tokens are drafted, and why."""
+    """The size of a draft vocabulary, and the reason for it."""
 
-    n_tokens: int  # 0 for all
+    n_tokens: int  # 0: all tokens
     why: str
 
 
 def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
-    """List the most frequent tokens by counts [V], of equally frequent ones the lower, ascending: [n_tokens] int64."""
+    """Return the most frequent tokens by counts [V], ascending: [n_tokens] int64.
+
+    Among equally frequent tokens the lower ids are chosen.
+    """
     order = torch.argsort(counts, descending=True, stable=True)
     return order[:n_tokens].sort().values
 
 
 def over_all_tokens(logits: Tensor, tokens: Tensor, n_tokens: int) -> Tensor:
-    """Spread the logits [..., V_d] of some tokens [V_d] over the vocabulary, -inf for the others: [..., V]."""
+    """Spread the logits [..., V_d] of tokens [V_d] over the vocabulary: [..., V].
+
+    All other tokens get -inf.
+    """
     spread = logits.new_full((*logits.shape[:-1], n_tokens), -torch.inf)
     return spread.index_copy(-1, tokens, logits)
 
 
 def may_be_reduced(vocab_size: int) -> bool:
-    """Whether a vocabulary is large enough for fewer tokens to pay."""
+    """Return whether a vocabulary is large enough for a smaller draft vocabulary to pay off."""
     return vocab_size >= _FEWEST_TOKENS
 
 
 def coverage(halves: Tensor, n_tokens: int) -> float:
-    """Estimate the share of further text that the most frequent tokens are, by the counts [2, V] of halves of a text.
+    """Estimate which share of further text consists of the ``n_tokens`` most frequent tokens.
 
-    It is what the most frequent tokens of one half are of the other half, because a text repeats its own rare tokens.
+    ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of one
+    half are counted in the other half, because a text repeats its own rare tokens.
     """
     shares = []
     for counts, others in zip(halves, halves.flip(0), strict=True):
@@ -66,17 +76,17 @@ def choose_draft_vocabulary(
     target_weights: int,
     most_tokens: int | None = None,
 ) -> DraftVocabulary:
-    """Choose how many tokens to draft, so that a round commits the most tokens per weight that it reads.
+    """Choose the number of tokens to draft that commits the most tokens per weight read in a round.
 
     Args:
-        halves: [2, V] int64, counts of the tokens in halves of the training responses.
-        width: of the LM head.
-        drafter_weights: what each draft reads besides an LM head.
-        target_weights: what the verification of a round reads.
-        most_tokens: the largest draft vocabulary; V if None.
+        halves: [2, V] int64, token counts of the two halves of the training responses.
+        width: width of the LM head.
+        drafter_weights: weights that each draft reads besides an LM head.
+        target_weights: weights that the verification of a round reads.
+        most_tokens: upper bound of the draft vocabulary. None: V.
     """
     vocab_size = halves.shape[1]
-    most = vocab_size if most_tokens is None else most_tokens
+    upper_bound = vocab_size if most_tokens is None else most_tokens
 
     def weights_read(n_tokens: int) -> int:
         return target_weights + N_DRAFTS * (drafter_weights + n_tokens * width)
@@ -91,21 +101,24 @@ def choose_draft_vocabulary(
         )
     sizes = [
         1 << bits
-        for bits in range(_SMALLEST_CHOICE.bit_length() - 1, most.bit_length())
-        if 1 << bits < most
+        for bits in range(_SMALLEST_CHOICE.bit_length() - 1, upper_bound.bit_length())
+        if 1 << bits < upper_bound
     ]
     gains = {
-        n: committed(n) / weights_read(n) / (committed(most) / weights_read(most)) for n in sizes
+        n: committed(n) / weights_read(n) / (committed(upper_bound) / weights_read(upper_bound))
+        for n in sizes
     }
-    best = max(gains, key=lambda n: gains[n], default=most)
+    best = max(gains, key=lambda n: gains[n], default=upper_bound)
     if gains.get(best, 1.0) < _LEAST_GAIN:
         return DraftVocabulary(
-            0, f"fewer would commit {gains.get(best, 1.0):.2f} times the tokens per weight read"
+            0,
+            f"fewer tokens would commit {gains.get(best, 1.0):.2f} times the tokens per weight "
+            "read",
         )
     share = coverage(halves, best)
-    before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (most, best))
+    before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (upper_bound, best))
     return DraftVocabulary(
         best,
-        f"about {share:.1%} of what further responses say; a round of {N_DRAFTS} drafts reads {after} weights, not "
-        f"{before}: {gains[best]:.2f} times the tokens per weight read",
+        f"about {share:.1%} of the tokens of further responses; a round of {N_DRAFTS} drafts reads "
+        f"{after} weights, not {before}: {gains[best]:.2f} times the tokens per weight read",
     )

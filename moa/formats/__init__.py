@@ -1,4 +1,4 @@
-"""Reads and writes drafter checkpoints: this project's own, and the layouts of authors and inference engines.
+"""Drafter checkpoints in this project's own layout, and in those of authors and inference engines.
 
-Names and shapes of tensors only; no arithmetic of drafters.
+The modules handle names and shapes of tensors. They do not compute with drafters.
 """

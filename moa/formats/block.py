@@ -1,18 +1,22 @@
-"""Layouts of block-parallel drafters: DFlash as z-lab publishes it, DSpark as DeepSpec does, and as vLLM takes it.
+"""Layouts of block-parallel drafters: DFlash of z-lab, and DSpark of DeepSpec and for vLLM.
 
 Sources:
 
-- z-lab/dflash ``dflash/model.py``, ``tests/fixtures/`` (embeddings and LM head are the target's; the first slot of a
-  block drafts nothing);
-- deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py`` (copies of the
-  target's embeddings and LM head; every slot drafts; all keys of config.json on the top level);
-- vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py`` (vanilla Markov heads only;
-  without embeddings and LM head the target's are shared), ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``;
-- sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py`` (needs embeddings and LM head; vanilla
-  Markov heads, and a confidence head that reads them), ``speculative/dflash_utils.py``.
+- z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: embeddings and LM head are the target's.
+  The first slot of a block drafts nothing.
+- deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py``:
+  the file holds copies of the target's embeddings and LM head. Every slot drafts. All keys of
+  config.json are at the top level.
+- vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py``,
+  ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``: only vanilla Markov heads are supported.
+  If embeddings and LM head are absent, the target's are shared.
+- sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py``,
+  ``speculative/dflash_utils.py``: embeddings and LM head are required. Only vanilla Markov heads,
+  and confidence heads that read them, are supported.
 
-``target_layer_ids`` are decoder layers from 0 whose outputs are read. vLLM's own ``eagle_aux_hidden_state_layer_ids``
-and speculators' ``aux_hidden_state_layer_ids`` have 1 more.
+``target_layer_ids`` are the decoder layers, counted from 0, whose outputs the drafter reads. The
+ids in vLLM's ``eagle_aux_hidden_state_layer_ids`` and speculators' ``aux_hidden_state_layer_ids``
+are larger by 1.
 """
 
 from dataclasses import replace
@@ -25,7 +29,7 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
-    """Describe a Qwen3 of the drafter's layers, the block and the layers that are read."""
+    """Return the config.json of the backbone, a Qwen3 with the drafter's layers."""
     return layout.llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,
@@ -44,29 +48,32 @@ def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
 
 
 def _reads_embedding(sizes: BlockDrafterSizes) -> list[str]:
-    return ["it reads the embedding, and theirs outputs of layers"] * (-1 in sizes.fused_layers)
+    return [
+        "fused_layers has -1, the embedding, but only outputs of decoder layers can be read"
+    ] * (-1 in sizes.fused_layers)
 
 
 def _is_dspark(config: ForeignConfig) -> bool:
-    """Whether a config.json describes a drafter of DeepSpec's form, also one without heads."""
+    """Check whether a config.json describes a DSpark drafter, with or without heads."""
     heads = dict(config) | layout.nested(config, "dflash_config")
     return "DSpark" in str(config.get("architectures")) or "markov_rank" in heads
 
 
 def _is_block(names: set[str]) -> bool:
-    # The context's norm, and per-head norms.
+    # These are the projection of the context, its norm, and the per-head norm of the queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """Read the sizes that DFlash and DSpark share, from config.json and the shapes."""
-    own = dict(config) | layout.nested(config, "dflash_config")
+    """Read the sizes that DFlash and DSpark share from config.json and the shapes of tensors."""
+    settings = dict(config) | layout.nested(config, "dflash_config")
     facts = layout.drafter_facts(config)
-    block = own.get("block_size")
-    mask = own.get("mask_token_id")
-    if own.get("causal") or own.get("is_causal"):  # of ModelOpt and vLLM
+    block = settings.get("block_size")
+    mask = settings.get("mask_token_id")
+    # ModelOpt and vLLM write these keys.
+    if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
-            "config.json: causal is true, and the slots of these drafters see each other."
+            "config.json: causal is true, but the slots of these drafters attend to each other."
         )
     if type(block) is not int or type(mask) is not int:
         raise DrafterError(
@@ -75,13 +82,13 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     fused_layers = layout.read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
         (config.get("aux_hidden_state_layer_ids"), 1),
-        (own.get("target_layer_ids"), 0),
+        (settings.get("target_layer_ids"), 0),
     )
     return (
         facts
         | layout.layer_facts(weights, facts["head_dim"], "layers.0", config)
         | {
-            "n_layers": own.get("num_target_layers") or 0,
+            "n_layers": settings.get("num_target_layers") or 0,
             "block_layers": layout.count_layers(weights, config),
             "block_size": block,
             "mask_token": mask,
@@ -91,7 +98,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
 
 
 DFLASH = Layout(
-    name="dflash",  # such as z-lab/Qwen3-8B-DFlash-b16
+    name="dflash",  # Example: z-lab/Qwen3-8B-DFlash-b16
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
     requires={
@@ -101,7 +108,8 @@ DFLASH = Layout(
     },
     unfit=_reads_embedding,
     notes=lambda sizes: [
-        f"vLLM: num_speculative_tokens {sizes.n_drafts}; SGLang: --speculative-num-draft-tokens {1 + sizes.n_drafts}"
+        f"vLLM: num_speculative_tokens {sizes.n_drafts}; SGLang: --speculative-num-draft-tokens "
+        f"{1 + sizes.n_drafts}"
     ],
     config=lambda sizes, target_config: _config(sizes) | {"architectures": ["DFlashDraftModel"]},
     recognises=lambda names, config: _is_block(names) and not _is_dspark(config),
@@ -116,16 +124,17 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
     }
-    own = config.pop("dflash_config")
-    # theirs are of a vocabulary of their own
+    block_settings = config.pop("dflash_config")
+    # The defaults of this model type belong to another vocabulary. Null turns them off.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
-    return {**config, **own}
+    return {**config, **block_settings}
 
 
 HF_DFLASH = replace(
     DFLASH,
-    name="hf-dflash",  # loaded for generate(speculation_type="dflash", assistant_model=...)
+    # Loaded for generate(speculation_type="dflash", assistant_model=...).
+    name="hf-dflash",
     reader="transformers",
     notes=lambda sizes: [],
     config=_hf_config,
@@ -140,11 +149,11 @@ HF_DFLASH = replace(
 
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
-    """Add the heads to the backbone's config, on the top level as DeepSpec and vLLM read them."""
+    """Add the heads to the backbone's config, at the top level as DeepSpec and vLLM expect."""
     config = _config(sizes)
     has_markov = sizes.markov_head != "none"
     config["dflash_config"]["projector_type"] = "dspark"
-    own = {
+    additions = {
         "architectures": ["Qwen3DSparkModel"],
         "mask_token_id": sizes.mask_token,
         "target_layer_ids": list(sizes.fused_layers),
@@ -153,20 +162,20 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
         "enable_confidence_head": sizes.confidence_head,
         "confidence_head_with_markov": sizes.confidence_with_markov and has_markov,
     }
-    return config | own | ({"markov_head_type": sizes.markov_head} if has_markov else {})
+    return config | additions | ({"markov_head_type": sizes.markov_head} if has_markov else {})
 
 
 def _read_dspark_sizes(weights: Weights, config: ForeignConfig) -> DSparkSizes:
-    found = _read_backbone(weights, config)
+    facts = _read_backbone(weights, config)
     heads = dict(config) | layout.nested(config, "dflash_config")
     if rank := heads.get("markov_rank"):
-        found |= {"markov_rank": rank, "markov_head": heads.get("markov_head_type", "vanilla")}
+        facts |= {"markov_rank": rank, "markov_head": heads.get("markov_head_type", "vanilla")}
     else:
-        found["markov_head"] = "none"
-    found["confidence_head"] = "confidence_head.proj.weight" in weights
-    if found["confidence_head"]:
-        found["confidence_with_markov"] = bool(heads.get("confidence_head_with_markov", False))
-    return DSparkSizes.from_dict(found)
+        facts["markov_head"] = "none"
+    facts["confidence_head"] = "confidence_head.proj.weight" in weights
+    if facts["confidence_head"]:
+        facts["confidence_with_markov"] = bool(heads.get("confidence_head_with_markov", False))
+    return DSparkSizes.from_dict(facts)
 
 
 def _dspark_notes(sizes: DSparkSizes) -> list[str]:
@@ -176,7 +185,7 @@ def _dspark_notes(sizes: DSparkSizes) -> list[str]:
     return (
         []
         if runs_in_sglang
-        else ["SGLang runs only vanilla Markov heads, and confidence heads that read them"]
+        else ["SGLang supports only vanilla Markov heads, and confidence heads that read them"]
     )
 
 
@@ -187,7 +196,7 @@ _DSPARK: dict[str, tuple[Any, ...]] = {
     "markov_head": ("none", "vanilla", "gated", "rnn"),
 }
 DSPARK = Layout(
-    # such as deepseek-ai/dspark_qwen3_4b_block7; SGLang loads those with vanilla heads
+    # Example: deepseek-ai/dspark_qwen3_4b_block7. SGLang loads drafters with vanilla heads only.
     name="dspark",
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
@@ -203,11 +212,11 @@ DSPARK = Layout(
 
 VLLM_DSPARK = replace(
     DSPARK,
-    # loaded with --speculative-config '{"method": "dspark", "model": FOLDER, ...}'
+    # Loaded with --speculative-config '{"method": "dspark", "model": FOLDER, ...}'.
     name="vllm-dspark",
     reader="vLLM",
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"num_speculative_tokens: {sizes.n_drafts}"],
-    recognises=lambda names, config: False,  # without our key it is read as ``dspark``
+    recognises=lambda names, config: False,  # A folder without our key is read as ``dspark``.
 )

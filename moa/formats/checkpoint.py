@@ -1,6 +1,8 @@
-"""Reads and writes drafter checkpoints: our own layout, and those of other programs, which :data:`LAYOUTS` lists.
+"""Reads and writes drafter checkpoints in our own layout and in those of other programs.
 
-Own: ``drafter.safetensors`` and ``drafter.json`` (:class:`DrafterSizes`; without a kind, of a Mixture of Attentions).
+Our own layout has the files ``drafter.safetensors`` and ``drafter.json`` (:class:`DrafterSizes`). A
+``drafter.json`` without a kind describes a Mixture of Attentions. :data:`LAYOUTS` lists the layouts
+of other programs.
 """
 
 import json
@@ -40,10 +42,11 @@ WEIGHTS_FILE = "drafter.safetensors"
 _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-# of config.json, with what a layout has no place for; other programs do not look at it
+# Our own key in config.json, for sizes that the layout has no key for. Other programs ignore it.
 _OWN_KEY = "moa_data"
 
-# By name; a folder that this package did not write belongs to the first one that recognises it.
+# Layouts by name. The order matters: a folder that this package did not write has the first layout
+# that recognises it.
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
@@ -67,7 +70,10 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def save_drafter(drafter: Drafter, folder: str | Path) -> None:
-    """Write our own layout and sync it, ``drafter.json`` last: a folder without it holds no drafter."""
+    """Write and sync a drafter in our own layout.
+
+    ``drafter.json`` is written last: a folder without it holds no drafter.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS_FILE, drafter.state_dict())
@@ -79,7 +85,10 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
 def load_drafter(
     folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Drafter:
-    """Load a drafter from the folder of a run, of our own layout, or of one of :data:`LAYOUTS`."""
+    """Load a drafter from the folder of a run, or from a folder in our own layout or another.
+
+    :data:`LAYOUTS` lists the other layouts.
+    """
     folder = Path(folder).expanduser()
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
@@ -101,25 +110,37 @@ def load_drafter(
 
 def _why_no_drafter(folder: Path) -> str:
     if not folder.exists():
-        return f"{folder} does not exist. Give the folder of a drafter, or of a run of `moa-data train`."
+        return (
+            f"{folder} does not exist. Give the folder of a drafter, or of a run of "
+            "`moa-data train`."
+        )
     if (folder / "run.yaml").is_file():
         resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
-        return f"{folder} is a run that was stopped before it wrote a drafter. Run the same command again{resume}."
+        return (
+            f"{folder} is a run that was stopped before it wrote a drafter. "
+            f"Run the same command again{resume}."
+        )
     if (folder / "plan.parquet").is_file():
         return f"{folder} is a store, which holds no drafter; `moa-data train {folder}` trains one."
     return (
-        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of the formats "
-        f"{', '.join(LAYOUTS)}."
+        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of "
+        f"the formats {', '.join(LAYOUTS)}."
     )
 
 
 def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, Drafter]:
-    """Load drafters of a target by name, the last part of the folder that is not ``drafter``, in the given order."""
+    """Load the drafters of a target, in the given order.
+
+    Returns:
+        Name -> drafter. The name is the name of the folder, or of its parent if the folder is named
+        ``drafter``. An apostrophe is appended to a name that is already taken.
+    """
     loaded: dict[str, Drafter] = {}
     for folder in folders:
         drafter = load_drafter(folder, dtype, target.device)
         check_drafter_matches(drafter, target)
-        path = Path(folder).expanduser().absolute()  # a link keeps its own name
+        # Links are not resolved, so that the drafter gets the name of the link.
+        path = Path(folder).expanduser().absolute()
         name = path.parent.name if path.name == "drafter" else path.name
         while name in loaded:
             name += "'"
@@ -130,15 +151,21 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 def ready_drafters(
     target: Target, folders: Sequence[str], template_kwargs: Sequence[str], where: str
 ) -> dict[str, Drafter]:
-    """Load drafters to decode with, and give the target the chat template of the chats that they learned from.
+    """Load drafters for decoding, and set the chat template of the target.
 
-    ``template_kwargs`` are arguments of that template, which win over those; ``where`` names the target in messages.
+    The template gets the arguments that formatted the drafters' training chats.
+
+    Args:
+        target: the target.
+        folders: folders of the drafters.
+        template_kwargs: arguments of the template, which override those of the training chats.
+        where: name of the target in messages.
     """
     drafters = load_drafters(folders, target, target.model.dtype)
     for drafter in drafters.values():
         drafter.prepare()
     arguments = choose_template_arguments(
-        template_kwargs, {name: one.config.target for name, one in drafters.items()}
+        template_kwargs, {name: loaded.config.target for name, loaded in drafters.items()}
     )
     target.template = ChatTemplate(target.tokenizer, arguments, where)
     return drafters
@@ -147,7 +174,7 @@ def ready_drafters(
 def build_drafter(
     config: DrafterSizes, weights: Weights, source: str | Path = "weights"
 ) -> Drafter:
-    """Build a drafter with the given weights; every key and shape must match."""
+    """Build a drafter with the given weights. The names and shapes of all tensors must match."""
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
@@ -160,7 +187,10 @@ def build_drafter(
 
 
 def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
-    """Map the formats of this kind of drafter to why their reader would run it differently; empty if it would not."""
+    """Map each format for this kind of drafter to the reasons why it cannot hold the drafter.
+
+    The list of reasons is empty if the reading program runs the drafter as it was trained.
+    """
     return {
         name: layout.refusals(sizes)
         for name, layout in LAYOUTS.items()
@@ -178,12 +208,22 @@ def write_layout(
     layout: Layout,
     folder: Path,
     dtype: torch.dtype = torch.float32,
-    target: Mapping[str, Any] = {},  # pieces of the target by the names in ``layout.needs``
+    target: Mapping[str, Any] = {},
 ) -> int:
-    """Write a drafter into an empty folder in the layout of another program; returns the number of tensors.
+    """Write a drafter into an empty folder in the layout of another program.
+
+    Args:
+        drafter: the drafter to write.
+        layout: the layout.
+        folder: the folder to write to. It is created if it does not exist.
+        dtype: dtype of the written floating-point tensors.
+        target: config and tensors of the target, by the names in ``layout.needs``.
+
+    Returns:
+        The number of tensors.
 
     Raises:
-        DrafterError: the drafter is of another kind, or its sizes have no place in the layout.
+        DrafterError: the drafter has another kind, or sizes that the layout does not support.
     """
     sizes = drafter.config
     if drafter.kind != layout.kind:
@@ -192,17 +232,17 @@ def write_layout(
             or "none"
         )
         raise DrafterError(
-            f"the format {layout.name} holds drafters of kind {layout.kind}, this one is of kind {drafter.kind}; "
-            f"formats for it: {fitting}."
+            f"the format {layout.name} holds drafters of kind {layout.kind}, but this drafter is "
+            f"of kind {drafter.kind}; formats for it: {fitting}."
         )
     if refusals := layout.refusals(sizes):
         raise DrafterError(
-            f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. Train it with these "
-            "sizes: --set drafter.NAME=VALUE."
+            f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. "
+            "Train it with these sizes: --set drafter.NAME=VALUE."
         )
-    own = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
-    weights = {layout.file_name(name): value for name, value in layout.pack(own, sizes).items()}
-    # Tied weights are one tensor, which a file holds once.
+    state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
+    weights = {layout.file_name(name): value for name, value in layout.pack(state, sizes).items()}
+    # Clone the tensors, because a file cannot hold tensors that share memory, as tied weights do.
     weights |= {name: target[name].clone() for name in layout.needs if name != "config"}
     weights = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
@@ -221,29 +261,39 @@ def write_layout(
 
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
-    found = {
+    tensors = {
         name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()
     }
-    own = config.get(_OWN_KEY)
-    if own is None:
-        layout = next((one for one in LAYOUTS.values() if one.recognises(set(found), config)), None)
+    record = config.get(_OWN_KEY)
+    if record is None:
+        layout = next(
+            (
+                candidate
+                for candidate in LAYOUTS.values()
+                if candidate.recognises(set(tensors), config)
+            ),
+            None,
+        )
     else:
-        layout = LAYOUTS.get(str(own.get("format"))) if isinstance(own, dict) else None
+        layout = LAYOUTS.get(str(record.get("format"))) if isinstance(record, dict) else None
     if layout is None:
-        given = ", ".join(sorted(found)[:3]) if own is None else f"{_OWN_KEY} {str(own)[:60]}"
+        description = (
+            ", ".join(sorted(tensors)[:3]) if record is None else f"{_OWN_KEY} {str(record)[:60]}"
+        )
         raise DrafterError(
-            f"{folder} ({given}, ...) holds a drafter of none of the formats {', '.join(LAYOUTS)}."
+            f"{folder} ({description}, ...) holds a drafter of none of the formats "
+            f"{', '.join(LAYOUTS)}."
         )
     weights = {
         layout.own_name(name): value
-        for name, value in found.items()
+        for name, value in tensors.items()
         if name not in layout.ignored and not name.endswith("rotary_emb.inv_freq")
     }
     try:
-        if own is None:
+        if record is None:
             sizes = layout.read_sizes(weights, config)
         else:
-            sizes = drafter_class(layout.kind).config_class.from_dict(own["drafter"])
+            sizes = drafter_class(layout.kind).config_class.from_dict(record["drafter"])
         return sizes, layout.unpack(weights, sizes)
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         raise DrafterError(
@@ -252,7 +302,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
 
 
 def _read_weight_file(folder: Path) -> Weights:
-    """Read all tensors of ``model.safetensors``, or else of ``pytorch_model.bin``."""
+    """Read all tensors of ``model.safetensors`` or, if it is absent, of ``pytorch_model.bin``."""
     file = folder / _LAYOUT_PICKLE
     if not file.is_file() or (folder / _LAYOUT_WEIGHTS).is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
@@ -261,7 +311,7 @@ def _read_weight_file(folder: Path) -> Weights:
         if not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
         ):
-            raise ValueError("it holds something else than named tensors")
+            raise ValueError("it must hold named tensors only")
     return weights
 
 

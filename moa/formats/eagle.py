@@ -1,27 +1,34 @@
-"""Layouts of EAGLE(-2): the EAGLE authors' checkpoints, what vLLM and SGLang load, the MoA authors' EAGLE; and EAGLE-3.
+"""Layouts of EAGLE(-2) for the EAGLE authors, vLLM, SGLang and the MoA authors, and of EAGLE-3.
 
-The EAGLE authors' first layer has no norm before its attention, and neither has that of vLLM or SGLang. A drafter that
-was trained with one keeps it there as the second layer, after a first one whose output projections are zero: such a
-layer returns its input exactly, at the price of running it.
+The first layer of EAGLE in the EAGLE authors' code, vLLM and SGLang has no norm before its
+attention. If a drafter was trained with this norm, its layers are written from the second one on.
+The first layer in the file then has output projections of zero: it returns its input exactly, at
+the cost of running one more layer.
 
 Sources of EAGLE, whose embeddings and LM head are the target's in vLLM and SGLang:
 
-- SafeAILab/EAGLE ``eagle/model/cnets1.py``, ``eagle/model/ea_model.py`` (strict loading; ``bias`` of config.json, true
-  where absent), ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``;
-- vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py`` (``fc`` without bias, an unknown name is a KeyError),
-  ``vllm/transformers_utils/configs/eagle.py`` (``LlamaForCausalLM`` becomes ``EagleLlamaForCausalLM``);
-- sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py`` (``fc`` with a bias that stays
-  random where the file has none; attention biases only with Qwen2);
+- SafeAILab/EAGLE ``eagle/model/cnets1.py``, ``eagle/model/ea_model.py``,
+  ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``: loading is strict. ``bias`` in config.json is true
+  by default.
+- vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py``: ``fc`` has no bias. An unknown
+  tensor name raises a KeyError.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: ``LlamaForCausalLM`` becomes
+  ``EagleLlamaForCausalLM``.
+- sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py``: ``fc`` has a
+  bias, which stays random if the file has none. Only Qwen2 has attention biases.
 - huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
 Sources of EAGLE-3:
 
-- vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py`` (``midlayer.`` is read as ``layers.0.``, whose q, k
-  and v see 2E; ``d2t`` is added to the draft id, and refused where all tokens can be drafted; ``t2d`` is skipped;
-  without embeddings the target's are shared),
-  ``vllm/transformers_utils/configs/eagle.py`` (an architecture that ends in ``Eagle3`` is kept);
-- sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py`` (the same names; ``draft_vocab_size`` has to be there;
-  a missing tensor stays random without an error; ``bias`` would give fc and the attention biases);
+- vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py``: ``midlayer.`` is read as
+  ``layers.0.``; its q, k and v have inputs of width 2E. ``d2t`` is added to the draft id; it is
+  refused if all tokens can be drafted. ``t2d`` is skipped. If embeddings are absent, the target's
+  are shared.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: an architecture that ends in
+  ``Eagle3`` is kept.
+- sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names are the same.
+  ``draft_vocab_size`` is required. A missing tensor stays random without an error. ``bias`` would
+  add biases to fc and the attention.
 - SafeAILab/EAGLE ``eagle/traineagle3/config.json``.
 """
 
@@ -41,19 +48,22 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _renumbered(name: str, shift: int) -> str:
-    """Rename ``layers.0.x`` to ``layers.1.x`` for a shift of 1; other names stay."""
-    return re.sub(r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + shift}.", name)
+    """Add a shift to the layer number: ``layers.0.x`` becomes ``layers.1.x``. Other names stay."""
+    return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + shift}.", name)
 
 
 def _scaled(weights: Weights, scale: float) -> Weights:
-    """Multiply the weights that embeddings meet, exactly where the scale is a power of two."""
+    """Multiply the columns of ``fc`` that read the embeddings by a scale.
+
+    The product is exact if the scale is a power of two.
+    """
     joining = weights["fc.weight"].clone()
     joining[:, : joining.shape[1] // 2] *= scale
     return weights | {"fc.weight": joining}
 
 
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
-    """Insert a first layer that returns its input, where the drafter's own first layer has a norm."""
+    """Insert a first layer that returns its input if the drafter's own first layer has a norm."""
     weights = _scaled(weights, sizes.eagle_embedding_scale)
     packed = {
         _renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()
@@ -69,15 +79,15 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 
 
 def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
-    own = _scaled(weights, 1 / sizes.eagle_embedding_scale)
-    if not sizes.eagle_fc_bias and "fc.bias" in own and own.pop("fc.bias").any():
+    unpacked = _scaled(weights, 1 / sizes.eagle_embedding_scale)
+    if not sizes.eagle_fc_bias and "fc.bias" in unpacked and unpacked.pop("fc.bias").any():
         raise DrafterError(
-            "fc.bias is not zero, as it has to be for a drafter without one; export it again."
+            "fc.bias is not zero, but the drafter has no such bias; export it again."
         )
     if not sizes.eagle_input_norm:
-        return own
-    own = {name: value for name, value in own.items() if not name.startswith("layers.0.")}
-    return {_renumbered(name, -1): value for name, value in own.items()}
+        return unpacked
+    unpacked = {name: value for name, value in unpacked.items() if not name.startswith("layers.0.")}
+    return {_renumbered(name, -1): value for name, value in unpacked.items()}
 
 
 def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any
 
 def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
-    # ``bias`` would add attention biases; Qwen2's layer has those of q, k and v.
+    # A true ``bias`` would add attention biases. Qwen2's layer has biases of q, k and v anyway.
     return _config(
         sizes,
         target_config,
@@ -105,8 +115,9 @@ def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
 
 def _eagle_notes(sizes: EagleSizes) -> list[str]:
     return [
-        "the format has no norm before the first layer: the folder holds one layer more, which returns its input and "
-        "costs about as much as a layer (train with --set drafter.eagle_input_norm=false)"
+        "the format has no norm before the first layer: the folder holds an additional first "
+        "layer, which returns its input and costs about as much as any other (train with --set "
+        "drafter.eagle_input_norm=false to avoid it)"
     ] * sizes.eagle_input_norm
 
 
@@ -126,21 +137,22 @@ def _read_sizes(
 
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
-    # A first norm in the file is an unexpected tensor, for the program would not run it.
+    # The authors' code has no norm in the first layer. If the file has one, it is refused as an
+    # unexpected tensor.
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
     )
 
 
 EAGLE = Layout(
-    name="eagle",  # such as yuhuili/EAGLE-LLaMA3-Instruct-8B
+    name="eagle",  # Example: yuhuili/EAGLE-LLaMA3-Instruct-8B
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
     needs=(layout.EMBEDDINGS,),
-    # Their linear scaling ignores rope_theta.
+    # The linear scaling in the authors' code ignores rope_theta.
     unfit=lambda sizes: [
         *layout.unfilled_width(sizes),
-        *["the target's RoPE is scaled, and theirs is not"] * layout.is_rope_scaled(sizes),
+        *["the target's RoPE is scaled, which is not supported"] * layout.is_rope_scaled(sizes),
     ],
     notes=_eagle_notes,
     config=lambda sizes, target_config: _config(
@@ -148,7 +160,7 @@ EAGLE = Layout(
     ),
     pack=_pack,
     unpack=_unpack,
-    # In vLLM's names EAGLE-3 has numbered layers too.
+    # EAGLE-3 with vLLM's tensor names has numbered layers too, but also a hidden_norm.
     recognises=lambda names, config: (
         "fc.weight" in names
         and any(name.startswith("layers.0.") for name in names)
@@ -158,18 +170,18 @@ EAGLE = Layout(
 )
 VLLM_EAGLE = replace(
     EAGLE,
-    # loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'
+    # Loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'.
     name="vllm-eagle",
     reader="vLLM",
     needs=(),
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
-    config=partial(_config, bias=False),  # a true one would give the attention biases
-    recognises=lambda names, config: False,  # without our key it is read as ``eagle``
+    config=partial(_config, bias=False),  # A true ``bias`` would add attention biases.
+    recognises=lambda names, config: False,  # A folder without our key is read as ``eagle``.
 )
 SGLANG_EAGLE = replace(
     VLLM_EAGLE,
-    # loaded with --speculative-algorithm EAGLE --speculative-draft-model-path FOLDER
+    # Loaded with --speculative-algorithm EAGLE --speculative-draft-model-path FOLDER.
     name="sglang-eagle",
     reader="SGLang",
     requires={},
@@ -179,7 +191,10 @@ SGLANG_EAGLE = replace(
 
 
 def _moa_own_name(name: str) -> str:
-    """Rename ``spec_model_fc.x`` and ``spec_model.0.x``, or ``spec_model.x`` of a single layer."""
+    """Rename ``spec_model_fc.x`` to ``fc.x``, and ``spec_model.0.x`` to ``layers.0.x``.
+
+    A file of a single layer has the names ``spec_model.x`` without a number.
+    """
     if name.startswith("spec_model."):
         rest = name.removeprefix("spec_model.")
         return f"layers.{rest}" if rest[:1].isdigit() else f"layers.0.{rest}"
@@ -193,8 +208,9 @@ MOA_EAGLE = Layout(
     needs=("config",),
     requires={"eagle_input_norm": (True,), "eagle_fc_bias": (False,)},
     notes=lambda sizes: [
-        f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
-        f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
+        f"moa_spec's settings must give the drafter's sizes: {sizes.eagle_layers} layers, "
+        f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, "
+        "default_layer false"
     ],
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     pack=lambda weights, sizes: _scaled(weights, sizes.eagle_embedding_scale),
@@ -208,51 +224,54 @@ MOA_EAGLE = Layout(
 )
 
 
-# What EAGLE-3.1 (vllm pull request 42764) and speculators add, all false where they are absent.
+# Keys that EAGLE-3.1 (vllm pull request 42764) and speculators add. An absent key means false.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
 def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
     layers = list(sizes.fused_layers)
-    own: dict[str, Any] = {
+    additions: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "mlp_bias": False,
         "bias": False,
         "draft_vocab_size": sizes.draft_vocabulary,
-        # The output of layer k is k + 1 for vLLM, which prefers this key to the nested one, and k
-        # for SGLang.
+        # The id of layer k's output is k + 1 for vLLM, which prefers this key to the nested one. It
+        # is k for SGLang, which reads the nested key.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
     flags = {name: True for name in EAGLE3_FLAGS if getattr(sizes, name)}
-    return layout.llama_config(sizes) | own | flags
+    return layout.llama_config(sizes) | additions | flags
 
 
 def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts = layout.drafter_facts(config)
     key = "eagle_aux_hidden_state_layer_ids"
-    own = layout.nested(config, "eagle_config")
-    # What changes the computation, and is not here; the values leave it as it is.
+    eagle_config = layout.nested(config, "eagle_config")
+    # Refuse keys that would change the computation in a way that is not implemented. The values
+    # listed here do not change it.
     for name, plain in {
         "use_aux_hidden_state": True,
         "logit_scale": 1,
         "target_hidden_size": facts["hidden_size"],
     }.items():
-        if (value := own.get(name, config.get(name, plain))) not in (plain, None):
+        if (value := eagle_config.get(name, config.get(name, plain))) not in (plain, None):
             raise DrafterError(
-                f"config.json: {name} is {value!r}, and this EAGLE-3 knows {plain!r} alone."
+                f"config.json: {name} is {value!r}, but only {plain!r} is supported for EAGLE-3."
             )
     draft_vocabulary = layout.rows(weights, layout.LM_HEAD)
     layout.check_size(config, "draft_vocab_size", draft_vocabulary, weights, layout.LM_HEAD)
     read = {
         "draft_vocabulary": draft_vocabulary,
-        "fused_layers": layout.read_layer_ids((own.get(key), 0), (config.get(key), 1)),
+        "fused_layers": layout.read_layer_ids((eagle_config.get(key), 0), (config.get(key), 1)),
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
         "fc_norm": "fc_norm.0.weight" in weights or bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),
-        "norm_before_fc": bool(own.get("norm_before_fc", config.get("norm_before_fc", False))),
+        "norm_before_fc": bool(
+            eagle_config.get("norm_before_fc", config.get("norm_before_fc", False))
+        ),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
     }
     return Eagle3Sizes.from_dict(
@@ -261,7 +280,11 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
 
 
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
-    """Make what files leave out where all tokens can be drafted, as vLLM has no place for it then."""
+    """Return the ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
+
+    Files omit them in this case, because vLLM refuses them. For a reduced vocabulary, the result is
+    empty.
+    """
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
     made = {
         "d2t": torch.zeros(n_tokens, dtype=torch.int64),
@@ -271,13 +294,15 @@ def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
 
 
 EAGLE3 = Layout(
-    name="eagle3",  # loaded with "method": "eagle3", and with --speculative-algorithm EAGLE3
+    # Loaded by vLLM with "method": "eagle3", by SGLang with --speculative-algorithm EAGLE3.
+    name="eagle3",
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",
     ignored=(layout.EMBEDDINGS,),
     requires={"qkv_bias": (False,), "query_key_norm": (False,)},
     unfit=lambda sizes: (
-        ["the engines join 3 layers: give three fused_layers"] * (len(sizes.fused_layers) != 3)
+        ["the engines fuse exactly 3 layers: set fused_layers to three layers"]
+        * (len(sizes.fused_layers) != 3)
     ),
     config=_eagle3_config,
     pack=lambda weights, sizes: {
@@ -286,7 +311,7 @@ EAGLE3 = Layout(
     unpack=lambda weights, sizes: (
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),
-    own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM's name of the layer
+    own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM writes ``layers.0.``.
     recognises=lambda names, config: (
         "fc.weight" in names
         and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)

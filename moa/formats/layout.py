@@ -1,7 +1,8 @@
-"""A layout of another program's drafter folders, ``config.json`` and ``model.safetensors``, and what layouts share.
+"""The layout of another program's drafter folders, and functions that layouts share.
 
-Layouts (:mod:`.moa`, :mod:`.eagle`, :mod:`.block`) say how names of tensors, sizes and config.json follow from a
-drafter and the other way; :mod:`.checkpoint` reads and writes folders by them.
+A folder has the files ``config.json`` and ``model.safetensors``. A layout (in :mod:`.moa`,
+:mod:`.eagle`, :mod:`.block` and others) converts between a drafter and the tensor names, sizes and
+config.json of a folder. :mod:`.checkpoint` reads and writes the folders.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +21,8 @@ from ..targets.families import norm_eps, rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-Weights = dict[str, Tensor]  # tensors by name, of a file or of a drafter's state dict
-ForeignConfig = Mapping[str, Any]  # the content of a config.json that somebody else wrote
+Weights = dict[str, Tensor]  # Tensors by name, from a file or a drafter's state dict.
+ForeignConfig = Mapping[str, Any]  # Content of a config.json that another program wrote.
 NO_CONFIG: ForeignConfig = MappingProxyType({})
 
 
@@ -31,53 +32,57 @@ def _unchanged(given: Any, sizes: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One layout of one kind of drafter. Its functions take the drafter's sizes; names are those of tensors."""
+    """A layout of one kind of drafter.
 
-    name: str  # the name of the layout on the command line
-    kind: str  # the kind of drafter that it holds, see ``registry.DRAFTERS``
-    reader: str  # the program that loads it, for messages
-    # what it holds of the target: ``config``, and tensors by their names in the file
+    ``sizes`` are always the drafter's sizes, and ``names`` are names of tensors.
+    """
+
+    name: str  # Name of the layout on the command line.
+    kind: str  # Kind of the drafters in this layout, see ``registry.DRAFTERS``.
+    reader: str  # The program that reads the layout, for messages.
+    # Parts of the target that writing needs: ``config`` for its transformers config, and the names
+    # of tensors that are copied to the file.
     needs: tuple[str, ...] = ()
-    # Tensors that are not read: copies of the target's, whose own are used here.
+    # Tensors that are not read. They are copies of the target's tensors, which are used instead.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> the values with which the reading program runs a drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # lists further reasons why it would run it differently
+    # Lists further reasons why the reading program would run a drafter differently.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
-    # lists what to know before using the folder
+    # Lists notes for the user of a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
-    # (sizes, the target's transformers config or None) -> config.json
+    # Maps (sizes, the target's transformers config or None) to config.json.
     config: Callable[[Any, Any], dict[str, Any]]
-    # a name in the drafter's state dict -> in the file
+    # Maps a name in the drafter's state dict to the name in the file.
     file_name: Callable[[str], str] = _unchanged
-    # a name in a file of any version -> in the drafter's state dict
+    # Maps a name in a file of any version to the name in the drafter's state dict.
     own_name: Callable[[str], str] = _unchanged
-    # adapts tensors, before they are renamed, to be written
+    # Converts tensors for writing, before they are renamed.
     pack: Callable[[Weights, Any], Weights] = _unchanged
-    unpack: Callable[[Weights, Any], Weights] = _unchanged  # undoes it, after they are renamed
-    # Of folders that this package did not write: whether they have the layout, by the file's names
-    # without ``model.``,
-    # and their sizes, by the renamed tensors.
+    unpack: Callable[[Weights, Any], Weights] = _unchanged  # Reverts ``pack``, after renaming.
+    # ``recognises`` and ``read_sizes`` are for folders that this package did not write.
+    # ``recognises`` checks whether a folder has this layout. It gets the tensor names of the file,
+    # without the prefix ``model.``. ``read_sizes`` gets the renamed tensors.
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
 
     @property
     def holds_embeddings(self) -> bool:
-        """Whether the folder has embeddings, so that its reader does not take those of the target."""
+        """Whether the folder has embeddings, so that its reader does not use the target's."""
         return EMBEDDINGS in self.needs or EMBEDDINGS not in self.ignored
 
     def refusals(self, sizes: Any) -> list[str]:
-        """List why the reading program would run a drafter differently; empty if it would not."""
-        found = [
-            f"{name} is {getattr(sizes, name)}, and it runs {' or '.join(map(str, values))}"
+        """List the reasons why the reading program would run a drafter differently than trained."""
+        reasons = [
+            f"{name} is {getattr(sizes, name)}, but must be {' or '.join(map(str, values))}"
             for name, values in self.requires.items()
             if getattr(sizes, name) not in values
         ]
-        return found + list(self.unfit(sizes))
+        return reasons + list(self.unfit(sizes))
 
 
 def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
-    """List the keys of config.json that say what the target is like."""
+    """Return the keys of config.json that describe the target."""
     return {
         "hidden_act": "silu",
         "hidden_size": sizes.hidden_size,
@@ -89,7 +94,7 @@ def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
 
 
 def llama_config(sizes: Any) -> dict[str, Any]:
-    """List the keys of config.json that decoder layers of a drafter have in all engines."""
+    """Return the keys of config.json that describe decoder layers of a drafter for all engines."""
     return target_keys(sizes) | {
         "intermediate_size": sizes.self_attention_mlp_width,
         "num_key_value_heads": sizes.self_attention_kv_heads,
@@ -100,7 +105,10 @@ def llama_config(sizes: Any) -> dict[str, Any]:
 
 
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
-    """List the rotation as transformers 4 and 5 write it; engines read one or the other."""
+    """Return the RoPE keys of config.json.
+
+    The keys of transformers 4 and of transformers 5 are both included. Each engine reads one form.
+    """
     parameters = dict(sizes.rope_parameters)
     keys: dict[str, Any] = {
         "rope_theta": parameters.get("rope_theta", 10_000.0),
@@ -119,18 +127,24 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
 
 
 def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
-    """Refuse other head dims than width / heads."""
+    """Yield a reason for refusal if the head dim is not width / heads."""
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
-        yield f"the head dim is {sizes.head_dim}, and theirs width / heads, {sizes.hidden_size} / {sizes.n_heads}"
+        yield (
+            f"the head dim is {sizes.head_dim}, but must be width / heads, "
+            f"{sizes.hidden_size} / {sizes.n_heads}"
+        )
 
 
 def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
-    """Read fields of :class:`DrafterSizes` from a drafter's own config.json; the target's layers are unknown (0)."""
+    """Read fields of :class:`DrafterSizes` from a drafter's own config.json.
+
+    This config.json does not say how many layers the target has, so ``n_layers`` is 0.
+    """
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
         raise DrafterError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
     if "sliding_attention" in (config.get("layer_types") or ()):
-        raise DrafterError("its layers have a sliding window, which these drafters lack.")
+        raise DrafterError("its layers have a sliding window, which is not supported.")
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
     with parsing("config.json cannot be used", DrafterError, "Restore the checkpoint's own."):
         known = LlamaConfig(
@@ -146,10 +160,11 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "norm_eps": norm_eps(known),
             "rope_parameters": rope_parameters(known),
         }
-    for name in ("hidden_size", "n_heads", "head_dim"):  # the others are checked with the sizes
+    # :class:`DrafterSizes` checks the other fields.
+    for name in ("hidden_size", "n_heads", "head_dim"):
         if type(facts[name]) is not int or facts[name] < 1:
             raise DrafterError(
-                f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own."
+                f"config.json has {name} {str(facts[name])[:60]!r}; restore the checkpoint's own."
             )
     return facts
 
@@ -157,9 +172,11 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
 def layer_facts(
     weights: Weights, head_dim: int, layer: str, config: ForeignConfig = NO_CONFIG
 ) -> dict[str, int]:
-    """Read the sizes of a decoder layer from the shapes of its tensors, whose names begin with ``layer``.
+    """Read the sizes of a decoder layer from the shapes of its tensors.
 
-    Refuses other sizes in the drafter's config.json.
+    Args:
+        layer: prefix of the names of the layer's tensors, without the dot.
+        config: the drafter's config.json. Sizes that differ from the shapes are refused.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
     gate = f"{layer}.mlp.gate_proj.weight"
@@ -171,16 +188,22 @@ def layer_facts(
 
 
 def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, name: str) -> None:
-    """Refuse another value of a key of config.json, if it is there, than the size that a tensor has."""
+    """Refuse a config.json with a size that differs from the shape of a tensor.
+
+    Args:
+        key: key of the size. A config.json without the key is accepted.
+        size: the size that the shape implies.
+        name: name of the tensor.
+    """
     if (value := config.get(key)) is not None and value != size:
         raise DrafterError(
-            f"config.json has {key} {str(value)[:60]}, and by {name} {list(weights[name].shape)} it is {size}; restore "
-            "the checkpoint's own."
+            f"config.json has {key} {str(value)[:60]}, but {name} {list(weights[name].shape)} "
+            f"implies {size}; restore the checkpoint's own."
         )
 
 
 def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
-    """Count the numbered layers of a file; refuses another number in the drafter's config.json."""
+    """Count the numbered layers of a file. A different number in its config.json is refused."""
     names = [name for name in weights if name.startswith("layers.")]
     n_layers = len({name.split(".")[1] for name in names})
     if names:
@@ -189,31 +212,39 @@ def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
 
 
 def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
-    """Add ``t2d``, which marks the draft tokens in the target's vocabulary, to a file that has ``d2t`` alone."""
+    """Add ``t2d`` to weights that have only ``d2t``.
+
+    ``t2d`` marks the draft tokens in the target's vocabulary of ``n_tokens`` tokens.
+    """
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)
-        # others are refused with the drafter's weights
+        # Tokens outside the vocabulary are refused later, when the drafter's weights are checked.
         marked[tokens.clamp(0, n_tokens - 1)] = True
         return weights | {"t2d": marked}
     return weights
 
 
 def rows(weights: Weights, name: str) -> int:
-    """Count the rows of a tensor, which has to be there."""
+    """Return the number of rows of a tensor. Weights without the tensor are refused."""
     if name not in weights or not weights[name].dim():
         raise DrafterError(f"the weights lack {name}.")
     return int(weights[name].shape[0])
 
 
 def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
-    """List what a config.json holds below a key; nothing where that is not a mapping."""
-    found = config.get(key)
-    return dict(found) if isinstance(found, Mapping) else {}
+    """Return the mapping under a key of a config.json; empty if the value is not a mapping."""
+    value = config.get(key)
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
-    """Read the target's layers, from 0: lists in the order of preference, with the number of the first layer."""
+    """Read the ids of the target's layers, counted from 0.
+
+    Args:
+        given: pairs of a list of ids and the id that the first layer has in it. The first list that
+            is not empty is used.
+    """
     for ids, first in given:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
@@ -221,8 +252,8 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers."
                 )
             return tuple(layer - first for layer in ids)
-    # They would have to be guessed from the target's depth.
+    # Without ids, the layers could only be guessed from the number of the target's layers.
     raise DrafterError(
-        "config.json does not say which layers of the target are read; restore the checkpoint's own, with "
-        "target_layer_ids or eagle_aux_hidden_state_layer_ids."
+        "config.json does not say which layers of the target are read; restore the checkpoint's "
+        "own, with target_layer_ids or eagle_aux_hidden_state_layer_ids."
     )

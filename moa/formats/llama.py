@@ -1,7 +1,8 @@
-"""The layout of an independent drafter: a Llama with tied embeddings, as any program loads one.
+"""The layout of an independent drafter: an ordinary Llama checkpoint with tied embeddings.
 
-Loaded by vLLM with ``{"method": "draft_model", "model": FOLDER, ...}``, and by transformers with
-``LlamaForCausalLM.from_pretrained`` for ``generate(assistant_model=...)``. The tokenizer is the target's.
+vLLM loads it with ``{"method": "draft_model", "model": FOLDER, ...}``. transformers loads it with
+``LlamaForCausalLM.from_pretrained`` for ``generate(assistant_model=...)``. The tokenizer is the
+target's.
 """
 
 from typing import Any, Never
@@ -34,7 +35,7 @@ def _config(sizes: IndependentSizes, target_config: Any) -> dict[str, Any]:
 
 
 def _read_sizes(*_: object) -> Never:
-    raise DrafterError("a Llama of another program does not say which target it drafts for.")
+    raise DrafterError("a Llama of another program does not name the target that it drafts for.")
 
 
 LLAMA = Layout(

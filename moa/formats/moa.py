@@ -1,10 +1,13 @@
-"""Layouts of the Mixture of Attentions: the authors' own checkpoints, and what their fork of vLLM loads.
+"""Layouts of the Mixture of Attentions, for the authors' own code and for their fork of vLLM.
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 
-- the authors' tensors: ``moa_spec/models/train/{moa_spec,cross_attention}.py`` (constructor, ``save_pretrained``);
-- vLLM's config.json: ``vllm/convert_checkpoint.py``, read by ``vllm/vllm/transformers_utils/configs/moa_spec.py``;
-- vLLM's tensors: ``vllm/vllm/model_executor/models/moa_spec.py`` (``load_weights``, which fuses q, k, v and gate, up).
+- The authors' tensors: constructor and ``save_pretrained`` in
+  ``moa_spec/models/train/{moa_spec,cross_attention}.py``.
+- vLLM's config.json: ``vllm/convert_checkpoint.py`` writes it, and
+  ``vllm/vllm/transformers_utils/configs/moa_spec.py`` reads it.
+- vLLM's tensors: ``load_weights`` in ``vllm/vllm/model_executor/models/moa_spec.py``, which fuses
+  q, k and v, and gate and up.
 """
 
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from ..targets.families import parse_target_config
 from . import layout
 from .layout import Layout, Weights
 
-# Name of a block in weights and config.json -> in our sizes.
+# Name of a block in the authors' weights and config.json -> its name in our sizes.
 _BLOCKS = {
     "self_attention": "self_attention",
     "cross_attention": "cross_attention",
@@ -27,7 +30,7 @@ _KEY = "layer_self_attention.self_attn.q_proj.weight"
 
 
 def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
-    """Infer drafter sizes from the shapes of official weights and the target's transformers config."""
+    """Infer a drafter's sizes from the shapes of official weights and the target's config."""
     base = MoASizes.from_target(target_config).to_dict()
     return _sizes(
         weights, {name: value for name, value in base.items() if "attention_" not in name}
@@ -35,24 +38,26 @@ def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
 
 
 def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
-    # Layer self-attention has the target's query heads, and the head dim that its q_proj implies
-    # also where the heads
-    # do not divide the KV width: the official code rounds down.
+    # Layer self-attention has as many heads as the target. Derive its head dim from q_proj, because
+    # the official code rounds the head dim down if the heads do not divide the KV width.
     n_heads = facts["n_heads"]
     head_dim = facts["head_dim"]
     layer_head_dim = max(1, layout.rows(weights, _KEY) // n_heads)
     values = facts | {"layer_attention_heads": n_heads, "layer_attention_head_dim": layer_head_dim}
-    for block, own in _BLOCKS.items():
-        dim = layer_head_dim if own == "layer_attention" else head_dim
-        values[f"{own}_kv_heads"] = layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
-        values[f"{own}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
-    # the paper's form
+    for block, our_name in _BLOCKS.items():
+        dim = layer_head_dim if our_name == "layer_attention" else head_dim
+        values[f"{our_name}_kv_heads"] = (
+            layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
+        )
+        values[f"{our_name}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
+    # These are the sizes of the drafter in the paper.
     values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)
 
 
-_PAPER: dict[str, tuple[Any, ...]] = {  # sizes with which a drafter is that of the paper
+# Sizes of the drafter in the paper.
+_PAPER: dict[str, tuple[Any, ...]] = {
     "layer_attention": (True,),
     "cross_attention_drafts": (False,),
     "layer_groups": (1,),
@@ -65,7 +70,7 @@ _PAPER: dict[str, tuple[Any, ...]] = {  # sizes with which a drafter is that of 
 def _unlike_all(sizes: MoASizes) -> Iterator[str]:
     yield from layout.unfilled_width(sizes)
     if sizes.kv_groups:
-        yield "the target's layers do not cache alike, and theirs do"
+        yield "the target's layers have different kinds of KV caches, which is not supported"
 
 
 def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
@@ -75,38 +80,39 @@ def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
     n_heads = sizes.n_heads
     if (heads, head_dim) != (n_heads, sizes.kv_width // n_heads):
         yield (
-            f"layer self-attention has {heads} heads of {head_dim}, and theirs the target's {n_heads} of "
-            f"{sizes.kv_width // n_heads}: layer_attention_heads={n_heads}"
+            f"layer self-attention has {heads} heads of {head_dim}, but must have the target's "
+            f"{n_heads} heads of {sizes.kv_width // n_heads}: set layer_attention_heads={n_heads}"
         )
     if layout.is_rope_scaled(sizes):
         yield (
-            "the target's RoPE is scaled, and theirs leaves cross- and layer self-attention unscaled (moa-vllm scales "
-            "them as they were trained)"
+            "the target's RoPE is scaled, but cross-attention and layer self-attention would run "
+            "without the scaling (with the format moa-vllm they run as they were trained)"
         )
 
 
 def _moa_notes(sizes: MoASizes) -> list[str]:
     kv_heads, mlp_widths = (
-        ", ".join(str(getattr(sizes, f"{own}_{part}")) for own in _BLOCKS.values())
+        ", ".join(str(getattr(sizes, f"{block}_{part}")) for block in _BLOCKS.values())
         for part in ("kv_heads", "mlp_width")
     )
     n_layers = sizes.target_layer_inference
     return [
-        f"moa_spec's settings have to name the drafter's sizes: KV heads {kv_heads} and MLP widths {mlp_widths} of "
-        "self-, cross- and layer self-attention"
+        f"moa_spec's settings must give the drafter's sizes: KV heads {kv_heads} and MLP widths "
+        f"{mlp_widths} of self-, cross- and layer self-attention"
         + (f", and target_layer_inference {n_layers}" if n_layers else "")
     ]
 
 
 MOA = Layout(
-    name="moa",  # such as huawei-noah/MOASpec-Llama-3-8B-Instruct: 29 tensors for a Llama target
+    # Example: huawei-noah/MOASpec-Llama-3-8B-Instruct, with 29 tensors for a Llama target.
+    name="moa",
     kind=MoASizes.kind,
     reader="the MoA authors' code",
     needs=("config",),
     requires=_PAPER,
     unfit=_moa_unfit,
     notes=_moa_notes,
-    # The official code gets the drafter's sizes from its own settings.
+    # The official code takes the drafter's sizes from its own settings, not from config.json.
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
@@ -121,14 +127,17 @@ def _vllm_unfit(sizes: MoASizes) -> Iterator[str]:
     yield from _unlike_all(sizes)
     heads = sizes.layer_attention_heads
     n_heads = sizes.n_heads
-    own = sizes.self_attention_kv_heads
-    cross = sizes.cross_attention_kv_heads
-    if own != cross:
-        yield f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"
+    self_heads = sizes.self_attention_kv_heads
+    cross_heads = sizes.cross_attention_kv_heads
+    if self_heads != cross_heads:
+        yield (
+            f"self- and cross-attention have {self_heads} and {cross_heads} KV heads, but the fork "
+            "has one KV cache for both"
+        )
     if heads != n_heads or sizes.kv_width % n_heads:
         yield (
-            f"layer self-attention has {heads} heads over a KV width of {sizes.kv_width}, and the fork gives it the "
-            f"target's {n_heads}, which have to divide that width"
+            f"layer self-attention has {heads} heads over a KV width of {sizes.kv_width}, but the "
+            f"fork uses the target's {n_heads} heads, which must divide that width"
         )
 
 
@@ -139,9 +148,9 @@ def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
         "kv_hidden_size": sizes.kv_width,
         "disable_LSA": False,
     }
-    for block, own in _BLOCKS.items():
-        values[f"{block}_num_key_value_heads"] = getattr(sizes, f"{own}_kv_heads")
-        values[f"{block}_intermediate_size"] = getattr(sizes, f"{own}_mlp_width")
+    for block, our_name in _BLOCKS.items():
+        values[f"{block}_num_key_value_heads"] = getattr(sizes, f"{our_name}_kv_heads")
+        values[f"{block}_intermediate_size"] = getattr(sizes, f"{our_name}_mlp_width")
     return values
 
 
@@ -150,7 +159,7 @@ MOA_VLLM = replace(
     name="moa-vllm",
     reader="the MoA authors' fork of vLLM",
     needs=(),
-    # The fork drops biases of q, k and v, and does not draft through the target's last layers.
+    # The fork drops the biases of q, k and v, and does not run the target's last layers for drafts.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,
     notes=lambda sizes: [],

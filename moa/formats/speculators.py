@@ -1,9 +1,12 @@
-"""Layouts of speculators (vllm-project/speculators 0.9), which vLLM loads too: EAGLE-3, DFlash and DSpark.
+"""Layouts of speculators (vllm-project/speculators 0.9), which vLLM loads too.
 
-config.json holds the sizes below ``transformer_layer_config``, and below ``speculators_config`` what it drafts for: its
-``from_pretrained`` takes embeddings and LM head from the model that ``verifier.name_or_path`` names. Layers are counted
-as passed, 1 after the first. Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and
-``model.py`` (a reduced vocabulary of blocks has an LM head of rows of the target's).
+The drafters are EAGLE-3, DFlash and DSpark. In config.json, ``transformer_layer_config`` holds the
+sizes, and ``speculators_config`` names the target. ``from_pretrained`` of speculators takes the
+embeddings and the LM head from the model in ``verifier.name_or_path``. The id of a layer's output
+is the number of layers passed: 1 for the first layer.
+
+Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and ``model.py``. With a
+reduced vocabulary, the LM head of DFlash and DSpark consists of rows of the target's LM head.
 """
 
 from collections.abc import Mapping
@@ -33,17 +36,17 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# The keys of each type that are read, with the values of absent ones. ``embed_requires_grad`` is
-# none of them: only a
-# false one says that the embeddings are the target's.
+# The keys that are read for each type, with the values of absent keys. ``embed_requires_grad`` is
+# not among them, so a true value is refused: the embeddings are the target's only if it is false.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,
     "dspark": _DFLASH | {"sample_from_anchor": True} | _HEADS,
 }
 _SHARED = {
-    _TYPE, _LAYERS, "speculators_config", "speculators_version", "auto_map", "draft_vocab_size", "target_hidden_size",
-    "sliding_window_non_causal", "tie_word_embeddings", "torch_dtype", *PreTrainedConfig().to_dict(),
+    _TYPE, _LAYERS, "speculators_config", "speculators_version", "auto_map", "draft_vocab_size",
+    "target_hidden_size", "sliding_window_non_causal", "tie_word_embeddings", "torch_dtype",
+    *PreTrainedConfig().to_dict(),
 }  # fmt: skip
 
 
@@ -53,9 +56,9 @@ def _config(
     folder = Path(target_config.name_or_path)
     if (folder / FROZEN_FILE).is_file():
         raise DrafterError(
-            "speculators reads the target's own weight files, which a store has not; give --model."
+            "speculators reads the target's own weight files, which a store lacks; give --model."
         )
-    place = str(folder.resolve() if folder.is_dir() else folder)
+    verifier_path = str(folder.resolve() if folder.is_dir() else folder)
     return {
         "architectures": [f"{name}DraftModel"],
         _TYPE: sizes.kind,
@@ -66,7 +69,10 @@ def _config(
             "proposal_methods": [
                 {"proposal_type": "greedy", "speculative_tokens": sizes.max_depth or 5}
             ],
-            "verifier": {"name_or_path": place, "architectures": target_config.architectures or []},
+            "verifier": {
+                "name_or_path": verifier_path,
+                "architectures": target_config.architectures or [],
+            },
         },
         "tie_word_embeddings": False,
         "draft_vocab_size": sizes.vocab_size,
@@ -77,27 +83,32 @@ def _config(
 
 def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
     layers = {"model_type": "qwen3" if sizes.query_key_norm else "llama", "num_hidden_layers": 1}
-    own: dict[str, Any] = {name: getattr(sizes, name) for name in EAGLE3_FLAGS}
-    own |= {
+    additions: dict[str, Any] = {name: getattr(sizes, name) for name in EAGLE3_FLAGS}
+    additions |= {
         _EAGLE3_LAYERS: [layer + 1 for layer in sizes.fused_layers],
         "draft_vocab_size": sizes.draft_vocabulary,
     }
-    return _config("Eagle3", sizes, target_config, layers, **own)
+    return _config("Eagle3", sizes, target_config, layers, **additions)
 
 
 def _block_config(
     name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any
 ) -> dict[str, Any]:
-    # Without ``sliding_window_non_causal``: vLLM 0.32 makes the blocks of all layers causal where
-    # it is false.
+    # Omit ``sliding_window_non_causal``: if it is false, vLLM 0.32 makes the blocks of all layers
+    # causal.
     layers = [layer + 1 for layer in sizes.fused_layers]
-    own = zip(
+    block_keys = zip(
         _BLOCK_KEYS,
         (sizes.block_size, sizes.mask_token, layers, sizes.sample_from_anchor),
         strict=True,
     )
     return _config(
-        name, sizes, target_config, {"num_hidden_layers": sizes.block_layers}, **dict(own), **heads
+        name,
+        sizes,
+        target_config,
+        {"num_hidden_layers": sizes.block_layers},
+        **dict(block_keys),
+        **heads,
     )
 
 
@@ -110,19 +121,25 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
 
 
 def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """List the keys of a config.json, those of the layers too; refuses any that would change the computation."""
+    """Merge the keys of a config.json and of its layer config, with the values of absent keys.
+
+    Raises:
+        DrafterError: a key would change the computation in a way that is not implemented.
+    """
     kind = config[_TYPE]
-    given = {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
+    layer_config = {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
     if kind not in _OWN:
         raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
     with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the checkpoint's own."):
-        known = AutoConfig.for_model(given["model_type"]).to_dict().keys() | {
+        known = AutoConfig.for_model(layer_config["model_type"]).to_dict().keys() | {
             "rope_theta",
             "rope_scaling",
         }
-        layers = AutoConfig.for_model(**given).to_dict()  # with the values of absent keys
-    found = _OWN[kind] | dict(config) | layers
-    found["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
+        layers = AutoConfig.for_model(
+            **layer_config
+        ).to_dict()  # This adds the values of absent keys.
+    merged = _OWN[kind] | dict(config) | layers
+    merged["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
         "partial_rotary_factor"
     )
     plain = {
@@ -132,23 +149,23 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         "partial_rotary_factor": (None, 1),
         "target_hidden_size": (None, layers.get("hidden_size")),
     }
-    wrong = [name for name, values in plain.items() if found.get(name) not in values]
-    for values, names in ((config, _OWN[kind].keys() | _SHARED), (given, known | _SHARED)):
-        # A null or false one leaves the computation as it is.
+    wrong = [name for name, values in plain.items() if merged.get(name) not in values]
+    for values, names in ((config, _OWN[kind].keys() | _SHARED), (layer_config, known | _SHARED)):
+        # A key that is null or false does not change the computation.
         wrong += [name for name, value in values.items() if value and name not in names]
     if wrong:
         raise DrafterError(
-            f"config.json: {wrong[0]} is {str(found.get(wrong[0]))[:60]}, which is not known here."
+            f"config.json: {wrong[0]} is {str(merged.get(wrong[0]))[:60]}, which is not supported."
         )
-    return found
+    return merged
 
 
 def _read_block(weights: Weights, config: ForeignConfig) -> Any:
-    found = _flat(weights, config)
-    read = DSPARK if found[_TYPE] == "dspark" else DFLASH
-    sizes: Any = read.read_sizes(weights, found)
+    keys = _flat(weights, config)
+    read = DSPARK if keys[_TYPE] == "dspark" else DFLASH
+    sizes: Any = read.read_sizes(weights, keys)
     sizes = replace(
-        sizes, sample_from_anchor=found["sample_from_anchor"], reduced_vocabulary="d2t" in weights
+        sizes, sample_from_anchor=keys["sample_from_anchor"], reduced_vocabulary="d2t" in weights
     )
     if refusals := _unfit(sizes):
         raise DrafterError(refusals[0])
@@ -156,25 +173,32 @@ def _read_block(weights: Weights, config: ForeignConfig) -> Any:
 
 
 def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
-    """Spread the Markov head's rows of draft tokens over the vocabulary; the logits of all others are cut off."""
+    """Convert the weights of a drafter with a reduced vocabulary to the full vocabulary.
+
+    The Markov head's rows of draft tokens move to the rows of these tokens in the vocabulary. The
+    other rows are zero; the drafter cuts the logits of their tokens off.
+    """
     weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
-    own = {name: value for name, value in weights.items() if name != "d2t"}
+    unpacked = {name: value for name, value in weights.items() if name != "d2t"}
     if "d2t" in weights:
         offsets = weights["d2t"]
         head = "markov_head.markov_w2.weight"
         tokens = offsets + torch.arange(len(offsets))
-        if not torch.equal(tokens, own["t2d"].nonzero()[:, 0]):
-            raise DrafterError("d2t and t2d name other tokens.")
-        if head in own:
-            spread = torch.zeros(sizes.vocab_size, own[head].shape[1], dtype=own[head].dtype)
-            own[head] = spread.index_copy(0, tokens, own[head])
-    return own
+        if not torch.equal(tokens, unpacked["t2d"].nonzero()[:, 0]):
+            raise DrafterError("d2t and t2d do not name the same tokens.")
+        if head in unpacked:
+            spread = torch.zeros(
+                sizes.vocab_size, unpacked[head].shape[1], dtype=unpacked[head].dtype
+            )
+            unpacked[head] = spread.index_copy(0, tokens, unpacked[head])
+    return unpacked
 
 
 def _unfit(sizes: BlockDrafterSizes) -> list[str]:
     is_shifted = getattr(sizes, "markov_head", "") == "rnn" and not sizes.sample_from_anchor
     return [
-        "their rnn head begins at the anchor's slot, and here at the first that drafts"
+        "speculators' rnn head begins at the anchor's slot, but here it begins at the first slot "
+        "that drafts"
     ] * is_shifted
 
 
@@ -185,7 +209,7 @@ SPECULATORS_EAGLE3 = replace(
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [],
     config=_eagle3_config,
-    # without them from_pretrained makes random ones, with transformers 5.19
+    # Without embeddings in the file, from_pretrained makes random ones (transformers 5.19).
     needs=("config", layout.EMBEDDINGS),
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",
@@ -211,6 +235,6 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # of types that are not here it refuses the name
+    # Claim every other type too: reading then refuses the type by its name.
     recognises=lambda names, config: _TYPE in config,
 )

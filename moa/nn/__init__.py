@@ -1,4 +1,4 @@
-"""Building blocks of drafters: layers, masks, losses, keys and values.
+"""Building blocks of drafters: layers, masks, losses, and the KV cache.
 
-Nothing here knows a drafter, a store or a training run.
+Nothing here depends on a specific drafter, a store or a training run.
 """

@@ -2,13 +2,13 @@
 
 | device | mask | kernel |
 |---|---|---|
-| CPU | none, many short sequences | products over the heads of a group, :func:`attend_many_short` |
-| CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, which skips masked blocks |
-| CUDA | any other | the memory-efficient kernel, which wants as many key heads as query heads |
-| else | any | PyTorch's fused kernel, which takes groups of heads and masks |
+| CPU | none, many short sequences | matrix products, :func:`attend_many_short` |
+| CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, skips masked blocks |
+| CUDA | any other mask | memory-efficient kernel, needs as many key heads as query heads |
+| any other case | any | PyTorch's fused kernel, supports grouped heads and masks |
 
-With a mask and grouped heads PyTorch falls back to its math kernel on CUDA, which holds all scores: 4.6 GB a call at 16
-sequences of 2,048 tokens and 32 heads.
+Given a mask and grouped heads on CUDA, PyTorch falls back to its math kernel, which materializes
+all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads.
 
 Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head dim.
 """
@@ -26,16 +26,27 @@ from torch.nn.attention import flex_attention as flex
 from ...text import first_line
 from .masks import Mask
 
-_MIN_FLEX_QUERIES = 128  # FlexAttention works in blocks of so many queries
+_MIN_FLEX_QUERIES = 128  # Number of queries in a block of FlexAttention.
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 _MAX_ERROR = 0.02
-"""Of a vector's norm: bfloat16 rounds by 0.003 (measured on an H100), one key too many or too few is 0.3."""
+"""Largest allowed error of an attention result, relative to the norm of the expected result.
+
+Rounding to bfloat16 gives 0.003 (measured on an H100). One key too many or too few gives 0.3.
+"""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
-    """Attend with a scale of 1/sqrt(d): q [B, H, Q, d] to k and v [B, H_kv, S, d], cast to its dtype -> [B, H, Q, d].
+    """Compute scaled dot-product attention with a scale of 1/sqrt(d).
 
-    ``mask``: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
+    Args:
+        q: [B, H, Q, d].
+        k: [B, H_kv, S, d]; it is cast to the dtype of ``q``.
+        v: [B, H_kv, S, d]; it is cast to the dtype of ``q``.
+        mask: Which keys each query may attend to. A tensor has shape [B or 1, Q, S] and dtype bool.
+            None for no mask.
+
+    Returns:
+        [B, H, Q, d].
     """
     k = k.to(q.dtype)
     v = v.to(q.dtype)
@@ -59,9 +70,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
 def attend_plainly(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attend as :func:`attend`, with scores that a tanh keeps within ``cap``, and sinks [H], one more score a head.
+    """Compute :func:`attend` with soft-capped scores and attention sinks.
 
-    A sink takes a share of the probability and has no value (gpt-oss). PyTorch's kernels know neither.
+    PyTorch's kernels support neither of the two.
+
+    Args:
+        q: [B, H, Q, d].
+        k: [B, H_kv, S, d].
+        v: [B, H_kv, S, d].
+        mask: [B or 1, Q, S] bool, or None for no mask.
+        cap: Bound of the scores, which a tanh enforces. None for no bound.
+        sinks: [H], one additional score per head (gpt-oss). A sink takes a share of the probability
+            and has no value. None for no sinks.
     """
     k, v = (expand_heads(x.to(q.dtype), q.shape[1]) for x in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
@@ -77,19 +97,28 @@ def attend_plainly(
 
 
 def needs_equal_heads(device: torch.device, dtype: torch.dtype, has_mask: bool) -> bool:
-    """Whether groups of heads would send PyTorch to the math kernel: flash takes neither masks nor float32."""
+    """Whether grouped heads would make PyTorch fall back to its math kernel.
+
+    Flash attention has grouped heads, but supports neither masks nor float32.
+    """
     return device.type == "cuda" and (has_mask or dtype == torch.float32)
 
 
 def expand_heads(x: Tensor, n_heads: int) -> Tensor:
-    """Repeat each key/value head for the query heads of its group: [B, H_kv, S, d] -> [B, H, S, d]."""
+    """Repeat each key/value head once per query head of its group.
+
+    The shape changes from [B, H_kv, S, d] to [B, H, S, d].
+    """
     return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask."""
-    # On CPU the fused kernel costs time per sequence and head; here the heads of a group are rows
-    # of one product.
+    """Attend within many short sequences without a mask, as the self-attention over layers does.
+
+    The result equals that of PyTorch's fused kernel.
+    """
+    # On a CPU the fused kernel has a cost per sequence and head. Here all query heads of a group
+    # are rows of one matrix product.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
@@ -100,18 +129,18 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend through compiled FlexAttention, with a block mask made of the mask's rule."""
+    """Attend with compiled FlexAttention, and with a block mask built from the mask's rule."""
     rules = tuple(rule.__code__ for _, rule in mask.parts)
-    if mask.block_mask is None:  # layers share a mask
+    if mask.block_mask is None:  # Built once: all layers share the mask.
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Within full blocks the kernel asks with the input's row, but a mask for all rows has a
-            # single one.
+            # In full blocks the kernel passes the row of the input. A mask that all rows share has
+            # only row 0.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        # Compiled, it never holds the dense mask and its intermediate steps, 78 MB a row of 2,048
-        # tokens.
+        # The compiled function never materializes the dense mask and its intermediate tensors,
+        # which take 78 MB per row of 2,048 tokens.
         create = _compiled(flex.create_block_mask, rules)
         mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
     kernel = _compiled(flex.flex_attention, rules)
@@ -123,21 +152,25 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 @functools.cache
 def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
-    """Compile a function of FlexAttention for masks of some rules; an error where these need too many graphs."""
-    # A copy for each: torch keeps 8 graphs a function, beyond which it would hold all scores
-    # without a word.
+    """Compile a function of FlexAttention for masks with the given rules.
+
+    Calling the compiled function raises an error if these masks need too many graphs.
+    """
+    # Each set of rules gets its own copy of the function, because torch.compile keeps at most 8
+    # graphs per function. Beyond this limit it would silently run the eager function, which
+    # materializes all scores.
     code = function.__code__.replace(
         co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}"
     )
-    own = FunctionType(
+    function_copy = FunctionType(
         code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
     )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    function_copy.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(function_copy, dynamic=True, fullgraph=True)
 
 
 def _takes_flex(q: Tensor, mask: Mask) -> bool:
-    # the rounding of float32 products is a process setting
+    # Not for float32: how its products round depends on a setting of the process.
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
@@ -147,8 +180,11 @@ def _takes_flex(q: Tensor, mask: Mask) -> bool:
 def _flex_works(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> bool:
-    """Whether compiled FlexAttention agrees with float32 products on this machine, in value and gradient."""
-    # That depends on a compiler and on versions, so it is tried.
+    """Whether compiled FlexAttention gives right values and gradients on this machine.
+
+    The reference is PyTorch's attention in float32.
+    """
+    # This depends on the compiler and on versions of libraries, so the function tries it.
     generator = torch.Generator(device).manual_seed(0)
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -164,24 +200,25 @@ def _flex_works(
                         (n_kv_heads, n_keys),
                     )
                 )
-                own = attend_blocks(q, k, v, mask)
+                flex_result = attend_blocks(q, k, v, mask)
                 wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
                 plain = F.scaled_dot_product_attention(
                     q.float(), wide_k, wide_v, mask.dense.unsqueeze(1)
                 )
                 gradients = (
-                    torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (own, plain)
+                    torch.autograd.grad(x.float().square().sum(), (q, k, v))
+                    for x in (flex_result, plain)
                 )
-                for got, expected in [(own, plain), *zip(*gradients, strict=True)]:
+                for got, expected in [(flex_result, plain), *zip(*gradients, strict=True)]:
                     error = float(
                         (got.float() - expected.float()).detach().norm() / expected.detach().norm()
                     )
-                    if not error <= _MAX_ERROR:  # no number is an error too
+                    if not error <= _MAX_ERROR:  # Also true if the error is NaN.
                         raise ValueError(f"its results are {error:.1%} off")
-    except Exception as error:  # noqa: BLE001 - compilers fail in many ways, each of which means no
+    except Exception as error:  # noqa: BLE001 - a compiler can raise any exception
         text = first_line(error)
         warnings.warn(
-            f"masked attention goes without FlexAttention, which fails here: {text:.200}",
+            f"masked attention does not use FlexAttention, because it fails here: {text:.200}",
             stacklevel=2,
         )
         return False

@@ -1,4 +1,4 @@
-"""CUDA graphs: kernels that were launched one by one once, and that one launch repeats."""
+"""CUDA graphs: record the kernels of a call once, then replay all of them with one launch."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,16 +10,23 @@ _n_recorded = 0
 
 
 def n_recorded() -> int:
-    """Count the recordings of this process; a call that makes one takes far longer than others."""
+    """Return how many graphs this process has recorded.
+
+    A call that records a graph takes far longer than other calls.
+    """
     return _n_recorded
 
 
 def recorded(
     call: Callable[[], Result], device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Record the kernels of a call, after running it once; its tensors hold what it gives after each replay.
+    """Run a call once, then record its kernels as a CUDA graph.
 
-    The call may depend on the host in nothing but shapes: what it reads stays where it is, and so does what it writes.
+    The tensors that the call reads and writes must stay at the same addresses. Its shapes are the
+    only host values that the call may depend on.
+
+    Returns:
+        The graph, and the call's result. Each replay writes its result into the same tensors.
     """
     global _n_recorded
     _n_recorded += 1
@@ -28,12 +35,12 @@ def recorded(
     here = torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        call()  # libraries begin in a first run
+        call()  # Warm-up: libraries initialize themselves in the first run.
     here.wait_stream(side)
-    # cuBLAS keeps scratch memory for each stream. What is taken while recording is the graph's own.
-    # What was there
-    # before would be freed under the graph when torch.compile records one; what stayed would be
-    # shared with others.
+    # cuBLAS keeps a workspace per stream. A workspace that is allocated while recording belongs to
+    # the graph. Clear it before recording: torch.compile frees an older workspace when it records a
+    # graph of its own, and this graph would still use it. Clear it after recording: otherwise later
+    # calls would share the graph's workspace.
     torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, stream=side):
         result = call()

@@ -1,10 +1,12 @@
-"""Decoder layers of Llama's form in few operations, for calls of a few tokens on a CPU.
+"""Fused decoder layers of the Llama architecture, for calls of a few tokens on a CPU.
 
-Such a call spends as long between the products as in them. So the products before attention are one, those of a gate
-and what it gates too, queries and keys are rotated together, and TorchScript runs what comes before and after
-attention. That is done in float32 alone: elsewhere results would be rounded in other places.
+Such a call spends as much time between the matrix products as in them. So this module fuses Q, K
+and V into one product, fuses the gate and up projections into another one, rotates queries and keys
+together, and runs the code before and after attention with TorchScript. It does so only in float32:
+in other dtypes the fused operations would round intermediate results differently.
 
-Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim, D = (H + 2 * H_kv) * d.
+Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim,
+D = (H + 2 * H_kv) * d.
 """
 
 import itertools
@@ -25,40 +27,50 @@ JOINED = (
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 Norm = tuple[Tensor, Tensor]
-"""The floor of a row's length, and what the row is multiplied with [E] once it is divided by its length."""
+"""A prepared RMS norm: the floor sqrt(E * eps) of a row's L2 norm, and the scale [E].
+
+:func:`normed` adds the floor to the L2 norm in quadrature, divides the row by the result, and
+multiplies it by the scale.
+"""
 Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
-"""Of a layer: the norms of :func:`before_attention` and :func:`after_attention`, and their products."""
+"""Norms and packed weights of a layer.
+
+The norms are those of :func:`before_attention` and :func:`after_attention`. The packed weights are
+in the order of ``Joined.products``.
+"""
 
 
 @dataclass
 class Joined:
-    """A layer's products, some of them as one."""
+    """The fused weights of a layer."""
 
-    products: tuple[Laid, Laid, Laid, Laid]  # of JOINED and PRODUCTS
+    products: tuple[Laid, Laid, Laid, Laid]  # The two fused ones of JOINED, then those of PRODUCTS.
     norms: tuple[Norm, Norm]
-    weights: list[Tensor]  # of the whole layer, and biases
-    states: list[tuple[int, int]]  # of the weights, when they were joined
-    held: list[Tensor]  # they, since others could be where they were once they are gone
-    # What else the layer computes with, since asking modules for it takes as long as a small
-    # operation.
+    weights: list[Tensor]  # All weights and biases of the layer.
+    states: list[tuple[int, int]]  # States of the weights at the time of fusing.
+    # Keeps the weights alive, so that a freed address cannot be reused and mistaken for an
+    # unchanged weight.
+    held: list[Tensor]
+    # Other values that the layer needs. They are kept here because an attribute lookup on a module
+    # takes as long as a small operation.
     attention: Any
     n_kv_heads: int
 
     def is_current(self) -> bool:
-        """Whether the weights are what they were."""
+        """Whether the weights have not changed since they were fused."""
         return [state_of(weight) for weight in self.weights] == self.states
 
     def project(
         self, x: Tensor, cosines: Tensor, sines: Tensor, is_normed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run :func:`before_attention`; ``is_normed``: x is past the norm."""
+        """Run :func:`before_attention`, without its norm if ``x`` ``is_normed`` already."""
         norm = None if is_normed else self.norms[0]
         return before_attention(
             x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim
         )
 
     def finish(self, attended: Tensor, x: Tensor, n_groups: int = 0) -> Tensor:
-        """Run :func:`after_attention`, or, with groups, :func:`means_after_attention`."""
+        """Run :func:`after_attention`, or :func:`means_after_attention` if there are groups."""
         if n_groups:
             return means_after_attention(attended, x, self.norms[1], *self.products[1:], n_groups)
         return after_attention(attended, x, self.norms[1], *self.products[1:])
@@ -66,7 +78,15 @@ class Joined:
 
 @torch.inference_mode()
 def join(layer: Any, is_exact: bool = True) -> Joined | None:
-    """Join products of a layer of Llama's form, see :func:`.packed.pack`; None for others, and where none is gained."""
+    """Fuse the weights of a layer of the Llama architecture.
+
+    Args:
+        layer: A decoder layer whose linear layers were packed by :func:`.packed.pack`.
+        is_exact: See :func:`.packed.pack`.
+
+    Returns:
+        None if the layer has another architecture, is not float32, or is not packed.
+    """
     try:
         products = [layer.get_submodule(name) for name in PRODUCTS]
         joined = [[layer.get_submodule(name) for name in names] for names in JOINED]
@@ -76,29 +96,29 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
     except AttributeError:
         return None
     if any(
-        type(one) is not PackedLinear or one.weight.dtype != torch.float32
-        for one in (*products, *joined[1])
+        type(module) is not PackedLinear or module.weight.dtype != torch.float32
+        for module in (*products, *joined[1])
     ):
         return None
     if (
-        any(type(one) not in (PackedLinear, nn.Linear) for one in joined[0])
+        any(type(module) not in (PackedLinear, nn.Linear) for module in joined[0])
         or norms[0].weight.dtype != torch.float32
     ):
         return None
-    if any(len({one.bias is None for one in group}) > 1 for group in joined):
+    if any(len({module.bias is None for module in group}) > 1 for group in joined):
         return None
     before, gates = (
         laid_out(
-            torch.cat([one.weight for one in group]),
-            None if group[0].bias is None else torch.cat([one.bias for one in group]),
+            torch.cat([module.weight for module in group]),
+            None if group[0].bias is None else torch.cat([module.bias for module in group]),
             is_exact,
         )
         for group in joined
     )
-    o, down = (one.packed for one in products)
+    o, down = (module.packed for module in products)
     layers = [*itertools.chain(*joined, products)]
-    weights = [one.weight for one in (*layers, *norms)] + [
-        one.bias for one in layers if one.bias is not None
+    weights = [module.weight for module in (*layers, *norms)] + [
+        module.bias for module in layers if module.bias is not None
     ]
     states = [state_of(weight) for weight in weights]
     held = [weight.detach() for weight in weights]
@@ -114,7 +134,11 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
 
 
 def prepared_norm(norm: Any) -> Norm:
-    """What :func:`normed` takes of a norm; it divides by the root of the squares' sum in place of their mean."""
+    """Convert an RMS norm to the form that :func:`normed` takes.
+
+    :func:`normed` divides by the root of the sum of squares. An RMS norm divides by the root of
+    their mean, so the scale contains a factor of sqrt(E).
+    """
     width = norm.weight.numel()
     epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return torch.tensor((width * epsilon) ** 0.5), norm.weight.detach() * width**0.5
@@ -122,7 +146,10 @@ def prepared_norm(norm: Any) -> Norm:
 
 @scripted
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """Apply a norm to rows [B, n, E]; PyTorch's own takes three times as many operations."""
+    """Apply an RMS norm to rows [B, n, E].
+
+    PyTorch's implementation takes three times as many operations.
+    """
     floor, scale = norm
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / length.hypot(floor)).mul_(scale)
@@ -131,14 +158,18 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
 @scripted
 def before_attention(
     x: Tensor,
-    norm: Optional[Norm],  # noqa: UP045 - TorchScript knows no other
+    norm: Optional[Norm],  # noqa: UP045 - TorchScript does not support `Norm | None`
     joined: Laid,
     cosines: Tensor,  # [B or 1, n, 1, d]
-    sines: Tensor,  # the same, those of the first half negative
+    sines: Tensor,  # [B or 1, n, 1, d]; negative in the first half of d
     n_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make rotated queries [B, H, n, d], rotated keys and values [B, H_kv, n, d] of a layer's input [B, n, E]."""
+    """Compute queries, keys and values from the input of a layer [B, n, E].
+
+    Returns:
+        Rotated queries [B, H, n, d], rotated keys [B, H_kv, n, d], and values [B, H_kv, n, d].
+    """
     if norm is not None:
         x = normed(x, norm)
     heads = product(x, joined).unflatten(-1, (-1, head_dim))
@@ -159,7 +190,10 @@ def _gated(attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid) -> tup
 
 @scripted
 def group_means(x: Tensor, n_groups: int) -> Tensor:
-    """Average groups of consecutive tokens, [B, T, E] -> [B, G, E]; where they can't be equal the first are longer."""
+    """Average groups of consecutive tokens: [B, T, E] -> [B, n_groups, E].
+
+    If T is not a multiple of ``n_groups``, the first groups are one token longer.
+    """
     return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)
 
 
@@ -167,7 +201,16 @@ def group_means(x: Tensor, n_groups: int) -> Tensor:
 def after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid
 ) -> Tensor:
-    """Compute the rest of a layer, of what was attended [B, n, H * d] and the layer's input [B, n, E]."""
+    """Compute the part of a layer that follows attention.
+
+    Args:
+        attended: The output of attention [B, n, H * d], before its output projection.
+        x: The input of the layer [B, n, E].
+        norm: The norm before the MLP.
+        gates: The fused gate and up projections.
+        o: The output projection of attention.
+        down: The down projection of the MLP.
+    """
     x, gated = _gated(attended, x, norm, gates, o)
     return x + product(gated, down)
 
@@ -176,6 +219,9 @@ def after_attention(
 def means_after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid, n_groups: int
 ) -> Tensor:
-    """Average :func:`after_attention` over groups of consecutive tokens, see :func:`group_means`: [B, n_groups, E]."""
+    """Average :func:`after_attention` over groups of consecutive tokens: [B, n_groups, E].
+
+    See :func:`group_means` for the groups.
+    """
     x, gated = _gated(attended, x, norm, gates, o)
     return group_means(x, n_groups) + product(group_means(gated, n_groups), down)

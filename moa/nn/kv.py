@@ -1,10 +1,12 @@
-"""Keys and values: the packed layout of stores and drafters, the growing buffer of decoding, and states of rows.
+"""Keys and values: the packed layout of stores and drafters, and the growing KV cache of decoding.
 
-Shapes: B rows, T tokens, n positions, L layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d, S slots.
+Shapes: B rows, T tokens, n positions, L layers, H_kv key/value heads, d head dim,
+D = 2 * H_kv * d, S slots.
 
-The packed layout is, per token and layer, ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, keys after RoPE (official
-``moa_spec/models/train/moa_spec.py``, lines 117-119). The activation store's ``kv`` field ``[T, L, H_kv, 2, d]`` is the
-same layout before the last three axes are merged, so packing it is a view.
+The packed layout holds, per token and layer, ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, with keys
+after RoPE (official ``moa_spec/models/train/moa_spec.py``, lines 117-119). The activation store's
+``kv`` field ``[T, L, H_kv, 2, d]`` is the same layout before the last three axes are merged, so
+packing this field is a view.
 """
 
 import copy
@@ -23,7 +25,7 @@ from .masks import DeviceLengths, added, are_alike, to_device
 
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Pack the KV of L layers, each [B, H_kv, T, d] with keys after RoPE, for the drafter: [B, T, L, D]."""
+    """Pack the keys (after RoPE) and values of L layers, each [B, H_kv, T, d]: [B, T, L, D]."""
     # [B, H_kv, T, 2d]
     per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]
     stacked = torch.stack(per_layer, dim=1)  # [B, L, H_kv, T, 2d]
@@ -31,14 +33,21 @@ def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Undo :func:`pack_kv` for one layer: [B, T, D] -> views of keys and values, each [B, H_kv, T, d]."""
+    """Undo :func:`pack_kv` for one layer [B, T, D].
+
+    Returns:
+        Views of the keys and of the values, each [B, H_kv, T, d].
+    """
     # [2, B, H_kv, T, d]
     per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)
     return per_head[0], per_head[1]
 
 
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the keys of packed KV [n, L, D] by cos and signed sin [n, d]; the inverse rotation undoes RoPE."""
+    """Rotate the keys of packed KV [n, L, D] by cos and signed sin [n, d].
+
+    The inverse rotation undoes RoPE.
+    """
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
     rotated = rotate(keys.permute(1, 2, 0, 3), (cos[None], sin[None])).permute(2, 0, 1, 3)
@@ -46,12 +55,20 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 
 
 def new_cache(has_state: Sequence[bool] = ()) -> Cache:
-    """Make an empty transformers cache that keeps every position; some layers may have a state in place of KV."""
-    # One built from the model's config drops keys outside a sliding window, and a drafter needs all
-    # of them.
+    """Make an empty transformers cache that keeps all positions.
+
+    Args:
+        has_state: Per layer, whether it has a recurrent state instead of keys and values. Empty if
+            no layer has one.
+    """
+    # A cache that is built from the model's config drops keys outside the sliding window. A drafter
+    # needs all keys.
     if any(has_state):
         return Cache(
-            layers=[LinearAttentionLayer() if one else DynamicLayer() for one in has_state]
+            layers=[
+                LinearAttentionLayer() if is_recurrent else DynamicLayer()
+                for is_recurrent in has_state
+            ]
         )
     return DynamicCache()
 
@@ -59,17 +76,22 @@ def new_cache(has_state: Sequence[bool] = ()) -> Cache:
 def cache_layers(
     cache: Cache, chosen: Sequence[int] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """List keys and values of layers of a transformers cache, by default all, each [B, H_kv, T, d], without a copy."""
+    """List keys and values of layers of a transformers cache, each [B, H_kv, T, d], without a copy.
+
+    The default for ``chosen`` is all layers.
+    """
     every: list[Any] = list(cache.layers)
     layers = every if chosen is None else [every[layer] for layer in chosen]
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 class KVBuffer:
-    """Keys and values of L layers for B rows of different ``lengths``, in one tensor that grows by doubling.
+    """A KV cache of L layers and B rows of different ``lengths``.
 
-    Slot i of a row holds the token at position i. Slots at or beyond a row's length hold anything; the next call
-    overwrites them, so that dropping rejected drafts costs nothing proportional to the context.
+    All keys and values are in one tensor, which grows by doubling its number of slots. Slot i of a
+    row holds the token at position i. The content of slots at or beyond a row's length is
+    undefined, and the next call overwrites it. So the cost of dropping rejected drafts does not
+    depend on the length of the context.
     """
 
     def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
@@ -77,8 +99,8 @@ class KVBuffer:
         self._n_layers = n_layers
         self._initial_slots = n_slots
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
-        # Views of it, [B, H_kv, S, d] of each layer: made once, since a draft step costs as much as
-        # its tensor calls.
+        # Views of the buffer, [B, H_kv, S, d] per layer. They are made once, because the cost of a
+        # draft step is the number of its tensor operations.
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -90,13 +112,22 @@ class KVBuffer:
 
     @property
     def capacity(self) -> int:
-        """S, the allocated slots."""
+        """Number of allocated slots S."""
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(
         self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, H_kv, n, d], ``counts`` of them real, after each row of the only layer; gives all."""
+        """Append keys and values to each row of the only layer.
+
+        Args:
+            keys: [B, H_kv, n, d].
+            values: [B, H_kv, n, d].
+            counts: Per row, how many of the n tokens are not padding. None if all are real.
+
+        Returns:
+            All keys and values, [B, H_kv, max(lengths), d].
+        """
         n_tokens = keys.shape[2]
         self.reserve(max(self.lengths) + n_tokens, keys)
         write_slots(self._layers[0], keys, values, slots_after(self.lengths, n_tokens, keys.device))
@@ -104,7 +135,10 @@ class KVBuffer:
         return self.layer_view(0, max(self.lengths))
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to after the lengths."""
+        """View the keys and values [B, H_kv, n_slots, d] of a layer.
+
+        The caller may write to slots at or beyond a row's length.
+        """
         if n_slots > self.capacity or self._buffer is None:
             self.reserve(n_slots, self.buffer[0, 0])
         keys, values = self._layers[layer]
@@ -112,30 +146,36 @@ class KVBuffer:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep some of the tokens after each row, given by ascending indices; the others are forgotten."""
+        """Add some of the tokens that were written after each row to the row, and drop the others.
+
+        Args:
+            kept: Per row, the ascending indices of the tokens to keep.
+        """
         for row, indices in enumerate(kept):
             start = self.lengths[row]
             if list(indices) != list(range(len(indices))):
-                own = self.buffer[:, :, row]  # [2, L, H_kv, S, d]
-                source = to_device([start + index for index in indices], own.device)
-                own[:, :, :, start : start + len(indices)] = own[:, :, :, source]
+                row_buffer = self.buffer[:, :, row]  # [2, L, H_kv, S, d]
+                source = to_device([start + index for index in indices], row_buffer.device)
+                row_buffer[:, :, :, start : start + len(indices)] = row_buffer[:, :, :, source]
             self.lengths[row] = start + len(indices)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Forget what lies at or beyond each of the given positions."""
+        """Roll each row back to at most the given length."""
         self.lengths = (
             lengths if isinstance(lengths, DeviceLengths) else [*map(min, self.lengths, lengths)]
         )
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row (:func:`pack_kv`), of the layers from one on: [B, n, L, D]."""
+        """Pack the KV of n positions of each row as :func:`pack_kv` does: [B, n, L, D].
+
+        The layers before ``first_layer`` are left out.
+        """
         return self._positions(starts, n_tokens, slice(first_layer, None)).flatten(3)
 
     def _positions(self, starts: Sequence[int], n_tokens: int, layers: slice) -> Tensor:
         """Take n positions of each row, of some layers: [B, n, L, H_kv, 2, d]."""
-        # Rows of different lengths: what lies beyond a row's own is of no meaning, and its caller
-        # drops it.
+        # Positions beyond a row's length hold undefined values, which the caller drops.
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, layers]
@@ -144,11 +184,12 @@ class KVBuffer:
             return part.permute(2, 4, 1, 3, 0, 5)
         slots = positions_from(starts, n_tokens, buffer.device)
         rows = torch.arange(len(starts), device=buffer.device)[:, None]
-        picked = buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
+        # [B, n, 2, L, H_kv, d]: torch puts indexed axes first.
+        picked = buffer[:, :, rows, :, slots]
         return picked.permute(0, 1, 3, 4, 2, 5)
 
     def take_rows(self, rows: Sequence[int]) -> Self:
-        """Copy these rows, in this order, to a buffer of their own."""
+        """Copy some rows, in the given order, to a new buffer."""
         taken = copy.copy(self)
         taken.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
@@ -156,7 +197,7 @@ class KVBuffer:
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
-        """Append the rows of another buffer of the same heads after its own."""
+        """Append the rows of another buffer with the same shape of heads."""
         sides = (self, other)
         full = next((side._buffer for side in sides if side._buffer is not None), None)
         if full is not None:
@@ -164,15 +205,22 @@ class KVBuffer:
             n_slots = max(side.capacity for side in sides)
             parts = []
             for side in sides:
-                own = side._buffer
-                if own is None:  # a side without keys yet gets zeros of the other's form
-                    own = full.new_zeros(2, self._n_layers, len(side.lengths), heads, 0, head_dim)
-                parts.append(F.pad(own, (0, 0, 0, n_slots - own.shape[4])))
+                buffer = side._buffer
+                if buffer is None:  # It has no keys yet, so all of its slots are padding.
+                    buffer = full.new_zeros(
+                        2, self._n_layers, len(side.lengths), heads, 0, head_dim
+                    )
+                parts.append(F.pad(buffer, (0, 0, 0, n_slots - buffer.shape[4])))
             self._place(torch.cat(parts, dim=2))
         self.lengths = self.lengths + other.lengths
 
     def reserve(self, n_slots: int, like: Tensor) -> None:
-        """Grow by doubling to at least so many slots, of the heads and dtype of a tensor [B, H_kv, n, d]."""
+        """Grow by doubling to at least ``n_slots`` slots.
+
+        Args:
+            n_slots: Number of slots needed.
+            like: A tensor [B, H_kv, n, d] with the dtype, device and shape of heads of the buffer.
+        """
         if self._buffer is not None and n_slots <= self._buffer.shape[4]:
             return
         capacity = self._initial_slots
@@ -181,7 +229,10 @@ class KVBuffer:
         self.resize(capacity, like)
 
     def resize(self, n_slots: int, like: Tensor, into: Tensor | None = None) -> None:
-        """Move to a buffer of so many slots, or a given one. New slots are zero: a masked slot must not hold NaN."""
+        """Move to a buffer of ``n_slots`` slots, or to the buffer ``into``.
+
+        New slots are zero, because a masked slot must not hold NaN.
+        """
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], n_slots, like.shape[3])
         grown = self._allocate(shape, like) if into is None else into
         if self._buffer is not None:
@@ -189,12 +240,13 @@ class KVBuffer:
         self._place(grown)
 
     def clear(self) -> None:
-        """Forget all tokens and free the buffer."""
+        """Drop all tokens and free the buffer."""
         self.lengths = [0] * len(self.lengths)
         self._buffer = None
         self._layers = []
 
-    # Caches that CUDA graphs write to override these two: such buffers must stay where they are.
+    # Caches that CUDA graphs write to override the next two methods, because the address of their
+    # buffer must not change.
 
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(shape)
@@ -205,14 +257,21 @@ class KVBuffer:
 
 
 def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> int | Tensor:
-    """Find the slots of n tokens after each row: the first where all rows are alike, else all, [B, n] int64."""
+    """Find the slots of n new tokens after each row.
+
+    Returns:
+        The first slot if all rows have the same length, otherwise all slots, [B, n] int64.
+    """
     return lengths[0] if are_alike(lengths) else positions_from(lengths, n_tokens, device)
 
 
 def write_slots(
     view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor
 ) -> None:
-    """Put keys and values [B, H_kv, n, d] into others [B, H_kv, S, d], at slots as :func:`slots_after` gives them."""
+    """Write keys and values [B, H_kv, n, d] into slots of a layer's ``view``, each [B, H_kv, S, d].
+
+    ``slots`` are in the form that :func:`slots_after` returns.
+    """
     all_keys, all_values = view
     if isinstance(slots, int):
         stop = slots + keys.shape[2]
@@ -225,6 +284,10 @@ def write_slots(
 
 
 def positions_from(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
-    """List the positions of n tokens from each row's start: [B, n] int64, or [1, n] where all rows start alike."""
+    """List the positions of n tokens from each row's start.
+
+    Returns:
+        [B, n] int64, or [1, n] if all rows have the same start.
+    """
     starts = starts[:1] if are_alike(starts) else starts
     return to_device(starts, device)[:, None] + torch.arange(n_tokens, device=device)

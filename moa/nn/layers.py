@@ -1,8 +1,11 @@
-"""The Llama decoder block in plain torch: one definition for the drafter, the frozen target layers, and decoding.
+"""The Llama decoder block in plain torch.
 
-Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim, G groups.
-A block is self-attention when its keys come from its own input and cross-attention when they come from encoded KV; both
-streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
+Drafters, frozen target layers and decoding all use this definition. A block does self-attention if
+its keys come from its own input, and cross-attention if they come from encoded KV. Both inputs pass
+through the same norm (official ``train/cross_attention.py``, lines 139-203).
+
+Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads,
+d head dim, G groups.
 """
 
 import math
@@ -23,10 +26,13 @@ from .joined import Joined, group_means, join
 from .masks import Mask
 
 Rotation = tuple[Tensor, Tensor]
-"""cos, and sin with the sign of its term (negative in the first half), each [..., d], float32."""
+"""cos and signed sin (negative in the first half), each [..., d], float32."""
 
 AppendKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes keys and values [B, H_kv, Q, d] of new tokens, gives those of all, [B, H_kv, S, d]."""
+"""Appends keys and values of new tokens, each [B, H_kv, Q, d], to a cache.
+
+Returns those of all tokens, each [B, H_kv, S, d].
+"""
 
 
 @dataclass(frozen=True)
@@ -44,19 +50,24 @@ class BlockSizes:
     mlp_bias: bool = False
     query_key_norm: bool = False
     input_norm: bool = True
-    input_width: int | None = None  # of the query, key and value projections; None for the block's
+    # Input width of the query, key and value projections. None for the width of the block.
+    input_width: int | None = None
 
 
-_FEW_TOKENS = 32  # for which one product for queries, keys and values costs less than two
+# Up to this many tokens, one fused QKV product costs less than two products (KV and Q).
+_FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotations whose angles do not depend on the length of the input, so that cached keys stay valid."""
+"""Supported types: their angles do not depend on the input's length, so cached keys stay valid."""
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies)."""
+    """Rotary position embedding in the half-split form.
 
-    frequencies: Tensor  # [d], radians per position, those of the first half negative
+    The frequencies are always float32, because bfloat16 would round them.
+    """
+
+    frequencies: Tensor  # [d], radians per position, negative in the first half.
 
     def __init__(
         self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
@@ -72,7 +83,8 @@ class Rotary(nn.Module):
             theta: Any = rope_parameters.get("rope_theta")
             if type(theta) not in (int, float) or not 0 < theta < math.inf:
                 raise DrafterError(
-                    f"rope_theta is {theta!r}, expected a number above 0. Restore its parameters."
+                    f"rope_theta is {theta!r}, expected a number above 0. "
+                    "Restore the RoPE parameters."
                 )
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             inv_freq = 1.0 / (float(theta) ** exponent)
@@ -85,24 +97,30 @@ class Rotary(nn.Module):
                 "Restore its parameters.",
             ):
                 config = LlamaConfig(
-                    hidden_size=head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=head_dim,
-                    max_position_embeddings=max_position_embeddings, rope_parameters=dict(rope_parameters),
-                )  # fmt: skip
+                    hidden_size=head_dim,
+                    num_attention_heads=1,
+                    num_key_value_heads=1,
+                    head_dim=head_dim,
+                    max_position_embeddings=max_position_embeddings,
+                    rope_parameters=dict(rope_parameters),
+                )
                 inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
         else:
             raise DrafterError(
-                f"rope type {rope_type!r} changes with the length of the input and is not supported."
+                f"rope type {rope_type!r} is not supported, because its angles change with the "
+                "length of the input."
             )
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(
-                f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters."
+                f"the rotation {rope_parameters} has angles that are not finite. "
+                "Restore its parameters."
             )
         inv_freq = inv_freq.float()
         # [d]
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Compute cos and signed sin [..., d] of integer positions [...], in float32 and then cast."""
+        """Compute cos and signed sin [..., d] of integer positions [...] in float32, then cast."""
         angles = positions[..., None] * self.frequencies
         cos = angles.cos()
         sin = angles.sin()
@@ -112,31 +130,38 @@ class Rotary(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def inverse(self, positions: Tensor) -> Rotation:
-        """Compute the rotation that undoes :meth:`forward` at the same positions, its scaling too."""
+        """Compute the rotation that undoes :meth:`forward` and its scaling at these positions."""
         cos, sin = self(-positions)
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
         exact = self.frequencies
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.frequencies = exact.to(self.frequencies.device)
         return self
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate x [B, heads, T, d] by cos and signed sin [B or 1, T, d], computed in x's dtype as transformers does."""
+    """Rotate x [B, heads, T, d] by cos and signed sin [B or 1, T, d].
+
+    The rotation is computed in the dtype of x, as transformers does.
+    """
     cos, sin = rotation
     cos = cos.to(x.dtype).unsqueeze(1)
     sin = sin.to(x.dtype).unsqueeze(1)
     if torch.is_grad_enabled():
-        rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]  # torch's apply has no types
+        # The type is ignored because torch's apply is not typed.
+        rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
-    # A draft step has few tokens, so its cost is the number of kernel calls.
+    # A draft step has few tokens, so its cost is the number of kernel launches.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """x * cos + rotate_half(x) * sin in three passes over memory; the gradient is the rotation back."""
+    """Computes x * cos + rotate_half(x) * sin in three passes over memory.
+
+    The gradient is the inverse rotation.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -160,7 +185,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm; on CPU, where torch composes it of many passes over memory, with a gradient of its own."""
+    """Root-mean-square norm, with a custom autograd function for training on a CPU.
+
+    PyTorch's own norm makes many passes over memory there.
+    """
 
     __call__: Callable[..., Tensor]
 
@@ -168,7 +196,8 @@ class RMSNorm(nn.RMSNorm):
         """Normalise x [..., E] over E: [..., E]."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
         if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            normed: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+            # The type is ignored because torch's apply is not typed.
+            normed: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]
                 x, self.weight, self.eps
             )
             return normed
@@ -176,7 +205,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Computes y = w * x / rms(x), and keeps x / rms(x) for the gradient."""
+    """Computes y = w * x / rms(x), and saves x / rms(x) for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -201,12 +230,18 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
-    """Apply a layer to ``x * scale``, the scale [E] folded into the weight, for an x that needs no gradient."""
+    """Apply a linear layer to ``x * scale``, with the scale [E] folded into the weight.
+
+    This is for an x that needs no gradient.
+    """
     return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; scale 1/sqrt(d). Weight names are those of a transformers Llama layer."""
+    """Grouped-query attention with a scale of 1/sqrt(d).
+
+    The weights have the names of a Llama layer in transformers.
+    """
 
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
@@ -225,7 +260,10 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Project [B, T, E] to the heads of queries (``q``), keys or values, not rotated: [B, H or H_kv, T, d]."""
+        """Project [B, T, E] to heads that are not rotated: [B, H or H_kv, T, d].
+
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``.
+        """
         heads = _project(getattr(self, f"{name}_proj"), normed, scale).unflatten(
             -1, (-1, self.head_dim)
         )
@@ -236,28 +274,44 @@ class Attention(nn.Module):
     def queries(
         self, normed: Tensor, rotation: Rotation | None, scale: Tensor | None = None
     ) -> Tensor:
-        """Project [B, Q, E] to queries [B, H, Q, d], rotated by a rotation if any; ``scale`` as in :func:`_project`."""
+        """Project [B, Q, E] to queries [B, H, Q, d].
+
+        Args:
+            normed: [B, Q, E], the output of the norm.
+            rotation: The rotation of the queries; None for none.
+            scale: See :func:`_project`.
+        """
         heads = self._heads("q", normed, scale)
         return heads if rotation is None else rotate(heads, rotation)
 
     def keys_values(
         self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
+        """Project [B, S, E] to rotated keys, and to values, each [B, H_kv, S, d].
+
+        See :func:`_project` for ``scale``.
+        """
         return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
 
     def project(self, normed: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Project the same [B, T, E] to rotated queries, rotated keys, and values."""
+        """Project [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # A draft step has few tokens, so its cost is the number of kernel calls: one rotation for
-        # both.
+        # A draft step has few tokens, so its cost is the number of kernel launches. Rotate queries
+        # and keys together.
         q, k, v = (self._heads(name, normed) for name in "qkv")
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
-        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask as for :func:`.attention.attend` -> [B, Q, E]."""
+        """Attend, and apply the output projection: [B, Q, E].
+
+        Args:
+            q: [B, H, Q, d].
+            k: [B, H_kv, S, d].
+            v: [B, H_kv, S, d].
+            mask: See :func:`.attention.attend`.
+        """
         out: Tensor = self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
 
@@ -295,11 +349,11 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
     def normed(self, x: Tensor) -> Tensor:
-        """Normalise the input of the projections to queries, keys and values: [..., E] -> [..., E]."""
+        """Normalise the input of the QKV projections: [..., E] -> [..., E]."""
         return self.input_layernorm(x)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Select what the attention's output is added to: [..., E] -> [..., E]."""
+        """Return the residual that the attention's output is added to: [..., E] -> [..., E]."""
         return x
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -307,7 +361,10 @@ class DecoderBlock(nn.Module):
         return self.self_attn.queries(self.normed(x), rotation)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Normalise a source [B, S, E] and project it to rotated keys and values, each [B, H_kv, S, d]."""
+        """Normalise a source [B, S, E] and project it to rotated keys, and to values.
+
+        Both have the shape [B, H_kv, S, d].
+        """
         return self.self_attn.keys_values(self.normed(source), rotation)
 
     def forward(
@@ -318,25 +375,34 @@ class DecoderBlock(nn.Module):
         values: Tensor,
         mask: Mask | Tensor | None,
     ) -> Tensor:
-        """Let the queries x [B, Q, E] attend to rotated keys and values [B, H_kv, S, d]: [B, Q, E].
+        """Run the block on x, which attends to given keys and values: [B, Q, E].
 
         Args:
-            rotation: of the queries' positions, [B or 1, Q, d].
-            mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
+            x: [B, Q, E], the source of the queries.
+            rotation: Rotation of the queries' positions, [B or 1, Q, d].
+            keys: [B, H_kv, S, d], rotated.
+            values: [B, H_kv, S, d].
+            mask: See :func:`.attention.attend`.
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
     def attend_cached(
         self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None
     ) -> Tensor:
-        """Let x [B, Q, E] attend to what came before and to itself: :meth:`forward` on what ``append`` gives."""
+        """Run :meth:`forward` on x [B, Q, E], which attends to the KV cache and to itself.
+
+        ``append`` adds the keys and values of x to the cache, and returns those of all tokens.
+        """
         if (joined := self._current(x)) is not None:
             return self._attend_joined(joined, x, rotation, append, mask)
         queries, keys, values = self.self_attn.project(self.normed(x), rotation)
         return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
 
     def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
-        """Compute :meth:`attend_cached` without a mask for the last token alone: x [B, Q, E] -> [B, 1, E]."""
+        """Compute :meth:`attend_cached` without a mask, and only for the last token.
+
+        The shape changes from [B, Q, E] to [B, 1, E].
+        """
         joined = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
         if joined is not None:
             return self._attend_joined(joined, x, rotation, append, None, n_last=1)
@@ -345,7 +411,10 @@ class DecoderBlock(nn.Module):
         return self.forward(x[:, -1:], (cosines[:, -1:], sines[:, -1:]), keys, values, None)
 
     def join(self) -> None:
-        """Draft by joined products (:mod:`.joined`), where the weights are laid out; they need not be exact."""
+        """Use fused products (:mod:`.joined`) for drafting if the weights are packed.
+
+        The fused products need not be exact.
+        """
         known: Joined | None = vars(self).get("joined")
         if known is not None and known.is_current():
             return
@@ -371,13 +440,13 @@ class DecoderBlock(nn.Module):
         append: AppendKV,
         mask: Mask | Tensor | None,
         n_groups: int = 0,
-        n_last: int = 0,  # tokens whose output is wanted; 0 for all
+        n_last: int = 0,  # How many of the last tokens to compute; 0 for all.
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
-        given = self.normed(x) if has_own_norms else x
+        block_input = self.normed(x) if has_own_norms else x
         cosines, sines = rotation
         queries, keys, values = joined.project(
-            given, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
+            block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
         )
         attended = (
             attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
@@ -385,28 +454,40 @@ class DecoderBlock(nn.Module):
         return joined.finish(attended, self.residual(x[:, -n_last:]), n_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave joined products out, which cannot be copied."""
+        """Leave out the fused products, because they cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "joined"}
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
-        """Let x [B, T, E] attend to itself; equals :meth:`forward` on x's own keys and values with one norm less."""
+        """Let x [B, T, E] attend to itself.
+
+        The result equals that of :meth:`forward` with the keys and values of x. This method
+        normalises x once, where those take two norms.
+        """
         return self.finish(x, self._self_attention(x, rotation, mask))
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Average :meth:`attend_self` without a mask over G groups of consecutive tokens: [B, T, E] -> [B, G, E]."""
+        """Average :meth:`attend_self` without a mask over G groups of consecutive tokens.
+
+        The shape changes from [B, T, E] to [B, G, E].
+        """
         if (joined := self._current(x)) is not None:
             return self._attend_joined(
                 joined, x, rotation, lambda keys, values: (keys, values), None, n_groups
             )
-        # The down projection and the residual sums are linear, so they are done once on a mean
-        # instead of T times.
+        # The down projection and the residual sums are linear, so they are computed once per group,
+        # on the mean, instead of once per token.
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run what follows the attention, given the block's input x and its output: [B, Q, E] each -> [B, Q, E]."""
+        """Run the part of the block that follows attention: [B, Q, E].
+
+        Args:
+            x: [B, Q, E], the input of the block.
+            attended: [B, Q, E], the output of attention.
+        """
         x = self.residual(x) + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -420,8 +501,8 @@ class DecoderBlock(nn.Module):
             and type(self).normed is DecoderBlock.normed
         )
         if isinstance(norm, RMSNorm) and reads_data:
-            # Stored activations: with the norm's weight folded into the projections, no gradient of
-            # x is needed.
+            # x holds stored activations. With the norm's weight folded into the projections, the
+            # normalised x needs no gradient.
             normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
             scale = norm.weight
         else:

@@ -1,10 +1,12 @@
-"""Distillation losses per position; the reduction is the caller's.
+"""Distillation losses per position. The caller reduces them.
 
-Shapes: N positions, J draft steps, E hidden width, V vocabulary, V_d draft vocabulary.
+A loss needs the LM head, the largest matrix of a model: 1 GB for 128,256 tokens of width 4,096 in
+bfloat16. So positions are processed in chunks whose logits are limited in bytes. There are at most
+``MAX_CHUNKS`` chunks, because each of them reads the head once. If the dtype of the features is
+wider than that of a frozen head, a small head is cast once, and a large head block by block.
 
-The loss goes through an LM head, the largest matrix of a model: 1 GB for 128,256 tokens of width 4,096 in bfloat16. So
-positions are processed in chunks whose logits are bounded in bytes, but in at most ``MAX_CHUNKS`` of them, since each
-reads the head once. If features are wider than a frozen head, a small head is cast once and a large one block by block.
+Shapes: N positions, n positions of a chunk, J draft steps, K loss terms, E hidden width,
+V vocabulary, V_d draft vocabulary, r rank of a correction of the logits.
 """
 
 from collections.abc import Iterator
@@ -18,31 +20,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Divergence:
-    """The distance of a draft's distribution q from the target's p: the forward KL, or an LK loss (arXiv 2602.23881).
+    """Divergence of a draft's distribution q from the target's p.
 
-    With a = sum_v min(p_v, q_v), the probability that sampling accepts a draft::
+    It is the forward KL or an LK loss (arXiv 2602.23881). With a = sum_v min(p_v, q_v), the
+    probability that sampling accepts a draft::
 
         kl           the forward KL
         lk           -log a
         lk-hybrid    s * KL + (1 - s) * (1 - a), where s = exp(-decay * a) has no gradient
         tv           0.1 * KL + 0.9 * (1 - a), where 1 - a is the total variation
 
-    The KL is the cross-entropy to the target's soft labels at temperature 1, without their entropy (official
-    ``train/moa_spec.py``, lines 253-262). The further a draft is from being accepted, the more the hybrid is the KL.
+    The KL is computed as the cross-entropy to the target's soft labels at temperature 1, without
+    their entropy (official ``train/moa_spec.py``, lines 253-262). The less likely a draft is
+    accepted, the more weight the hybrid gives to the KL.
     """
 
-    # Each position has its own s, where the paper takes one of the batch's mean a: so a batch may
-    # be split into
-    # micro-batches and among devices.
+    # Each position has its own s, so that a batch may be split into micro-batches and among
+    # devices. The paper computes one s from the batch's mean of a.
     kind: str = "kl"
     decay: float = 3.0
 
     def of(
         self, kl: Tensor, l1: Tensor, mass: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the divergence from the forward KL and the L1 distance, each [...], and its derivatives in both.
+        """Compute the divergence and its derivatives.
 
-        ``mass``: probability of the target's tokens that are compared, [...]; 1 for all tokens.
+        Args:
+            kl: [...], the forward KL.
+            l1: [...], the L1 distance of the two distributions.
+            mass: [...], the target's probability of all compared tokens together; 1 if all tokens
+                of the vocabulary are compared.
+
+        Returns:
+            The divergence, its derivative with respect to ``kl``, and that with respect to ``l1``.
         """
         if self.kind == "kl":
             return kl, torch.ones_like(kl), torch.zeros_like(kl)
@@ -54,18 +64,23 @@ class Divergence:
 
 
 KL = Divergence()
-# lower bound of the probability of acceptance, so that its logarithm and gradient stay finite
+# Lower bound of the acceptance probability, so that its logarithm and gradient stay finite.
 _LEAST_ACCEPTED = 1e-6
 
-# bytes of float32 logits of one chunk, unless that made more than ``MAX_CHUNKS`` chunks
+# Bytes of the float32 logits of one chunk. Chunks are larger if there were more than MAX_CHUNKS.
 LOGITS_BYTES = 1 << 26
-MAX_CHUNKS = 8  # how often the loss of one forward reads an LM head at most
-# bytes of an LM head that are cast, or of its gradient that are made, at once
+MAX_CHUNKS = 8  # How often the loss of one forward reads an LM head at most.
+# Bytes of an LM head that are cast at once, or of its gradient that are computed at once.
 _CAST_BYTES = 1 << 28
 
 
 def chunk_rows(n_rows: int, n_logits: int) -> int:
-    """Choose the positions of a chunk, of ``n_rows`` positions that have ``n_logits`` float32 logits each."""
+    """Choose the number of positions of a chunk.
+
+    Args:
+        n_rows: Number of all positions.
+        n_logits: Number of float32 logits of each position.
+    """
     return max(1, LOGITS_BYTES // (4 * n_logits), -(-n_rows // MAX_CHUNKS))
 
 
@@ -75,7 +90,7 @@ def _blocks(head: Tensor) -> Iterator[slice]:
 
 
 def logits_of(x: Tensor, head: Tensor) -> Tensor:
-    """Apply a head [V, E] to x [..., E], in the dtype of x: [..., V]."""
+    """Compute the logits [..., V] of x [..., E] by a head [V, E], in the dtype of x."""
     if x.dtype == head.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, head)
     logits = x.new_empty(*x.shape[:-1], head.shape[0])
@@ -85,12 +100,12 @@ def logits_of(x: Tensor, head: Tensor) -> Tensor:
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Keep logits within a bound as their model does, by a tanh; None for no bound."""
+    """Limit logits to the range (-cap, cap) by a tanh, as their model does; None for no limit."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """The dtype to compute in, and a frozen head: cast to it under autocast, else as it is stored."""
+    """Choose the dtype to compute in, and cast a frozen head to it if autocast is enabled."""
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head
     dtype = torch.get_autocast_dtype(features.device.type)
@@ -98,7 +113,7 @@ def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tenso
 
 
 def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bring a gradient of logits [..., V] back to features [..., E], in their dtype."""
+    """Compute the gradient of features [..., E] from that of logits [..., V], in ``dtype``."""
     if dtype == head.dtype:
         return error.to(dtype) @ head
     parts = (error[..., block].to(dtype) @ head[block].to(dtype) for block in _blocks(head))
@@ -115,7 +130,12 @@ def _log_draft(
     code: Tensor | None,
     correction: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log probabilities, and the derivative of what is capped in what is not; None without a cap."""
+    """Compute the log probabilities of a draft.
+
+    Returns:
+        The log probabilities, and the derivative of the capped logits with respect to the uncapped
+        ones, both of the shape of the logits. The derivative is None without a cap.
+    """
     logits = logits_of(features, head).float()
     slope = None
     if cap is not None:
@@ -135,13 +155,24 @@ def _terms_and_error(
     mass: Tensor | None,
     divergence: Divergence,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the terms [n, J, K], and the gradient of their weighted sum in the logits; ``log_draft`` is overwritten.
+    """Compute the loss terms, and the gradient of their weighted sum with respect to the logits.
 
-    The gradient may lack a factor [n, J, 1], which is returned too. The sum ``mass`` of ``probability`` is None for 1.
+    Args:
+        kl: [n, J].
+        log_draft: [n, J, V], log probabilities of the drafter. They are overwritten.
+        probability: [n, 1, V], probabilities of the target.
+        weights: [n, J, K], of the terms.
+        labels: [n, J]; None for none.
+        mass: Sum of ``probability`` over V; None if it is 1.
+        divergence: The divergence to compute.
+
+    Returns:
+        The terms [n, J, K], the gradient [n, J, V], and a factor [n, J, 1] that the gradient must
+        still be multiplied by, None for 1.
     """
-    own = None if labels is None else -log_draft.gather(-1, labels[..., None])
+    label_loss = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
-    if own is None and divergence.kind == "kl":
+    if label_loss is None and divergence.kind == "kl":
         return (
             kl[..., None],
             (draft if mass is None else draft.mul_(mass)).sub_(probability),
@@ -150,45 +181,49 @@ def _terms_and_error(
     difference = draft - probability
     l1 = difference.abs().sum(dim=-1)
     sign = difference.sign_()
-    # d|p - q| through the softmax: p (sign - its mean under p).
-    of_l1 = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
-    whole: Tensor | float = 1.0 if mass is None else mass
-    found = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
-    terms, of_kl, of_distance = (part[..., None] for part in found)
+    # Gradient of the L1 distance through the softmax q: q * (sign - mean of sign under q).
+    l1_gradient = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
+    total_mass: Tensor | float = 1.0 if mass is None else mass
+    divergence_parts = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
+    terms, kl_weight, l1_weight = (part[..., None] for part in divergence_parts)
     factor: Tensor | None = weights
-    of_label = torch.zeros_like(of_kl)
-    if own is not None:
+    label_weight = torch.zeros_like(kl_weight)
+    if label_loss is not None:
         factor = None
-        of_divergence, of_own, of_label = weights.split(1, dim=-1)
-        of_kl = of_divergence * of_kl
-        of_distance = of_own + of_divergence * of_distance
-        terms = torch.cat((terms, l1[..., None], own), dim=-1)
-    error = draft.mul_(of_kl * whole + of_label)
-    error.addcmul_(probability, of_kl, value=-1).addcmul_(of_l1, of_distance)
+        divergence_weight, distance_weight, label_weight = weights.split(1, dim=-1)
+        kl_weight = divergence_weight * kl_weight
+        l1_weight = distance_weight + divergence_weight * l1_weight
+        terms = torch.cat((terms, l1[..., None], label_loss), dim=-1)
+    error = draft.mul_(kl_weight * total_mass + label_weight)
+    error.addcmul_(probability, kl_weight, value=-1).addcmul_(l1_gradient, l1_weight)
     if labels is not None:
-        error.scatter_add_(-1, labels[..., None], -of_label)
+        error.scatter_add_(-1, labels[..., None], -label_weight)
     return terms, error, factor
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """The weighted sum of :func:`chunked_losses`; forward computes the gradients too and keeps no logits."""
+    """Computes the weighted sum of :func:`chunked_losses`.
+
+    The forward pass computes the gradients too, so that it need not save logits.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, weights: Tensor, own_head: Any, tokens: Any,
-        labels: Any, code: Any, correction: Any, divergence: Divergence, cap: Any,
+        ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, weights: Tensor, own_head: Any,
+        tokens: Any, labels: Any, code: Any, correction: Any, divergence: Divergence, cap: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         draft_head = head if own_head is None else own_head
         dtype = features.dtype
         terms = torch.empty_like(weights, dtype=torch.float32)
         grads: Any = torch.empty_like(features), None if code is None else torch.empty_like(code)
-        # Sums over all chunks, as large as a head: of its own, and of the correction.
+        # Gradients of the drafter's own head and of the correction, summed over all chunks. Each is
+        # as large as a head.
         sums: Any = [
             None if x is None else torch.zeros_like(x, dtype=torch.float32)
             for x in (own_head, correction)
         ]
         n_logits = features.shape[1] * len(draft_head)
-        # A KL through a frozen head holds the fewest buffers of logits.
+        # A KL through the frozen head needs the fewest buffers of logits.
         is_plain = own_head is None and labels is None
         n_rows = chunk_rows(len(features), n_logits if is_plain else n_logits + len(head))
         for first in range(0, len(features), n_rows):
@@ -201,15 +236,15 @@ class _ChunkedLosses(torch.autograd.Function):
             if tokens is not None:
                 probability = probability[..., tokens]
             if dtype == torch.float16:
-                # The one dtype whose products overflow to -inf. Looking for -inf first would make
-                # the host wait.
+                # Only in float16 can products overflow to -inf. Always mask: checking for -inf
+                # first would synchronize with the GPU.
                 probability = probability * ~torch.isinf(log_draft)
                 log_draft.clamp_(min=torch.finfo(torch.float32).min)
             if tokens is not None or dtype == torch.float16:
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1)
-            else:  # of several steps: without a third buffer of their size
+            else:  # A matrix product avoids a third buffer of the logits of all draft steps.
                 kl = -(log_draft @ probability.mT).squeeze(-1)
             terms[part], error, factor = _terms_and_error(
                 kl,
@@ -220,7 +255,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass,
                 divergence,
             )
-            # The weights are factors of the narrow features, not of logits.
+            # Apply the weights to the features, which are narrower than the logits.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
@@ -243,7 +278,7 @@ class _ChunkedLosses(torch.autograd.Function):
             None if grad is None else grad * grad_outputs[0].to(grad.dtype)
             for grad in ctx.saved_tensors
         )
-        # As large as a head, so they are scaled in place and not kept.
+        # These gradients are as large as a head, so they are scaled in place, and can be used once.
         own_head, correction = ctx.sums
         ctx.sums = None
         for grad in (own_head, correction):
@@ -266,34 +301,42 @@ def chunked_losses(
     divergence: Divergence = KL,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compare drafts with the target's distributions, and with the tokens of the text, without all logits at once.
+    """Compute losses of drafts without materializing all logits.
 
-    The drafter's logits are ``features @ own_head.T + code @ correction.T``, the target's ``hidden @ head.T``. The
-    terms of a draft are the divergence and, with labels, the L1 distance of the two distributions (twice their total
-    variation) and the cross-entropy to the label: K is 1 or 3. Equal to the plain computation in value and gradient.
+    The logits of the drafter are ``features @ own_head.T + code @ correction.T``, and those of the
+    target ``hidden @ head.T``. Without labels there is K = 1 term, the divergence. With labels
+    there are K = 3 terms: the divergence, the L1 distance of the two distributions (twice their
+    total variation), and the cross-entropy to the label. Values and gradients equal those of a
+    computation with all logits.
 
     Args:
-        features: [N, J, E], the drafter's of J draft steps at each position.
-        hidden: [N, E], the target's, after its final norm.
-        head: [V, E], frozen, in any dtype.
-        weights: [N, J, K], at least 0.
-        own_head: [V_d, E], trained; its gradient can be asked for once. None for the target's.
-        tokens: [V_d] int64, the draft vocabulary, outside of which the target's tokens contribute 0; None for all.
-        labels: [N, J] int64, tokens of the text.
+        features: [N, J, E], of the drafter, for J draft steps at each position.
+        hidden: [N, E], hidden states of the target after its final norm.
+        head: [V, E], the target's LM head. It is frozen, and may have any dtype.
+        weights: [N, J, K], weights of the terms, at least 0.
+        own_head: [V_d, E], the drafter's own LM head, which is trained. The backward pass can run
+            only once. None to use ``head``.
+        tokens: [V_d] int64, the draft vocabulary. All other tokens of the target contribute 0. None
+            for the whole vocabulary.
+        labels: [N, J] int64, tokens of the text; None for no labels.
         code: [N, J, r]; None for no correction of the drafter's logits.
-        correction: [V, r], trained.
-        cap: bound of what the frozen head gives (:func:`capped`), of target and drafter, before a correction.
+        correction: [V, r], which is trained; None for no correction.
+        divergence: The divergence to compute.
+        cap: Limit of the logits of the frozen head (:func:`capped`), for the target and the
+            drafter. It is applied before the correction. None for no limit.
 
     Returns:
-        The weighted sum in nats, which alone has gradients, and the terms [N, J, K], both float32.
+        The weighted sum of the terms in nats, and the terms [N, J, K], both float32. Only the
+        weighted sum has gradients.
     """
     dtype, head = _autocast(features, head)
     if head.numel() * 4 <= _CAST_BYTES:
-        head = head.to(dtype)  # once, not for each product of each chunk
+        head = head.to(dtype)  # Cast once here, instead of in each product of each chunk.
     own_head, code, correction = (
         None if x is None else x.to(dtype) for x in (own_head, code, correction)
     )
-    total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+    # The type is ignored because torch's apply is not typed.
+    total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
         features.to(dtype),
         hidden.to(dtype),
         head,
@@ -310,7 +353,10 @@ def chunked_losses(
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
-    """Compute smooth-L1 (beta 1) to hidden states, averaged over the width: [..., E] -> [...] (official line 266)."""
+    """Compute the smooth-L1 loss (beta 1) to hidden states, averaged over the width.
+
+    The shape changes from [..., E] to [...] (official line 266).
+    """
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
 
 
@@ -323,27 +369,34 @@ def chunked_cross_entropy(
     correction: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy to labels of :func:`chunked_losses` alone, without a gradient: [N] float32, in nats."""
-    found = features.new_empty(len(features), dtype=torch.float32)
+    """Compute only the cross-entropy to labels of :func:`chunked_losses`, without gradients.
+
+    Returns:
+        [N] float32, in nats.
+    """
+    losses = features.new_empty(len(features), dtype=torch.float32)
     n_rows = chunk_rows(len(features), head.shape[0])
     for first in range(0, len(features), n_rows):
         part = slice(first, first + n_rows)
         log_draft, _ = _log_draft(
             features[part], head, cap, None if code is None else code[part], correction
         )
-        found[part] = F.nll_loss(log_draft, labels[part], reduction="none")
-    return found
+        losses[part] = F.nll_loss(log_draft, labels[part], reduction="none")
+    return losses
 
 
 def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
-    """Weigh the drafts of blocks by what they add to the expected acceptance length (D-PACE, arXiv 2605.18810).
+    """Weigh the K drafts of blocks by their share of the expected acceptance length.
 
-    A draft of probability q = exp(-cross-entropy) counts as (1 - smoothing) * q + smoothing. Its weight is the sum over
-    itself and the later drafts of the product of these up to each.
+    This is D-PACE (arXiv 2605.18810). A draft of probability q = exp(-cross-entropy) has the
+    smoothed probability s = (1 - smoothing) * q + smoothing. The weight of draft k is the sum over
+    all j >= k of s_1 * ... * s_j.
 
     Args:
         cross_entropy: [..., K], to the text's tokens.
-        supervised: [..., K] bool; the others have weight 0 and count as certain.
+        supervised: [..., K] bool. All other drafts have weight 0 and a smoothed probability of 1.
+        smoothing: The smoothing. A lower value gives later drafts less weight while earlier drafts
+            are uncertain.
     """
     smoothed = (1 - smoothing) * torch.exp(-cross_entropy.detach()) + smoothing
     reached = torch.where(supervised, smoothed, 1.0).cumprod(dim=-1) * supervised

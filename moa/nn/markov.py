@@ -1,18 +1,23 @@
-"""Heads of block-parallel drafters (DSpark, arXiv 2607.05147): Markov heads over the previous token, and a confidence.
+"""Heads of block-parallel drafters (DSpark, arXiv 2607.05147).
 
-Shapes: E width, V vocabulary, r rank, M numbers that a head remembers of the tokens of its block; ``...`` is any shape.
+All slots of a block are computed at once, so the backbone of a slot does not know the token x that
+was drafted before it. A Markov head adds a term of x to the slot's logits, through two narrow
+matrices. A confidence head predicts whether a draft is accepted::
 
-All slots of a block are computed at once, so that a slot does not know which token was drafted before it. A Markov head
-adds to its logits a term of that token x, through two narrow matrices::
-
-    e = W1[x]                                   x is the anchor for the first slot, the previous draft for the others
+    e = W1[x]        x is the anchor for the first slot, and the previous draft for later slots
     vanilla    logits += W2 e
-    gated      logits += W2 (sigmoid(Wg [h; e]) * e)                  h is the slot's hidden state
-    rnn        G, C, O = Wj [s; e; h]; logits += W2 tanh(O); s <- sigmoid(G) s + (1 - sigmoid(G)) tanh(C)
-    product    logits += W2 (Wh h * e)          the scores of DFlash 2's candidate selector, here of all tokens
+    gated      logits += W2 (sigmoid(Wg [h; e]) * e)     h is the slot's hidden state
+    rnn        G, C, O = Wj [s; e; h]
+               logits += W2 tanh(O)
+               s <- sigmoid(G) s + (1 - sigmoid(G)) tanh(C)
+    product    logits += W2 (Wh h * e)       the scores of DFlash 2's candidate selector, for all
+                                             tokens of the vocabulary
 
-The state s is 0 in the first slot. The *memory* [..., M] of a slot is e, and for rnn s after it. Weights have the names
-of the official code (deepseek-ai/DeepSpec); the product has no counterpart there.
+The state s is 0 in the first slot. The *memory* [..., M] of a slot is e; for rnn it is e and s side
+by side. Weights have the names of the official code (deepseek-ai/DeepSpec). The product head does
+not exist there.
+
+Shapes: E width, V vocabulary, r rank, M size of a head's memory; ``...`` is any shape.
 """
 
 import torch
@@ -21,9 +26,9 @@ from typing_extensions import override
 
 
 class MarkovHead(nn.Module):
-    """The vanilla head: a bias that depends on the previous token alone."""
+    """The vanilla head: a bias that depends only on the previous token."""
 
-    n_states = 0  # width of the memory after the embedding, in ranks
+    n_states = 0  # Width of the recurrent state in the memory, as a multiple of the rank.
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__()
@@ -32,20 +37,36 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Make the memory of first slots from their anchors [...]: [..., M]."""
+        """Compute the memory [..., M] of first slots from their anchors [...]."""
         return nn.functional.pad(self.markov_w1(tokens), (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Make the memory of the next slots, from memory [..., M], hidden [..., E] and drafts [...] of those before."""
+        """Compute the memory [..., M] of the next slots.
+
+        Args:
+            memory: [..., M], of the previous slots.
+            hidden: [..., E], of the previous slots.
+            tokens: [...], the drafts of the previous slots.
+        """
         embedded: Tensor = self.markov_w1(tokens)
         return embedded
 
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        """Compute what ``markov_w2`` turns into the bias of the logits, from [..., M] and [..., E]: [..., r]."""
+        """Compute the input [..., r] of ``markov_w2``, whose output is the bias of the logits.
+
+        Args:
+            memory: [..., M].
+            hidden: [..., E].
+        """
         return memory
 
     def read(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Make the memories [..., K, M] of K slots from hidden [..., K, E] and the tokens before each, [..., K]."""
+        """Compute the memories [..., K, M] of all K slots of blocks.
+
+        Args:
+            hidden: [..., K, E].
+            tokens: [..., K], the token before each slot.
+        """
         if not self.n_states:
             return self.begin(tokens)
         memories = [self.begin(tokens[..., 0])]
@@ -55,7 +76,7 @@ class MarkovHead(nn.Module):
 
 
 class GatedMarkovHead(MarkovHead):
-    """The gated head: the slot's hidden state chooses what of the embedding counts."""
+    """The gated head: a gate, computed from the slot's hidden state, scales the embedding."""
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__(vocab_size, rank, width)
@@ -68,7 +89,7 @@ class GatedMarkovHead(MarkovHead):
 
 
 class ProductMarkovHead(MarkovHead):
-    """The product head: the slot's hidden state scales each number of the embedding."""
+    """The product head: the slot's hidden state scales the embedding elementwise."""
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__(vocab_size, rank, width)
@@ -81,7 +102,7 @@ class ProductMarkovHead(MarkovHead):
 
 
 class RecurrentMarkovHead(MarkovHead):
-    """The rnn head: a state runs over the tokens of the block."""
+    """The rnn head: a recurrent state is updated by each token of the block."""
 
     n_states = 1
 
@@ -105,7 +126,7 @@ class RecurrentMarkovHead(MarkovHead):
 
     @override
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        # The output is of the state before this slot's update.
+        # The output is computed from the state before this slot updates it.
         return self._joint(memory, hidden)[2].tanh()
 
 
@@ -119,13 +140,16 @@ MARKOV_HEADS: dict[str, type[MarkovHead] | None] = {
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts the probability that a slot's draft is accepted, from its hidden state and the previous embedding."""
+    """Predicts the probability that a slot's draft is accepted.
+
+    Its input is the slot's hidden state and the embedding of the previous token.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.proj = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits [...] from [..., width]."""
+        """Compute logits [...] of the acceptance probability from [..., width]."""
         logits: Tensor = self.proj(x)
         return logits[..., 0]

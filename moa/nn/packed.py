@@ -1,11 +1,11 @@
-"""Linear layers whose weights stay as they are, laid out once as the kernels of a CPU want them.
+"""Linear layers with constant weights, packed once into the layouts of fast CPU kernels.
 
-With a matrix as PyTorch keeps it a product of six rows takes two to four times as long as one of a single row; with
-oneDNN's layout it takes about as long, so that verifying a chain of drafts costs little more than a plain step. Weights
-that float16 holds, as it does those that were stored in bfloat16 or float16 and are computed in float32, are laid out
-for FBGEMM too: it reads half the bytes, computes in float32, and is up to two and a half times as fast for a few rows.
-These are copies, which take one and a half times the memory of the weights. ``benchmarks/decoding/products.py``
-measures them.
+In PyTorch's layout of a weight, a product of six rows takes two to four times as long as a product
+of one row. In oneDNN's layout it takes about as long as one row, so that verifying a chain of
+drafts costs little more than a plain decoding step. A float32 weight that float16 can represent
+(because the model was stored in bfloat16 or float16) is also packed for FBGEMM. FBGEMM reads half
+the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The packed copies
+take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures them.
 """
 
 import functools
@@ -22,18 +22,22 @@ from typing_extensions import override
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 
-_FEWEST_VALUES = 1 << 15  # of fewer values a product takes no longer than asking what to do with it
-_ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly as fast
-_SMALLEST_NORMAL = 2.0**-14  # of float16, which below it has ever fewer digits
-# Of the size of a weight's largest row, by which float16 may miss a row in what is smaller than
-# that: what float32
-# rounds in a product of some thousand values. Drafts may be rounded to float16's eleven digits.
+# Smallest weight to pack, in values. A product with fewer values takes no longer than choosing a
+# kernel for it.
+_FEWEST_VALUES = 1 << 15
+# Number of rows that oneDNN's layout is optimized for. Fewer or more rows are nearly as fast.
+_ROWS = 8
+# Smallest normal number of float16. Smaller numbers have fewer digits.
+_SMALLEST_NORMAL = 2.0**-14
+# Largest allowed float16 rounding error of a row, relative to the largest row norm. The first one
+# is the rounding error of float32 in a product of some thousand values. The second one, for drafts,
+# allows rounding to float16's eleven binary digits.
 _MAX_ERROR = 2.0**-19
 _MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 try:
     _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
-# a PyTorch without FBGEMM, whose functions then run without TorchScript
+# This PyTorch has no FBGEMM. The functions then run without TorchScript.
 except (RuntimeError, AttributeError):
     _HALVES = object
 _LOG = logging.getLogger(__name__)
@@ -41,29 +45,33 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def scripted(function: _Function) -> _Function:
-    """Compile a function by TorchScript, which takes a third of the time to call an operation; itself without one."""
+    """Compile a function with TorchScript, or return it unchanged if that fails.
+
+    TorchScript takes a third of Python's time to call an operation.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is to be replaced some day
+            warnings.simplefilter("ignore")  # PyTorch warns that TorchScript is deprecated.
             compiled: _Function = torch.jit.script(function)
             return compiled
-    except Exception:  # noqa: BLE001 - whatever it is
+    except Exception:  # noqa: BLE001 - TorchScript can raise any exception
         return function
 
 
 class Laid(NamedTuple):
-    """A laid out weight and its bias, and both for FBGEMM, where float16 holds the weight."""
+    """A packed weight and its bias."""
 
-    blocked: Tensor  # in no layout that PyTorch knows
+    blocked: Tensor  # The weight in oneDNN's layout, which only oneDNN can read.
     bias: Tensor | None
-    halves: Optional[_HALVES]  # noqa: UP045 - TorchScript's classes know no |
+    # Weight and bias for FBGEMM; None if float16 cannot represent the weight.
+    halves: Optional[_HALVES]  # noqa: UP045 - TorchScript classes do not support `|`
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with copies of its weight for products that need no gradient."""
+    """A linear layer with packed copies of its weight, for products that need no gradient."""
 
     packed: Laid | None
-    packed_state: list[tuple[int, int]]  # of weight and bias, when they were copied
+    packed_state: list[tuple[int, int]]  # States of weight and bias at the time of packing.
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -78,39 +86,47 @@ class PackedLinear(nn.Linear):
         return product(x, packed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the copies out, which cannot be pickled, nor copied with their layer."""
+        """Leave out the packed copies, because they can be neither pickled nor copied."""
         return {name: value for name, value in vars(self).items() if not name.startswith("packed")}
 
 
 def pack(module: nn.Module, is_exact: bool = True) -> None:
-    """Lay out the large weights of linear layers for decoding, on a CPU with AVX2, if memory holds twice their size.
+    """Pack the large weights of linear layers for decoding on a CPU with AVX2.
 
-    For weights that don't change any more. A copy of a weight that changed in place is not used, and made anew by the
-    next call; changes behind PyTorch's back (``weight.data``, fused optimizers) are not seen.
+    Nothing is packed if less than twice the memory of the weights is free. The weights should not
+    change any more. If a weight has changed in place, its packed copy is not used, and the next
+    call of this function replaces it. Changes that PyTorch does not track (``weight.data``, fused
+    optimizers) are not detected.
 
     Args:
-        is_exact: whether weights that float16 does not hold stay float32; drafts need not be exact.
+        module: A module with linear layers.
+        is_exact: Whether to keep weights in float32 if float16 cannot represent them. This is not
+            necessary for drafts.
     """
-    found = (one for one in module.modules() if isinstance(one, nn.Linear))
-    layers = [one for one in found if type(one) in (nn.Linear, PackedLinear) and _takes(one)]
+    linears = (child for child in module.modules() if isinstance(child, nn.Linear))
+    layers = [
+        child for child in linears if type(child) in (nn.Linear, PackedLinear) and _takes(child)
+    ]
     n_free = free_memory()
     n_bytes = 2 * sum(layer.weight.nbytes for layer in layers)
     if n_free is not None and n_bytes > n_free:
         _LOG.warning(
-            "decoding is slower than it could be: copies of the weights for this CPU take %s, and %s are free",
+            "decoding is slower than it could be: packed copies of the weights need %s of memory, "
+            "and %s are free",
             format_bytes(n_bytes), format_bytes(n_free),
         )  # fmt: skip
         return
     for layer in layers:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
-        # The weights themselves, since others could be where they were once they are gone.
+        # Keeps the weights alive, so that a freed address cannot be reused and mistaken for an
+        # unchanged weight.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
 
 def as_layer(weight: Tensor) -> nn.Linear:
-    """Make a linear layer of a weight [out, in], which is not copied."""
+    """Make a linear layer that uses a weight [out, in] without a copy."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = (
         weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
@@ -119,7 +135,10 @@ def as_layer(weight: Tensor) -> nn.Linear:
 
 
 def rows_of(weight: Tensor, rows: Tensor, is_packed: bool) -> nn.Linear:
-    """Copy some rows [n] of a weight [out, in] to a linear layer, laid out for drafting if asked."""
+    """Copy some rows [n] of a weight [out, in] to a new linear layer.
+
+    The layer is packed for drafting if ``is_packed``.
+    """
     with torch.inference_mode(False), torch.no_grad():
         layer = as_layer(weight[rows])
         if is_packed:
@@ -140,26 +159,28 @@ def _states(layer: nn.Linear) -> list[tuple[int, int]]:
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """What changes when a weight does."""
+    """Return the address and version of a weight, which differ after the weight has changed."""
     return weight.data_ptr(), weight._version
 
 
 @torch.no_grad()
 def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Laid:
-    """Copy a weight [out, in] to the layouts of products; ``is_exact`` as in :func:`pack`."""
+    """Pack a weight [out, in] and its bias; see :func:`pack` for ``is_exact``."""
     bias = None if bias is None else bias.contiguous()
     is_held = weight.dtype == torch.float32 and _halves_work() and _holds(weight, is_exact)
     return Laid(_blocked(weight), bias, _halves(weight, bias) if is_held else None)
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 holds a weight, as it does those that were stored in bfloat16 or float16."""
-    if not weight.abs().max() <= torch.finfo(torch.float16).max:  # no number is too large too
+    """Whether float16 can represent a weight, see :func:`pack` for ``is_exact``."""
+    if not weight.abs().max() <= torch.finfo(torch.float16).max:  # Also true if a value is NaN.
         return False
     missed = weight.half().float() - weight
     if is_exact and bool(missed[weight.abs() >= _SMALLEST_NORMAL].any()):
         return False
-    size, error = (float(torch.linalg.vector_norm(one, dim=1).max()) for one in (weight, missed))
+    size, error = (
+        float(torch.linalg.vector_norm(matrix, dim=1).max()) for matrix in (weight, missed)
+    )
     return error <= (_MAX_ERROR if is_exact else _MAX_DRAFT_ERROR) * size
 
 
@@ -174,38 +195,38 @@ def _halves(weight: Tensor, bias: Tensor | None) -> Any:
 
 @scripted
 def product(x: Tensor, laid: Laid) -> Tensor:
-    """Multiply x [..., in] by a laid out weight and add its bias: [..., out]."""
-    halves, most_rows = laid.halves, 24  # with more oneDNN is faster
+    """Multiply x [..., in] by a packed weight, and add its bias: [..., out]."""
+    halves, most_rows = laid.halves, 24  # For more rows oneDNN is faster.
     n_rows = x.numel() // x.shape[-1]
     if halves is not None and n_rows <= most_rows:
         few: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, halves)
         return few
     shape = x.shape[:-1]
     if n_rows > most_rows:
-        # oneDNN keeps a kernel for each number of rows, and these small blocks stay between the
-        # large ones that are
-        # freed, so that the allocator cannot reuse those. Calls of 2 to 299 rows leave 1.2 GB; in
-        # steps of 16, 0.1 GB.
-        # Steps of 8 keep the padding of small calls, such as verifications of several sequences,
-        # below a fifth.
+        # Pad the number of rows to a multiple of 8 or 16. oneDNN caches one kernel per number of
+        # rows. These small allocations stay between large ones that are freed, and fragment the
+        # memory: calls with each of 2 to 299 rows leave 1.2 GB allocated, and 0.1 GB with multiples
+        # of 16. Multiples of 8 keep the padding of small calls, such as verifications of several
+        # sequences, below one fifth.
         step = 8 if n_rows <= 128 else 16
         x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % step])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")
     return many[:n_rows].view(shape + many.shape[-1:]) if n_rows > most_rows else many
 
 
-# Both are PyTorch's own, without a promise for other versions, so they are tried.
+# Both packed formats are internal to PyTorch and may change with its version. So the next functions
+# test whether they work.
 
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Whether this machine gains by oneDNN's layout, and this build of PyTorch has it and it is right."""
+    """Whether oneDNN's layout is fast on this CPU, and gives right results with this PyTorch."""
     return _is_right(lambda weight, bias: Laid(_blocked(weight), bias, None), dtype)
 
 
 @functools.cache
 def _halves_work() -> bool:
-    """Whether FBGEMM's products are there and right."""
+    """Whether this PyTorch has FBGEMM's products, and their results are right."""
     return _is_right(
         lambda weight, bias: Laid(_blocked(weight), bias, _halves(weight, bias)), torch.float32
     )
@@ -221,14 +242,15 @@ def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> 
     )
     try:
         with torch.inference_mode():
-            found = product(x, lay_out(weight, bias))
-            if torch.allclose(found, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2):
+            result = product(x, lay_out(weight, bias))
+            if torch.allclose(result, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2):
                 return True
         problem = "its products are wrong"
     except (RuntimeError, AttributeError, TypeError) as error:
         problem = first_line(error)
     _LOG.warning(
-        "decoding is slower than it could be: PyTorch %s has no fast products of %s weights here (%s)",
+        "decoding is slower than it could be: PyTorch %s has no fast products of %s weights here "
+        "(%s)",
         torch.__version__, str(dtype).removeprefix("torch."), problem,
     )  # fmt: skip
     return False

@@ -1,4 +1,4 @@
-"""The target: its frozen weights for training, the live model for extraction and decoding, its cache.
+"""The target: frozen weights for training, the live model for extraction and decoding, its cache.
 
-Nothing here knows a drafter.
+Nothing in this package depends on drafters.
 """

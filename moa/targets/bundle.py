@@ -1,9 +1,12 @@
-"""The folder of a target: its config, its identity, and the frozen weights that travel with a dataset.
+"""The bundle of a target: its config, its tokenizer, and the frozen weights that training needs.
 
-A bundle (``STORE/target/``) is config.json, generation_config.json, tokenizer files, and frozen.safetensors with
-``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the
-target's dtype.
-Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N of them that are kept.
+A bundle (``STORE/target/``) is part of a store. It has config.json, generation_config.json,
+tokenizer files, and frozen.safetensors with ``embed_tokens.weight``, ``norm.weight``,
+``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the target's dtype. This
+module also computes the hashes that identify a target.
+
+Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N layers in the
+bundle.
 """
 
 import contextlib
@@ -34,59 +37,66 @@ FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# A file that changed less than this before it was hashed could change again within one tick of its
-# clock.
+# Cache a digest only if the file is at least this old. A younger file could change again within one
+# tick of the file system's clock, and its time stamp would not show it.
 _SETTLED_S = 2.0
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
-    """Find the ids that end a generation: those of the first ``eos_token_id`` that is set, one or a list."""
+    """Return the token ids that end a generation, from the first ``eos_token_id`` that is set."""
     for eos in values:
         if eos is not None:
             ids = eos if isinstance(eos, list | tuple) else [eos]
             if not all(type(token) is int for token in ids):
                 raise TargetError(
-                    f"eos_token_id is {str(eos)[:60]!r}, expected ids. Correct generation_config.json."
+                    f"eos_token_id is {str(eos)[:60]!r}, expected ids. "
+                    "Correct generation_config.json."
                 )
             return frozenset(ids)
     return frozenset()
 
 
 def load_eos_token_ids(folder: Path) -> frozenset[int]:
-    """Read the ids that end a generation from a model folder or a bundle."""
+    """Read the token ids that end a generation from a model folder or a bundle."""
     files = [folder / name for name in ("generation_config.json", "config.json")]
-    found = (read_json(file, TargetError, allows_infinity=True) for file in files if file.is_file())
-    return find_eos_token_ids(values.get("eos_token_id") for values in found)
+    configs = (
+        read_json(file, TargetError, allows_infinity=True) for file in files if file.is_file()
+    )
+    return find_eos_token_ids(values.get("eos_token_id") for values in configs)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that hold a model's weights, sorted by name; refuse a folder without any."""
+    """List a model's safetensors files, sorted by name; refuse a folder without weights."""
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise TargetError(
             f"{folder} has no *.safetensors weights; save the model with safe serialization."
         )
-    # A consolidated.safetensors beside other files is the same weights in the layout of another
-    # program.
+    # A consolidated.safetensors next to other files holds the same weights in another layout.
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
-    """Compute the content hashes that identify a target; the progress counts bytes of weights.
+    """Compute the content hashes that identify a target.
 
-    Returns ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json; for a
-    folder made of a GGUF file only ``weights_sha256``, the hash of that file.
+    Args:
+        folder: the model folder.
+        progress: is called with the bytes of weights that were hashed.
+
+    Returns:
+        ``weights_sha256`` over the names and bytes of all weight files, and ``config_sha256`` over
+        config.json. A folder made from a GGUF file has only ``weights_sha256``, the file's hash.
     """
     folder = Path(folder)
-    families.load_target_config(folder)  # refuses what is not a target
+    families.load_target_config(folder)  # Refuses a folder that is not a target.
     if folder.parent == cache_folder("gguf"):
-        # what transformers writes may differ between its releases
+        # The files of a converted folder may differ between releases of transformers.
         return {"weights_sha256": folder.name}
     weights = weight_files(folder)
     digest = hashlib.sha256()
     n_bytes = sum(file.stat().st_size for file in weights)
     n_done = 0
     for number, file in enumerate(weights, start=1):
-        read_header(file, TargetError)  # refuses a damaged file
+        read_header(file, TargetError)  # Refuses a damaged file.
         digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
         n_done += file.stat().st_size
         if progress:
@@ -96,12 +106,14 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's bytes in hex; a file that has not changed is read once in all."""
-    # A digest is kept under the file's path, size, times and inode in the user's cache folder.
-    # Whatever changes a file
-    # changes one of them; the time of the last status change cannot be set by hand.
+    """Return the sha256 of a file in hex.
+
+    The result is cached, so an unchanged file is read only once.
+    """
+    # The user's cache folder keeps the digest under the file's path, size, times and inode. Every
+    # change of a file changes one of them, because the status change time (ctime) cannot be set.
     real = path.resolve()
-    # A file of the Hub's cache is a link to a blob that is named by its sha256.
+    # Files of the Hub's cache are links to blobs that are named by their sha256.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -113,25 +125,29 @@ def file_sha256(path: Path) -> str:
         before.st_dev,
         before.st_ino,
     )
-    kept = cache_folder("sha256") / hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()
+    digest_file = (
+        cache_folder("sha256") / hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()
+    )
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if _SHA256.fullmatch(known := kept.read_text()):
+        if _SHA256.fullmatch(known := digest_file.read_text()):
             return known
     with real.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         after = os.fstat(stream.fileno())
     is_unchanged = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == state[1:4]
     if is_unchanged and time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED_S:
-        with contextlib.suppress(OSError):  # without room or rights it is computed again next time
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept, digest.encode())
+        # Best effort: if the digest cannot be saved, it is computed again next time.
+        with contextlib.suppress(OSError):
+            digest_file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(digest_file, digest.encode())
     return digest
 
 
 def cache_folder(name: str) -> Path:
-    """A folder in the user's cache, which may not exist yet.
+    """Return a folder of the user's cache, which may not exist yet.
 
-    ``sha256`` has digests of files, ``gguf`` model folders that are named after the digest of their GGUF file.
+    ``sha256`` holds digests of files. ``gguf`` holds model folders, each named after the digest of
+    its GGUF file.
     """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base).absolute() / "moa-data" / name
@@ -144,11 +160,19 @@ def save_target_bundle(
     n_layers_kept: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the bundle of a loaded target, with its last N decoder layers, into a new folder; a dtype converts it."""
+    """Write the bundle of a loaded target into a new folder.
+
+    Args:
+        model: the loaded target.
+        tokenizer: its tokenizer.
+        path: the new folder.
+        n_layers_kept: the number of decoder layers to save, counted from the last one.
+        dtype: the dtype of the weights; None for the model's dtype.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.config.get_text_config(decoder=True))
-    vars(config).pop("auto_map", None)  # names code that does not travel along
+    vars(config).pop("auto_map", None)  # It names code that is not in the bundle.
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)
     if model.generation_config is not None:
@@ -161,7 +185,7 @@ def save_target_bundle(
 
 
 def held_layers(path: str | Path) -> int:
-    """Count the decoder layers of the target that a bundle holds; 0 for a folder that is not a bundle."""
+    """Count the decoder layers in a bundle; 0 for a folder that is not a bundle."""
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
@@ -171,7 +195,7 @@ def held_layers(path: str | Path) -> int:
 
 
 def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
-    """Make the tensors of a bundle's file that a frozen target with the last N layers needs, on the meta device."""
+    """Make the tensors that a bundle with the last N layers must have, on the meta device."""
     n_total = config.num_hidden_layers
     with torch.device("meta"):
         norm = torch.empty(config.hidden_size)
@@ -184,7 +208,11 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
 
 
 def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, Tensor]:
-    """List the live target's weights under the names of a bundle, not copied; refuse those that drafters don't know."""
+    """Return a live target's weights under the names of a bundle, without copying them.
+
+    Raises:
+        TargetError: drafters do not support the embeddings or the LM head.
+    """
     body: Any = families.text_model(model)
     n_layers = body.config.num_hidden_layers
     weights = {
@@ -193,11 +221,11 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
         "lm_head.weight": scaled_head(model),
     }
     size = body.config.vocab_size, body.config.hidden_size
-    # as those of OPT-350m
+    # In OPT-350m, for example, the embeddings have another width.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
-            f"the embeddings and the LM head of this {body.config.model_type} are not both of {size[0]:,} tokens by "
-            f"{size[1]:,} numbers, which drafters don't know. Choose another target."
+            f"the embeddings and the LM head of this {body.config.model_type} are not both of "
+            f"{size[0]:,} tokens by {size[1]:,} numbers, as drafters need. Choose another target."
         )
     for index in range(n_layers - n_layers_kept, n_layers):
         weights |= {
@@ -208,7 +236,7 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
 
 
 def _embeddings(model: PreTrainedModel) -> Tensor:
-    """The embeddings of all tokens, scaled as a layer sees them where the embedding itself does that: [V, E]."""
+    """Return the embeddings of all tokens, scaled as the embedding layer does: [V, E]."""
     table: Any = model.get_input_embeddings()
     scale = getattr(table, "embed_scale", None)
     weight: Tensor = table.weight
@@ -220,15 +248,15 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Find the norm after the last layer of a text model; one that changes nothing where it has none."""
+    """Return the norm after the last layer of a text model; an identity if it has none."""
     return next(
-        (own for name in _FINAL_NORMS if (own := getattr(body, name, None)) is not None),
+        (norm for name in _FINAL_NORMS if (norm := getattr(body, name, None)) is not None),
         nn.Identity(),
     )
 
 
 def _norm_factors(body: nn.Module, config: Any) -> Tensor:
-    """The factors of the norm after the last layer, 1 where it has none: [E]."""
+    """Return the factors [E] of the norm after the last layer; ones if it has none."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -239,13 +267,13 @@ def _norm_factors(body: nn.Module, config: Any) -> Tensor:
 
 
 def scaled_head(model: PreTrainedModel) -> Tensor:
-    """The LM head with the scale of its outputs, [V, E]."""
+    """Return the LM head, [V, E], multiplied by the scale of its outputs."""
     head = cast(Any, model).get_output_embeddings()
     config = families.text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
-            f"the LM head of {config.model_type} is not a plain matrix, or has a bias, which drafters don't know. "
-            "Choose another target."
+            f"the LM head of {config.model_type} is not a plain matrix, or has a bias, which "
+            "drafters do not support. Choose another target."
         )
     weight = cast(Tensor, head.weight)
     scale = families.logit_scale(config)
@@ -260,10 +288,10 @@ class FrozenTarget(nn.Module):
         self.config = config
         self.n_layers = n_layers
         windows = families.layer_windows(config)
-        # of attention in tokens, of each; None for full attention
+        # The attention window of each layer in tokens; None for full attention.
         self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
-        # of what embed and logits give; None for that of the weights
+        # The dtype of the results of `embed` and `logits`; None for the dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
             weights["embed_tokens.weight"], freeze=True
@@ -271,9 +299,9 @@ class FrozenTarget(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
-        self._laid_head: tuple[
-            nn.Linear, ...
-        ] = ()  # that weight as a layer, in a tuple, since it is not a part of this
+        # The LM head's weight as a packed layer. It is in a tuple, so that torch does not register
+        # it as a submodule.
+        self._laid_head: tuple[nn.Linear, ...] = ()
         self.logit_cap = families.logit_cap(config)
         sizes = families.target_sizes(config)
         self.rotary = Rotary(
@@ -281,14 +309,16 @@ class FrozenTarget(nn.Module):
         )
         first = sizes["n_layers"] - n_layers
         with torch.device("meta"):
-            # The last N layers in order; ``layers[0]`` is target layer ``L - N``.
+            # The last N layers in order. ``layers[0]`` is the target's layer ``L - N``.
             self.layers = nn.ModuleList(
                 DecoderBlock(families.layer_sizes(config)) for _ in range(n_layers)
             )
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."
-            own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-            layer.load_state_dict(own, strict=True, assign=True)
+            layer_weights = {
+                k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)
+            }
+            layer.load_state_dict(layer_weights, strict=True, assign=True)
         self.requires_grad_(False)
 
     @classmethod
@@ -299,23 +329,32 @@ class FrozenTarget(nn.Module):
         dtype: torch.dtype | None = torch.float32,
         sizes: Mapping[str, Any] | None = None,
     ) -> "FrozenTarget":
-        """Load a bundle folder; without a dtype in the stored one.
+        """Load a bundle.
 
-        ``sizes``: :func:`target_sizes` as recorded by the store that holds the bundle; None without a store.
+        Args:
+            path: the folder of the bundle.
+            n_layers: the number of decoder layers to load, counted from the last one.
+            dtype: the dtype of the weights; None for the stored dtype.
+            sizes: the result of :func:`target_sizes` that the store of the bundle has recorded;
+                None without a store.
+
+        Raises:
+            TargetError: the bundle is incomplete, damaged, or belongs to another target.
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():
             raise TargetError(
-                f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
+                f"{path} has no {FROZEN_FILE}, the target's frozen weights. "
+                "Run extract again: it restores target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
         config = families.load_target_config(path)
         advice = "Run `moa-data verify`, and `moa-data repair` with --model."
-        own = families.target_sizes(config)
+        own_sizes = families.target_sizes(config)
         if wrong := [
-            f"{key} {own.get(key)} and not {size}"
+            f"{key} {own_sizes.get(key)} and not {size}"
             for key, size in (sizes or {}).items()
-            if own.get(key, size) != size
+            if own_sizes.get(key, size) != size
         ]:
             raise TargetError(
                 f"{path} is of another target than its store: it has {', '.join(wrong)}. {advice}"
@@ -326,8 +365,8 @@ class FrozenTarget(nn.Module):
                 f"add them with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
             )
         expected = frozen_tensors(config, n_layers)
-        found = {name: header for name, header in headers.items() if name in expected}
-        if problem := find_problems(found, expected):
+        stored = {name: header for name, header in headers.items() if name in expected}
+        if problem := find_problems(stored, expected):
             raise TargetError(
                 f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {advice}"
             )
@@ -359,20 +398,23 @@ class FrozenTarget(nn.Module):
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
-        """Compute in a wider dtype than that of the weights; embeddings and LM head are kept as they are."""
+        """Compute in a wider dtype than the weights have; keep embeddings and LM head unchanged."""
         self.compute_dtype = dtype
         for module in self.modules():
-            # Autocast casts the decoder layers' matrices in products itself.
+            # Under autocast (`casts_itself`) torch casts the matrices of the decoder layers itself.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
     def prepare(self) -> None:
-        """Lay out the LM head for drafting, with weights that don't change any more, see :func:`..nn.packed.pack`."""
+        """Pack the LM head for drafting; the weights must not change afterwards.
+
+        See :func:`..nn.packed.pack`.
+        """
         self._laid_head = (as_layer(self.lm_head_weight),)
         pack(self._laid_head[0], is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """The LM head of some tokens [n], as a layer; laid out for drafting if the whole head is."""
+        """Return the LM head of some tokens [n] as a layer; packed if the whole head is packed."""
         return rows_of(self.lm_head_weight, tokens, is_packed=bool(self._laid_head))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -381,7 +423,7 @@ class FrozenTarget(nn.Module):
         return embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
+        """Apply the LM head to features after the final norm: [..., E] -> [..., V]."""
         for head in self._laid_head if not torch.is_grad_enabled() else ():
             if (
                 hidden.dtype == head.weight.dtype

@@ -1,22 +1,27 @@
-"""The target's KV while decoding: rows of different lengths, drafts after the committed part.
+"""The target's KV cache for decoding: rows of different lengths, drafts after committed tokens.
 
-Shapes: B rows, L target layers, N layers that are kept, H_kv key/value heads, d head dim, D = 2 * H_kv * d, n tokens of
-one call, S slots, K watched layers.
+Shapes: B rows, L target layers, N layers whose KV is kept, H_kv key/value heads, d head dim,
+D = 2 * H_kv * d, n tokens of one call, S slots, K watched layers.
 
-A call writes its tokens after the committed part of each row (they are *pending*); ``commit`` moves the accepted ones
-next to it and forgets the rest, which costs nothing proportional to the context. Two rows of 5 and 3 committed tokens
-verify a root r and three drafts x, y, z, of which the first row accepts x and z, the second one none::
+A call writes its tokens after the committed tokens of each row. They are *pending* until
+``commit``, which moves the accepted tokens next to the committed ones and forgets the others. The
+cost of a commit does not depend on the length of the context. In this example two rows with 5 and 3
+committed tokens verify a root r and three drafts x, y, z. The first row accepts x and z, the second
+row accepts none::
 
     slot                        0 1 2 3 4 5 6 7 8
     row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
     row 1                       f g h . . . . . .
-    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4: slots 5..8 of row 0, 3..6 of row 1
-    row 1                       f g h r x y z . .
-    row 0 after the commit      a b c d e r x z z     lengths [8, 4], n_pending 0: commit([[0, 1, 3], [0]])
-    row 1                       f g h r x y z . .     slots at or beyond a length are overwritten by the next call
+    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4: slots 5..8
+    row 1                       f g h r x y z . .     of row 0, slots 3..6 of row 1
+    row 0 after the commit      a b c d e r x z z     commit([[0, 1, 3], [0]]): lengths [8, 4],
+    row 1                       f g h r x y z . .     n_pending 0
 
-Nothing committed is dropped, also in models with a sliding window. In a static call (``live.StaticCalls``) a layer sees
-all slots of the buffer, and only tensors say where its tokens stand.
+The next call overwrites the slots at or beyond a row's length.
+
+No committed token is dropped, even in models with a sliding window. In a static call
+(``live.StaticCalls``) a layer attends to all slots of the buffer, and only tensors say at which
+slots the call's tokens are.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,44 +42,53 @@ _INITIAL_SLOTS = 256
 
 
 class KVSource(Protocol):
-    """The target's KV of B rows as drafters read it: of a live target, or of what has arrived from one."""
+    """The target's KV of B rows as drafters read it: from a live target, or from a remote one."""
 
-    lengths: list[int]  # positions of each row whose KV is here
+    lengths: list[int]  # The number of positions of each row whose KV is available.
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row, see :meth:`.KVBuffer.packed`: [B, n, L, D]."""
+        """Pack the KV of n positions of each row, [B, n, L, D]; see :meth:`.KVBuffer.packed`."""
         ...
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """View a layer, which may be written to after the lengths: keys and values [B, H_kv, n_slots, d]."""
+        """Return views of a layer's keys and values, [B, H_kv, n_slots, d].
+
+        Slots at or beyond the length of a row may be written to.
+        """
         ...
 
 
 def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first: int = 0) -> Tensor:
-    """Pack the KV of layers that are not alike, narrower ones padded with zeros: [..., L, D].
+    """Pack the KV of layers with different shapes, [..., L, D]; narrow layers get zeros as padding.
 
     Args:
-        take: target layer -> its KV in a buffer as wide as the widest, [..., H_kv, 2, d].
-        first: the first one to pack, of those that have KV.
+        groups: the layers that have KV of their own, with their shapes.
+        take: returns the KV of a target layer, [..., H_kv, 2, d], in the widest layer's shape.
+        first: index of the first layer to pack, among the layers that have KV.
     """
     layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
-    made = []
+    packed = []
     widest = max(shape.width for _, shape in layers)
     for layer, shape in layers[first:]:
         keys, values = take(layer)[..., : shape.n_heads, :, :].unbind(-2)
-        both = torch.cat((keys[..., : shape.key_width], values[..., : shape.value_width]), dim=-1)
-        made.append(pad(both.flatten(-2), (0, widest - shape.width)))
-    return torch.stack(made, dim=-2)
+        keys_values = torch.cat(
+            (keys[..., : shape.key_width], values[..., : shape.value_width]), dim=-1
+        )
+        packed.append(pad(keys_values.flatten(-2), (0, widest - shape.width)))
+    return torch.stack(packed, dim=-2)
 
 
-# Released buffers by shape, for the next caches of that shape: a CUDA graph reads and writes fixed
-# addresses, so a
-# generation in a new buffer would record all graphs again.
+# Released buffers by shape. The next cache of the same shape reuses them: a CUDA graph uses fixed
+# addresses, so with a new buffer each generation would record all graphs again.
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
-class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`; transformers never calls its own here
-    """The KV of L layers for B rows, which transformers writes to; with ``buffers``, in released ones."""
+# mypy objects that both bases have a `crop`. transformers never calls its own.
+class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
+    """The KV cache of L layers and B rows, to which transformers writes.
+
+    With ``buffers`` it uses released buffers.
+    """
 
     def __init__(
         self,
@@ -85,57 +99,59 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         shapes: Sequence[KVShape | None] | None = None,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        # ``shapes`` are of layers that are not alike, None of those that carry a state in place of
-        # KV; ``groups`` of
-        # those that have KV of their own.
+        # ``shapes`` and ``groups`` are given only if layers differ. A shape is None for a layer
+        # that carries a state instead of KV. ``groups`` has the layers with KV of their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self.stays_in_place = buffers is not None
-        # the allocated buffer, of which `buffer` is the rows that are left
+        # The allocated buffer. `buffer` is a view of it with the remaining rows.
         self._whole: Tensor | None = None
-        # tokens per row written by the last call, all its chunks, and not yet committed
+        # Tokens per row that the last call wrote, over all its chunks, and that are not committed.
         self.n_pending = 0
-        self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
+        self._n_before = 0  # The number of pending tokens that earlier chunks of the call wrote.
         self._is_static = False
         self._shapes = shapes
         self._groups = groups
-        # decoder layers whose outputs each call leaves here
+        # Decoder layers whose outputs each call stores in this cache.
         self.watched_layers: tuple[int, ...] = ()
-        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
-        # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
+        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] for each chunk of a call.
+        # The slots of a call or chunk from `slots_after`; for a static call the lengths [B, 1].
         self._slots: int | Tensor = 0
-        # the states before the last call, where it may be taken back
+        # If layers carry a state: the states before the last call, for a roll back.
         self._before: list[list[Tensor]] = []
-        self._tokens = torch.empty(0)  # of the last call, [1, n], where layers carry a state
-        # tokens of the call that an earlier one had, and whose states were taken back
+        # If layers carry a state: the tokens of the last call, [1, n].
+        self._tokens = torch.empty(0)
+        # Accepted tokens whose states were rolled back. The next call runs them again.
         self._n_again = 0
         stateful = [shapes is not None and shapes[layer] is None for layer in range(n_layers)]
         layers: list[Any] = [
-            LinearAttentionLayer() if one else _Layer(self, i) for i, one in enumerate(stateful)
+            LinearAttentionLayer() if has_state else _Layer(self, i)
+            for i, has_state in enumerate(stateful)
         ]
         self._states = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
         Cache.__init__(self, layers=layers)
 
     @property
     def n_slots(self) -> int:
-        """The slots that a query may see: committed and pending ones of the longest row."""
+        """Slots that a query may attend to: the committed and pending ones of the longest row."""
         return max(self.lengths) + self.n_pending
 
     @property
     def n_seen(self) -> int:
-        """The tokens of the longest row before the present call, or the present chunk of it."""
+        """Tokens of the longest row before the current call, or before its current chunk."""
         return max(self.lengths) + self._n_before
 
     @property
     def home(self) -> tuple[Any, ...]:
-        """Address, shape and strides of the buffer. A CUDA graph that reads or writes it is valid for these alone."""
+        """Address, shape and strides of the buffer; if they change, CUDA graphs become invalid."""
         return self.buffer.data_ptr(), self.buffer.shape, self.buffer.stride()
 
     def take_up(self, tokens: Tensor) -> Tensor:
-        """Put before the tokens [1, n] of a call those that were accepted and whose states were taken back.
+        """Return the tokens [1, n] of a call, preceded by accepted tokens that it must run again.
 
-        Layers that carry a state can't forget rejected drafts: after a call of which some were rejected, the states are
-        those before it, and the next one begins with what it accepted.
+        Layers that carry a state cannot forget rejected drafts. So if some drafts of a call are
+        rejected, the states are rolled back to before the call, and the next call begins with the
+        accepted tokens.
         """
         if not self._states:
             return tokens
@@ -149,7 +165,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
         """Reserve slots for a call of n tokens per row.
 
-        ``goes_on``: the tokens follow the pending ones, which are seen as if committed; else those are forgotten.
+        Args:
+            n_tokens: tokens per row.
+            device: the device of the slots.
+            goes_on: whether this is a further chunk of a call. Then the tokens follow the pending
+                tokens and attend to them. Otherwise the pending tokens are forgotten.
         """
         self._n_before = self.n_pending if goes_on else 0
         self._layer_outputs = self._layer_outputs if goes_on else []
@@ -158,7 +178,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._is_static = False
 
     def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
-        """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any lengths [B, 1]."""
+        """Reserve slots for a call by a graph, which works for rows of any lengths [B, 1].
+
+        It is used only after a prefill.
+        """
         self._n_before = 0
         self.n_pending = n_tokens
         self._layer_outputs = []
@@ -167,14 +190,15 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self.reserve(self.n_slots, self.buffer[0, 0])
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Keep what the :attr:`watched_layers` gave for the tokens of a call or a chunk of one: K times [B, n, E]."""
+        """Store the outputs of the :attr:`watched_layers` for a chunk or call: K of [B, n, E]."""
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
-        """Hand over the outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]."""
+        """Take the outputs of the :attr:`watched_layers` in the last call, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError(
-                "the target's last call kept no layer outputs; begin with the proposer before the call."
+                "the target's last call stored no layer outputs; begin with the proposer before "
+                "the call."
             )
         outputs = torch.cat(self._layer_outputs, dim=1)
         self._layer_outputs = []
@@ -186,11 +210,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         if self._states:
             n_kept = self._n_again + len(kept[0])
             super().commit([range(n_kept)])
-            is_whole = n_kept == self.n_pending
-            for state, before in [] if is_whole else zip(self._states, self._before, strict=True):
+            is_complete = n_kept == self.n_pending
+            for state, before in (
+                [] if is_complete else zip(self._states, self._before, strict=True)
+            ):
                 for tensor, value in zip(_tensors_of(state), before, strict=True):
                     tensor.copy_(value)
-            self._n_again = 0 if is_whole else n_kept
+            self._n_again = 0 if is_complete else n_kept
         else:
             super().commit(kept)
         self.n_pending = self._n_before = 0
@@ -198,7 +224,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     @override
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack as :meth:`.KVBuffer.packed` does; of layers that are not alike those with KV, narrow ones padded."""
+        """Pack as :meth:`.KVBuffer.packed`.
+
+        If layers differ, only those with KV are packed, and narrow layers are padded.
+        """
         if self._shapes is None:
             return super().packed(starts, n_tokens, first_layer)
 
@@ -210,15 +239,14 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, at the beginning of the same buffer."""
-        # A buffer for each number of rows that a batch shrinks through would take many times the
-        # first one's memory.
+        # A batch shrinks step by step. A new buffer for each step would take many times the memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         super()._place(fewer)
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
-        """Give the buffer back; the cache must not be used afterwards."""
+        """Return the buffer to ``buffers``; the cache must not be used afterwards."""
         if self._whole is not None and self._free is not None:
             self._free.setdefault(tuple(self._whole.shape), []).append(self._whole)
         self._whole = None
@@ -226,9 +254,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._layers = []
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
+        """Write the keys and values [B, H_kv, n, d] of a layer's pending tokens.
+
+        Returns the keys and values of all slots, [B, H_kv, S, d].
+        """
         if self._is_static:
-            # Written out: a graph must not depend on the Python values that other calls look at.
+            # This path is separate, because a graph must not depend on Python values such as
+            # lengths.
             view = self.buffer[0, layer], self.buffer[1, layer]
             write_slots(
                 view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device)
@@ -239,14 +271,14 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
             self.reserve(n_slots, keys)
             write_slots(self._layers[layer], keys, values, self._slots)
             return self.layer_view(layer, n_slots)
-        own = [shape for shape in self._shapes if shape is not None]
-        most = (
-            max(shape.n_heads for shape in own),
-            max(max(shape.key_width, shape.value_width) for shape in own),
+        kv_shapes = [shape for shape in self._shapes if shape is not None]
+        widest = (
+            max(shape.n_heads for shape in kv_shapes),
+            max(max(shape.key_width, shape.value_width) for shape in kv_shapes),
         )
-        self.reserve(n_slots, keys.new_empty(1, most[0], 1, most[1]))
+        self.reserve(n_slots, keys.new_empty(1, widest[0], 1, widest[1]))
         write_slots(
-            self._layers[layer], _widened(keys, *most), _widened(values, *most), self._slots
+            self._layers[layer], _widened(keys, *widest), _widened(values, *widest), self._slots
         )
         all_keys, all_values = self.layer_view(layer, n_slots)
         return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[
@@ -270,8 +302,8 @@ def _widened(x: Tensor, n_heads: int, width: int) -> Tensor:
 
 
 def _tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
-    found = (*state.conv_states.values(), *state.recurrent_states.values())
-    return [tensor for tensor in found if tensor is not None]
+    tensors = (*state.conv_states.values(), *state.recurrent_states.values())
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 class _Layer(CacheLayerMixin):
@@ -280,13 +312,13 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: TargetCache, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # of transformers
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types here.
         self._cache = cache
         self._layer = layer
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass  # the cache allocates for all layers
+        pass  # The cache allocates one buffer for all layers.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -297,16 +329,17 @@ class _Layer(CacheLayerMixin):
         return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.n_slots, 0  # the offset of the first one
+        return self._cache.n_slots, 0  # The offset of the first slot is 0.
 
     def get_max_length(self) -> int:
-        return -1  # unbounded
+        return -1  # The length has no bound.
 
 
 class ContextCache(KVBuffer):
-    """The KV of some layers of a target on another machine, as the contexts of one text bring it.
+    """The KV of some layers of a remote target for one sequence, filled as contexts arrive.
 
-    Its only length counts the positions whose contexts have arrived, also where no layer is kept.
+    Its only length is the number of positions whose contexts have arrived, even if it keeps no
+    layer.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -314,7 +347,7 @@ class ContextCache(KVBuffer):
         self._kept = list(layers)
 
     def extend(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
-        """Add the next n positions, with the packed KV [n, N, D] of the kept layers; None where N is 0."""
+        """Add the next n positions, with packed KV [n, N, D] of the kept layers; None if N is 0."""
         start = self.lengths[0]
         if packed is not None:
             keys, values = unpack_kv(packed.transpose(0, 1), n_kv_heads)  # [N, H_kv, n, d]
@@ -329,10 +362,11 @@ class ContextCache(KVBuffer):
 
 
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
-    """Refuse a round where the KV, or the contexts, of a row's positions before its stop are not all here."""
+    """Refuse a round if the KV, or a context, of a row's positions before its stop is missing."""
     for have, stop in zip(cache.lengths, stops, strict=True):
-        if have < stop and not isinstance(stops, DeviceLengths):  # graphs run beside the target
+        # Graphs, which use DeviceLengths, run only next to the target, so all KV is there.
+        if have < stop and not isinstance(stops, DeviceLengths):
             raise DrafterError(
-                f"the contexts of positions {have} to {stop - 1} have not arrived; begin the round at token {have}, "
-                "and feed the known tokens after it as levels."
+                f"the contexts of positions {have} to {stop - 1} have not arrived; begin the round "
+                f"at token {have}, and feed the known tokens after it as levels."
             )

@@ -1,7 +1,8 @@
-"""Turns rows of a dataset into chats (messages, and the tools that they may call), or rejects them with a reason.
+"""Parses rows of a dataset into chats (messages and tools), or rejects them with a reason.
 
-This file decides what becomes of every key of a row, of a message and of a part. A piece of the chat is kept, or the
-row is rejected; it never disappears. Whether the chat template then shows each piece is checked in chat_tokens.py.
+This module handles every key of a row, of a message and of a content part. It keeps each piece of
+the chat or rejects the row, so nothing is dropped silently. chat_tokens.py then checks that the
+chat template shows each piece.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-# takes an item of a list, and its name for messages
+# A parser of one list item. The text is the item's name in messages.
 _Parse = Callable[[Any, str], _T | "Rejection"]
 
 ROLES = {
@@ -23,43 +24,54 @@ ROLES = {
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Names of what belongs to a chat and is not read: other turns, arguments of the template,
-# documents, media, and what
-# some datasets keep beside an answer. Few templates render such a key of a message, and none says
-# which it does.
+# Keys that belong to a chat but are not read: other turns, template arguments, documents, media,
+# and annotations of an answer such as its reasoning. Few templates render such a key of a message,
+# and no template declares which ones it renders.
 _UNREAD = re.compile(
-    r"history|chat_template_kwargs|documents|attachments|(?:image|video|audio|media)s?(?:_urls?|_paths?|_files?)?"
-    r"|refusal|train_detail|think|scratch_?pad|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
+    r"history|chat_template_kwargs|documents|attachments"
+    r"|(?:image|video|audio|media)s?(?:_urls?|_paths?|_files?)?"
+    r"|refusal|train_detail|think|scratch_?pad"
+    r"|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|trajector(?:y|ies)))?",
     re.IGNORECASE,
 )
-# Texts under these names that only say whether, or how much, the assistant is to think.
+# Values of these keys that only switch thinking on or off, or set how much the assistant thinks.
 _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
-# Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and
-# others name them: the
-# first kind trains where it is true, the second where it is false.
+# Keys that mark whether to train on a message, as named by OpenAI, axolotl, ms-swift, xtuner and
+# others. A message is trained on if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
-    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask",
+    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
+    r"|.+_mask",
     re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
-    r"(?:is_)?mask(?:ed)?(?:_(?:out|loss|from_loss))?|loss_masked|untrained|(?:no|not|do_not)_(?:train|loss|learn).*"
+    r"(?:is_)?mask(?:ed)?(?:_(?:out|loss|from_loss))?|loss_masked|untrained"
+    r"|(?:no|not|do_not)_(?:train|loss|learn).*"
     r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
     re.IGNORECASE,
 )
-# where a word begins in a name such as isTrainable
+# The start of a word inside a name such as isTrainable.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
-# Columns that mark a row as a whole; many other columns have names like marks.
+# Columns that mark a whole row. The pattern is narrower than for messages, because many columns
+# with other purposes have similar names.
 _ROW_MARK = re.compile(
-    r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trainable|loss|masked)|(?:train|loss)_(?:mask|weights?)"
+    r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trainable|loss|masked)"
+    r"|(?:train|loss)_(?:mask|weights?)"
     r"|(?:sample_)?weights?|ignored?|excluded?|mask",
     re.IGNORECASE,
 )
 _NO = ("0", "0.0", "-0.0", "false", "no", "off")
-_YES = ("1", "1.0", "true", "yes", "on", "assistant")  # `mask` names a role in NeMo's chats
+_YES = (
+    "1",
+    "1.0",
+    "true",
+    "yes",
+    "on",
+    "assistant",
+)  # In NeMo's chats the value of `mask` is a role.
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
-# Keys whose values are the chat itself, in which words such as "weight" are not marks.
+# Keys whose values are the chat itself. Inside them, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
     *_TOOL_COLUMNS,
@@ -69,21 +81,21 @@ _CHAT_KEYS = {
     "function_call",
     "arguments",
 }
-# keys of a call that would hold its arguments
+# Keys under which some datasets keep the arguments of a call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
 _TEXT_TYPES = ("text", "input_text", "output_text", None)
 
 
 class RejectReason(StrEnum):
-    """Why a row gives no sequence; the values are shown to the user."""
+    """Reasons for rejecting a row; the values are shown to the user."""
 
     MALFORMED_ROW = "the row is not a JSON object"
     NO_COLUMN = "the row lacks a column that --columns names"
     NO_MESSAGES = "the row has neither messages nor conversations"
     MALFORMED_MESSAGES = "messages is not a list of objects with a role and a content"
     UNKNOWN_ROLE = "a message has an unknown role"
-    EMPTY_CONTENT = "a message is empty or no text"
+    EMPTY_CONTENT = "a message is empty or not a text"
     NON_TEXT_PART = "a message has a part that is not text"
     NO_RESPONSE = "the chat has no assistant message"
     MALFORMED_TURNS = "turns is not a list of questions"
@@ -108,7 +120,7 @@ class RejectReason(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """The reason why a row gives no sequence, for counting, and what was found, for the example that is shown."""
+    """A rejected row: the reason, which is counted, and a detail, shown with an example."""
 
     reason: RejectReason
     detail: str = ""
@@ -116,7 +128,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """A row of a file that cannot be read."""
+    """A row that cannot be read from its file."""
 
     detail: str
 
@@ -125,27 +137,29 @@ class UnreadableRow:
 class Chat:
     """The chat of one row.
 
-    A message has a role (system, user, assistant or tool) and a content: the text unchanged, or the list of its text
-    parts. A message that calls tools may lack the content. Where the row has them a message also has tool_calls, whose
-    arguments are objects or the JSON of objects, and any other keys.
+    A message has a role (system, user, assistant or tool) and a content: the text unchanged, or the
+    list of its text parts. A message that calls tools may have no content. If the row has tool
+    calls, the message has tool_calls, whose arguments are objects or the JSON of objects. A message
+    also keeps the other keys that the row has.
     """
 
     messages: list[Message]
-    # JSON schemas of those that the assistant may call. Some templates tell an empty list from
-    # None.
+    # JSON schemas of the tools that the assistant may call. Some templates treat an empty list and
+    # None differently.
     tools: list[dict[str, Any]] | None = None
-    asks_each: bool = False  # whether each message is answered before the next one is asked
+    asks_each: bool = False  # Whether each message is answered before the next one is sent.
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
-    """Read the chat of one row as training data, which needs a message of the assistant.
+    """Parse the chat of one row as training data, which needs a message of the assistant.
 
-    Keys of a message that are not known here are kept, because the chat template may show them. Contents in parts stay
-    in parts.
+    Unknown keys of a message are kept, because the chat template may show them. A content that is a
+    list of parts stays one.
 
     Args:
-        row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
-            optionally `tools` and `system` (a text). Messages and tools may be lists, or the JSON of lists.
+        row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
+            ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be lists
+            or the JSON of lists.
     """
     chat = _parse(row)
     if isinstance(chat, Rejection):
@@ -164,10 +178,11 @@ def parse_chat(row: Any) -> Chat | Rejection:
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
-    """Read the chat of one row as a prompt, or the questions of a row of Spec-Bench: ``{"turns": ["...", ...]}``.
+    """Parse the chat of one row as a prompt.
 
-    It may lack messages of the assistant. Contents are texts, and messages have no other keys than name, tool_call_id
-    and tool_calls, because they may be sent to a server.
+    A row of Spec-Bench, ``{"turns": ["...", ...]}``, gives one user message for each question. A
+    prompt needs no message of the assistant. Contents become texts, and of the other keys messages
+    keep only name, tool_call_id and tool_calls, because a prompt may be sent to a server.
     """
     if (
         isinstance(row, Mapping)
@@ -205,7 +220,10 @@ def content_texts(message: Message) -> list[str]:
 
 
 def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    """Return a message with other functions in its calls, if it has any; a function has a name and arguments."""
+    """Return a copy of a message in which ``change`` is applied to the function of each call.
+
+    A function is an object with a name and arguments.
+    """
     if "tool_calls" not in message:
         return message
     return message | {
@@ -238,7 +256,10 @@ def _parse(row: Any) -> Chat | Rejection:
 
 
 def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the values that an item has under several names for the same thing; an empty one only if all are empty."""
+    """Return the values that an item has under several names for the same thing.
+
+    Empty values are left out, unless all are empty: then the first one is returned.
+    """
     values = [item[name] for name in names if item.get(name) is not None]
     return [value for value in values if value] or values[:1]
 
@@ -250,7 +271,7 @@ def _parse_columns(
     item_name: str,
     malformed: RejectReason,
 ) -> list[_T] | Rejection | None:
-    """Read the list that a row has under several names; None if it has none."""
+    """Parse the list that a row has under one of several names; None if it has none."""
     values = [_unpacked(value) for value in _values(row, names) if value not in ("", {})]
     parsed = [_parse_list(value, parse, item_name, malformed) for value in values]
     for items in parsed:
@@ -276,7 +297,7 @@ def _parse_list(
 
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
-    """Put the text of the system column in front, unless a system message says the same."""
+    """Put the text of the system column first, unless a system message has the same text."""
     column_texts = [row[name] for name in _SYSTEM_COLUMNS if row.get(name)]
     for text in column_texts:
         if not isinstance(text, str):
@@ -296,7 +317,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
 
 
 def _parse_message(item: Any, where: str) -> Message | Rejection:
-    """Read a message with all of its keys."""
+    """Parse a message with all of its keys."""
     if not isinstance(item, Mapping):
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
@@ -334,7 +355,7 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
 
 
 def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Rejection:
-    """Read the content of a message: a text, or a list of text parts."""
+    """Parse the content of a message: a text, or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
@@ -352,7 +373,7 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
             key for key, value in part.items() if key not in _PART_KEYS and _is_filled(value)
         ]:
             return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {others[0]}")
-        # Some templates show parts of type ``text`` alone.
+        # Some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
         )
@@ -360,18 +381,18 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a value says anything: null, and an object whose values are all null, do not."""
+    """Whether a value has content. Null does not, nor does an object whose values are all null."""
     values = value.values() if isinstance(value, Mapping) else [value]
-    return any(isinstance(each, (bool, int, float)) or bool(each) for each in values)
+    return any(isinstance(item, (bool, int, float)) or bool(item) for item in values)
 
 
 def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a row or a message at every depth, except those within the chat itself."""
+    """Yield the keys and values of a row or a message at every depth, except inside the chat."""
     pending: list[Any] = [item]
     while pending:
         value = pending.pop()
         if isinstance(value, (list, tuple)):
-            pending += [each for each in value if isinstance(each, Mapping)]
+            pending += [element for element in value if isinstance(element, Mapping)]
             continue
         for key, inner in value.items():
             yield str(key), inner
@@ -380,7 +401,7 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _find_unread(item: Mapping[Any, Any]) -> str:
-    """Return the name of a key of a row or of a message that holds content of the chat; empty without one."""
+    """Return the first key of a row or a message that holds unread content, or an empty text."""
     for key, value in _fields(item):
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
         if _UNREAD.fullmatch(key) and is_content and str(value).strip().lower() not in _SWITCHES:
@@ -389,16 +410,16 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
-    """Return the mark of a message, or of a row, that says that it is not to be trained on; empty without one."""
+    """Return the mark that excludes a message or a row from training, or an empty text."""
     for key, value in _fields(item):
         values = value if isinstance(value, (list, tuple)) else [value]
         words = [
-            str(each).strip().lower()
-            for each in values
-            if isinstance(each, (bool, int, float, str))
+            str(element).strip().lower()
+            for element in values
+            if isinstance(element, (bool, int, float, str))
         ]
         name = _CAMEL_CASE.sub("_", key)
-        # the loss of some model on this row
+        # A float column named "loss" is the loss of some model on this row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
@@ -411,7 +432,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
-    """Read the JSON schema of a tool, or the JSON of one."""
+    """Parse the JSON schema of a tool: an object, or the text of one."""
     tool = _unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
         return Rejection(
@@ -421,10 +442,10 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
 
 
 def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
-    """Read the tool calls of a message, or the one call of OpenAI's earlier format."""
+    """Parse the tool calls of a message, or the single call of OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls") or [])
     old_call = _unpacked(item.get("function_call"))
-    # what some libraries write for null
+    # Some libraries write an object of null values in place of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
@@ -444,13 +465,13 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
     is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
     others = [function.get(key) for key in _OTHER_ARGUMENTS]
     if function is not call and isinstance(call, Mapping):
-        # Templates read the function alone.
+        # Templates read only the inner function, so arguments outside it would be lost.
         others += [call.get(key) for key in ("arguments", *_OTHER_ARGUMENTS)]
     if not is_call or any(others):
         return Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
-    # A call may lack the object around its function.
+    # The object around the function is optional.
     outer = {
         key: value for key, value in call.items() if key not in ("function", "name", "arguments")
     }
@@ -462,14 +483,17 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
 
 
 def tool_name(value: Mapping[str, Any]) -> str:
-    """The name of a tool or a called tool, whether `function` wraps it or not; empty where it has none."""
+    """Return the name of a tool or of a call, with or without a `function` around it.
+
+    Returns an empty text if it has no name.
+    """
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
 def _unpacked(value: Any) -> Any:
-    """Parse a text that is JSON; anything else is returned as it is."""
+    """Parse a text that is JSON; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -479,7 +503,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object; raises ValueError if a key comes twice, since one of its values would disappear."""
+    """Make a JSON object; raises ValueError for a repeated key, because one value would be lost."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a key comes twice")
@@ -487,12 +511,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Keep the values that are JSON and say something."""
+    """Return the items whose values are JSON and not null."""
     return {key: value for key, value in values.items() if value is not None and _is_json(value)}
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value is JSON: no NaN, no bytes or dates, and not nested too deeply to be written."""
+    """Whether a value can be written as JSON: no NaN, bytes or dates, and not nested too deeply."""
     try:
         json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):

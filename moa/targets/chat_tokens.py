@@ -1,16 +1,20 @@
 """Turns chats into token ids and response masks.
 
-A chat is rendered ONCE and encoded ONCE: encoding parts by themselves would move token borders. The assistant's
-characters are found in the rendered text, and the tokenizer's offsets map those spans to tokens. The spans come from
+A chat is rendered ONCE and encoded ONCE, because encoding its parts separately would move token
+borders. The assistant's characters are located in the rendered text, and the tokenizer's offsets
+map those spans to tokens. There are two ways to locate a response:
 
-1. prefixes: the chat up to the response, rendered with the generation prompt, must be a prefix of the rendering;
-2. else the response text: rendering the chat with this one response replaced gives the text before and after it.
+1. By prefixes. The chat before the response, rendered with the generation prompt, must be a prefix
+   of the whole rendering.
+2. Otherwise by its text. The chat is rendered with this response replaced by a placeholder, which
+   shows the text before and after the response.
 
-A template's ``{% generation %}`` tags are not used: some surround headers or questions as well.
-The end-of-turn token belongs to the response, the white space after it does not.
+A template's ``{% generation %}`` tags are not used, because in some templates they also enclose
+headers or questions. The end-of-turn token belongs to the response, the white space after it does
+not.
 
-The tokens are those that ``apply_chat_template`` of transformers gives. Before they are used it is checked that the
-rendering shows each piece of the chat exactly once; see :func:`_find_hidden_piece`.
+The tokens are the same as from ``apply_chat_template`` of transformers. Before they are used,
+:func:`_find_hidden_piece` checks that the rendering shows each piece of the chat exactly once.
 """
 
 import json
@@ -31,9 +35,8 @@ from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# The end of a text's placeholder, such as moaPiece7300001end, or the placeholder of a number, such
-# as 7300001. Both
-# begin with the same digits, which makes the search fast.
+# Matches the end of a text placeholder (moaPiece7300001end, from its digits on), or the placeholder
+# of a number (7300001). Both begin with the same digits, which makes the search fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -44,17 +47,18 @@ class TokenizedChat:
     """The tokens and the mask of one sequence."""
 
     tokens: np.ndarray  # int32 [n_tokens]
-    # uint8 [n_tokens], 1 on tokens that the assistant writes, its end-of-turn token included
+    # uint8 [n_tokens]. It is 1 for tokens of the assistant, including the end-of-turn token.
     response_mask: np.ndarray
-    truncated: bool  # whether tokens beyond max_length were cut
+    truncated: bool  # Whether tokens beyond max_length were cut off.
 
 
 class _Piece(NamedTuple):
-    """A text, a number or a key of a chat, which the rendering has to show."""
+    """A text, a number or a key of a chat that the rendering must show."""
 
-    message: int  # index of its message; -1 for a piece of a tool
-    kind: str  # a role, a part of a call, or which tool
-    # ways to write it, without white space around it, which templates may trim
+    message: int  # Index of the piece's message; -1 for a piece of a tool.
+    kind: str  # A role, a part of a call, or the name of a tool.
+    # All spellings that a template may use. They have no white space at the ends, because templates
+    # may strip it.
     forms: Collection[str]
     is_number: bool
 
@@ -62,12 +66,13 @@ class _Piece(NamedTuple):
 class _MarkedChat:
     """A chat with a placeholder for each of its pieces.
 
-    Pieces are the texts of contents; the names, keys and values of calls; and the names, descriptions and parameters
-    of tools. Blank texts are not pieces.
+    Pieces are the texts of contents; the names, keys and values of calls; and the names,
+    descriptions and parameters of tools. Blank texts are not pieces.
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        self.pieces: dict[str, _Piece] = {}  # by what _PLACEHOLDER finds of their placeholders
+        # The keys are the parts of placeholders that _PLACEHOLDER matches.
+        self.pieces: dict[str, _Piece] = {}
         self.messages = [
             self._mark_message(index, message) for index, message in enumerate(messages)
         ]
@@ -93,7 +98,12 @@ class _MarkedChat:
     def _mark(self, value: Any, message: int, kind: str, key: str | None) -> Any:
         """Replace the pieces in a value by placeholders.
 
-        ``key``: under which the value is; None in the arguments of a call, where each key and value is a piece.
+        Args:
+            value: a JSON value.
+            message: index of its message; -1 for a tool.
+            kind: the kind of its pieces.
+            key: the key of the value. None inside the arguments of a call, where each key and each
+                value is a piece.
         """
         if isinstance(value, (list, tuple)):
             return [self._mark(item, message, kind, key) for item in value]
@@ -102,8 +112,8 @@ class _MarkedChat:
             for name, item in value.items():
                 inner = None if key is None else name
                 if key in (None, "properties"):
-                    # The placeholder follows the name, so that a template that sorts names keeps
-                    # their order.
+                    # The placeholder comes after the name, so that a template that sorts the names
+                    # gives the same order.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""
                 marked[name] = self._mark(item, message, kind, inner)
@@ -115,12 +125,14 @@ class _MarkedChat:
         )
 
     def _add(self, value: Any, message: int, kind: str) -> Any:
-        """Add a piece and return its placeholder: a number for a number, a text for anything else."""
+        """Add a piece and return its placeholder: a number for a number, else a text."""
         text = value.strip() if isinstance(value, str) else json.dumps(value)
         if not text:
             return value
         forms = {text}
-        if kind != "assistant":  # Others may also be written as JSON, or as Python writes them.
+        # Templates must show a response unchanged. They may write other pieces as JSON or as Python
+        # literals.
+        if kind != "assistant":
             forms |= {
                 str(value).strip(),
                 encode_basestring(text)[1:-1],
@@ -145,8 +157,13 @@ def tokenize_chat(
     """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
     Args:
-        messages: roles, contents and tool calls, as :class:`.chat.Chat` has them; no system message is added.
-        is_cut: whether a last response, if it has no calls, was not ended by its writer. Nothing follows its text.
+        template: the chat template with its tokenizer.
+        messages: roles, contents and tool calls as in :class:`.chat.Chat`; no system message is
+            added.
+        max_length: the largest number of tokens to keep.
+        tools: JSON schemas of the tools.
+        is_cut: whether the last response, if it has no calls, was cut off before its end. Then the
+            text ends with it, without an end-of-turn token.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -162,8 +179,7 @@ def tokenize_chat(
             return spans
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
-            # The text that its writer read and wrote, whatever the template adds to a whole
-            # response.
+            # This is the text as it was generated. The template might add to a complete response.
             prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
             text = prompt + "".join(content_texts(messages[-1]))
             spans[-1] = len(prompt), len(text)
@@ -181,12 +197,18 @@ def tokenize_chat(
 def prompt_tokens(
     template: ChatTemplate, messages: list[Message], tools: Tools = None, is_open: bool = True
 ) -> list[int]:
-    """Encode a chat that ends where the assistant is to write, if it is open, as `tokenize_chat` does.
+    """Encode a chat as `tokenize_chat` does, by default with a generation prompt at its end.
+
+    Args:
+        template: the chat template with its tokenizer.
+        messages: roles, contents and tool calls.
+        tools: JSON schemas of the tools.
+        is_open: whether to add the generation prompt, after which the assistant writes.
 
     Raises:
-        TemplateError: the template refuses the chat, or leaves out a part of it other than an earlier response. Some
-            templates leave out the reasoning of earlier responses.
-        PromptUnusable: a text holds control tokens, or cannot be encoded.
+        TemplateError: the template refuses the chat, or leaves out a part of it other than an
+            earlier response. Some templates leave out the reasoning of earlier responses.
+        PromptUnusable: a text contains control tokens, or cannot be encoded.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -198,7 +220,8 @@ def prompt_tokens(
         raise
     except RENDER_ERRORS as error:
         raise TemplateError(
-            f"The chat template refuses the prompt: {first_line(error)}. Change the messages' roles."
+            f"The chat template refuses the prompt: {first_line(error)}. Change the messages' "
+            "roles."
         ) from error
     if hidden and hidden.reason is RejectReason.NOT_SHOWN:
         raise TemplateError(
@@ -208,16 +231,19 @@ def prompt_tokens(
 
 
 def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -> Rejection | None:
-    """Find a piece of a chat that its rendering does not show, or shows twice; a hidden response comes last.
+    """Find a piece of a chat that its rendering does not show, or shows twice.
 
-    The chat is rendered once more, with the placeholders. That tells how often and in which order the template shows
-    the pieces. Then each piece is looked for in the rendering ``text``, after the one before it. Those of tools may be
-    anywhere and any number of times: some templates describe a tool in words and by its schema.
+    The chat is rendered once more, with the placeholders. That shows how often and in which order
+    the template writes the pieces. Then each piece is searched for in the rendering ``text``, after
+    the piece before it. Pieces of tools may be anywhere, any number of times: some templates
+    describe a tool both in words and by its schema. A hidden response is returned only if nothing
+    else is hidden.
     """
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
     except RENDER_ERRORS:
-        shown = list(marked.pieces)  # It wants other texts. Expect them in order.
+        # The template refuses the placeholders. Expect the pieces in the order of the chat.
+        shown = list(marked.pieces)
     counts = Counter(shown)
     order = {placeholder: position for position, placeholder in enumerate(counts)}
     end = 0
@@ -230,16 +256,15 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        # Some templates write it again beside the call's result.
+        # Some templates repeat the name of a call next to its result, so count up to the call.
         elif piece.kind == _CALL_NAME and n_shown > 1:
             n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
                 placeholder
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        if piece.kind == "assistant" and (
-            is_hidden or last_result > piece.message
-        ):  # Gemma 4 writes results before it.
+        # Gemma 4 writes the results of tools before the response.
+        if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:
             return Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
@@ -251,26 +276,28 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:
-    """Find a piece in a rendering; returns where it ends, -1 if it is not there."""
+    """Find a piece in a rendering; returns the index of its end, or -1 if it is missing."""
     if piece.is_number:
         numbers = _NUMBER.finditer(text, start)
         return next((number.end() for number in numbers if number.group() in piece.forms), -1)
-    places = [(text.find(form, start), len(form)) for form in piece.forms]
-    return min((place + length for place, length in places if place >= 0), default=-1)
+    matches = [(text.find(form, start), len(form)) for form in piece.forms]
+    return min(
+        (start_index + length for start_index, length in matches if start_index >= 0), default=-1
+    )
 
 
 def _response_spans(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str, marked: _MarkedChat
 ) -> list[Span] | Rejection:
-    """Find the character spans of the responses in the rendered text, the calls of tools included."""
+    """Find the character spans of the responses and their tool calls in the rendered text."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
             span = span or _located_span(template, messages, tools, index, text)
-            found = text[slice(*span)] if span else ""
+            response = text[slice(*span)] if span else ""
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
-            if span is None or any(_find(found, piece, 0) < 0 for piece in pieces):
+            if span is None or any(_find(response, piece, 0) < 0 for piece in pieces):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
@@ -279,21 +306,25 @@ def _response_spans(
 def _prefix_span(
     template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
 ) -> Span | None:
-    """Find a response by rendering the chat before it and up to it; None where these are not prefixes of the text."""
+    """Locate a response by rendering the chat before it and the chat up to it.
+
+    Returns None if these renderings are not prefixes of the text.
+    """
     before = messages[:index]
     if not before:
         return None
     prompt = template.render(before, tools, add_generation_prompt=True)
     if not template.has_generation_prompt and prompt == template.render(before, tools):
-        return None  # no generation prompt: the header of the response would count as response
+        # Without a generation prompt the header of the response would count as response.
+        return None
     up_to_response = messages[: index + 1]
     turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
-    # Harmony ends a last response by <|return|>, and one with a turn after it by <|end|>
+    # Harmony ends the last response with <|return|>, and any earlier one with <|end|>.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.end_of_turn)
-        found = template.control_tokens.everywhere.match(text, len(turn))
-        end = found.end() if found else 0
+        end_token = template.control_tokens.everywhere.match(text, len(turn))
+        end = end_token.end() if end_token else 0
     if not (text.startswith(prompt) and text.startswith(turn) and end > len(prompt)):
         return None
     return len(prompt), end
@@ -302,16 +333,21 @@ def _prefix_span(
 def _located_span(
     template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
 ) -> Span | None:
-    """Find a response as the rendering without the text before and after it; None where unclear."""
+    """Locate a response by the text before and after its placeholder; None if that is ambiguous."""
     message = messages[index]
     other = [
         *messages[:index],
         {"role": "assistant", "content": PLACEHOLDER},
         *messages[index + 1 :],
     ]
-    before, found, after = template.render(other, tools).partition(PLACEHOLDER)
+    before, placeholder, after = template.render(other, tools).partition(PLACEHOLDER)
     end = len(text) - len(after)
-    if not found or not text.startswith(before) or not text.endswith(after) or end <= len(before):
+    if (
+        not placeholder
+        or not text.startswith(before)
+        or not text.endswith(after)
+        or end <= len(before)
+    ):
         return None
     content = "".join(content_texts(message))
     if "tool_calls" not in message and text[len(before) : end].strip() != content.strip():
@@ -335,10 +371,9 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
 
 def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
     """Encode a rendered chat and mark the tokens of the spans."""
-    # Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is
-    # taken to begin where
-    # the one before it ended. A token that begins before a span counts if only white space lies
-    # before the span.
+    # Byte-level tokenizers report offsets that exclude white space, or that are empty. So a token
+    # is taken to begin at the end of the token before it. A token that begins before a span counts
+    # as response if it has only white space before the span.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)

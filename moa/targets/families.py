@@ -1,14 +1,15 @@
-"""Targets by their transformers config: what is known of each family, its sizes, and which layers see how far.
+"""Facts about targets by their transformers config: family, sizes, KV shapes and attention windows.
 
-Any causal LM of transformers whose LM head is a matrix alone gives hidden states, from which most drafters learn. What
-a family has besides is data, an entry of :data:`FAMILIES`; what an entry says, and what is assumed of families without
-one, is proven on the loaded model before it is used (:mod:`.proof`).
+Any causal LM of transformers gives hidden states if its LM head is a plain matrix. Most drafters
+learn from hidden states alone. What else a family supports is data: an entry of :data:`FAMILIES`.
+These entries, and the assumptions about families without an entry, are checked on the loaded model
+before they are used (:mod:`.proof`).
 
-| level | what works | which targets |
+| level | features | targets |
 |---|---|---|
-| hidden states | stores of hidden states, drafters that read no KV | causal LMs of transformers, LM head without bias |
-| keys and values | stores of KV, drafters that read it | those of :data:`FAMILIES` |
-| decoding | chains, trees, batches, serving | those whose attention takes masks; proven for each model |
+| hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
+| keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |
+| decoding | chains, trees, batches, serving | attention takes masks; each model is checked |
 """
 
 import contextlib
@@ -37,41 +38,47 @@ from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is known of a model type beyond its config."""
+    """Facts about a model type that its config does not state."""
 
-    keeps_kv: bool = True  # whether the config says what each layer caches
-    # whether ``layer_types`` is heeded; else all layers slide where there is a window
+    # Whether the KV shape of each layer follows from the config.
+    keeps_kv: bool = True
+    # Whether the model uses ``layer_types``. If not, all layers use the window of the config.
     mixes_layers: bool = False
-    # whether all keys are rotated as a drafter rotates its own, by pairs (i, i + d / 2)
+    # Whether all keys are rotated as in drafters: in pairs of dimensions (i, i + d / 2).
     rotates_halves: bool = True
-    rotates_all: bool = True  # whether no layer with keys leaves them as they are
-    carries_state: bool = False  # whether some layers have a state in place of KV
-    has_llama_layers: bool = False  # whether ``layers.DecoderBlock`` computes its layers
-    attention: str = "sdpa"  # kernels of transformers that compute all that the attention has
-    norm_offset: float = 0.0  # what is added to the weights of norms
+    # Whether all layers that have keys rotate them.
+    rotates_all: bool = True
+    # Whether some layers carry a recurrent state instead of KV.
+    carries_state: bool = False
+    # Whether ``layers.DecoderBlock`` computes the same as the layers of this family.
+    has_llama_layers: bool = False
+    # The attention implementation of transformers that supports all features of this family.
+    attention: str = "sdpa"
+    # The constant that norms add to their weights.
+    norm_offset: float = 0.0
 
 
 class KVShape(NamedTuple):
-    """The keys and values that a layer caches for a token."""
+    """The shape of the keys and values that a layer caches for one token."""
 
     n_heads: int
-    key_width: int  # of a head, as for values
-    value_width: int
+    key_width: int  # Per head.
+    value_width: int  # Per head.
 
     @property
     def width(self) -> int:
-        """Numbers of all heads."""
+        """Numbers per token, over all heads."""
         return self.n_heads * (self.key_width + self.value_width)
 
 
 class KVGroup(NamedTuple):
-    """Layers that cache keys and values alike, as one field of a store."""
+    """Layers whose KV has the same shape, stored as one field of a store."""
 
-    # "kv" where these are all layers of the target, else "kv/full_attention" or the like
+    # "kv" if the group holds all layers of the target, else a name such as "kv/full_attention".
     field: str
-    layers: tuple[int, ...]  # of the target, ascending
+    layers: tuple[int, ...]  # Layer indices of the target, ascending.
     shape: KVShape
-    is_rotated: bool = True  # whether all layers of the target rotate their keys
+    is_rotated: bool = True  # Whether all layers of the target rotate their keys.
 
 
 _MIXED = Family(mixes_layers=True)
@@ -93,7 +100,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _ROTATED_IN_SOME,
     "cohere2": _ROTATED_IN_SOME,
     "gemma2": Family(mixes_layers=True, attention="eager", norm_offset=1.0),
-    # two rotations
+    # Gemma 3 has two rotations: one for sliding layers, one for full attention.
     "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),
     "gpt_oss": Family(mixes_layers=True, attention="eager"),
     "llama4_text": _ROTATED_IN_SOME,
@@ -104,24 +111,26 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(rotates_halves=False),
     "glm4_moe_lite": Family(rotates_halves=False),
 }
-"""Model type of the text model -> what is known of it."""
-# what is assumed of the others
+"""Model type of the text model -> the facts about it."""
+# Assumptions about model types without an entry.
 OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 
 
 # Upper limits of the sizes in a config.json, far above those of the largest models.
 _LARGEST = {
-    "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
-    "hidden_size": 1 << 18, "intermediate_size": 1 << 20, "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26,
-    "sliding_window": 1 << 26,
+    "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
 }  # fmt: skip
-_MANY_POSITIONS = 1 << 20  # positions of a target whose config names no bound
+_MANY_POSITIONS = 1 << 20  # Maximum positions of a target whose config states none.
 
 
 def load_target_config(folder: Path, with_weights: bool = True) -> Any:
-    """Load the transformers config of a model folder, that of its text model, with plausible sizes.
+    """Load the transformers config of a folder's text model, and check its sizes.
 
-    ``with_weights``: whether the weights will be used, and so refused if they are quantised.
+    Args:
+        folder: the model folder.
+        with_weights: whether the weights will be used. If so, quantised weights are refused.
     """
     folder, values = Path(folder), read_config(Path(folder))
     check_model_folder(folder)
@@ -131,13 +140,23 @@ def load_target_config(folder: Path, with_weights: bool = True) -> Any:
 def parse_target_config(
     values: Mapping[str, Any], source: object, folder: Path | None = None, with_weights: bool = True
 ) -> Any:
-    """Make the transformers config of a target from the values of its config.json, of a folder if there is one."""
+    """Make the transformers config of a target's text model from the values of its config.json.
+
+    Args:
+        values: the content of config.json.
+        source: the name of the file, for messages.
+        folder: the folder that holds it, if there is one.
+        with_weights: whether the weights will be used. If so, quantised weights are refused.
+
+    Raises:
+        TargetError: the config is not supported, or its sizes are not plausible.
+    """
     _check_loads(values, source)
     if with_weights and (problem := quantisation_problem(values, folder)):
         raise TargetError(f"{source}: {problem}.")
-    own = values.get("text_config")
-    # before transformers makes lists of that length
-    _check_counts(own if isinstance(own, dict) else values, source)
+    text_config = values.get("text_config")
+    # Check the counts first, because transformers allocates lists of these lengths.
+    _check_counts(text_config if isinstance(text_config, dict) else values, source)
     with parsing(f"cannot read {source}", TargetError):
         config = transformers_config(values, folder)
         dtype = config.dtype
@@ -158,16 +177,16 @@ def parse_target_config(
 
 
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
-    """Make the config of transformers from the values of a config.json, of a folder if there is one."""
+    """Make the transformers config from the values of a config.json, whose folder is optional."""
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Infinity, for example, is an object in what transformers writes.
+    # transformers writes special floats such as infinity as objects.
     return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(plain))
 
 
 def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``torch.bfloat16`` as ``bfloat16``, and leave out ``auto``: AutoConfig reads neither."""
+    """Write ``torch.bfloat16`` as ``bfloat16``, and ``auto`` as None. AutoConfig reads neither."""
     plain = dict(values)
     for key in ("dtype", "torch_dtype"):
         if isinstance(name := plain.get(key), str):
@@ -178,16 +197,16 @@ def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Say why the weights of a target can't be used, by the values of its config.json; empty where they can."""
+    """Return the reason why quantised weights cannot be used; empty if they are not quantised."""
     method = quantised_by(values, folder)
     return method and (
-        f"the weights are quantised by {method!r}. Give the folder that they were made from, or save them dequantised "
-        "with transformers"
+        f"the weights are quantised by {method!r}. Give the folder that they were made from, or "
+        "save them dequantised with transformers"
     )
 
 
 def model_loader(folder: Path) -> Any:
-    """The class of transformers that loads a target, with the text model of those that also see."""
+    """Return the auto class that loads a target: for text, or for images and text."""
     is_text = (
         read_config(folder).get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
@@ -195,19 +214,20 @@ def model_loader(folder: Path) -> Any:
 
 
 def attention_of(config: Any) -> str:
-    """The kernels of transformers that compute all that a target's attention has."""
+    """Return the attention implementation of transformers that supports a target's attention."""
     model_class: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_plain = model_class is not None and not model_class._supports_sdpa  # as in older families
+    # Older families support eager attention only.
+    is_plain = model_class is not None and not model_class._supports_sdpa
     return "eager" if is_plain else family_of(config).attention
 
 
 def family_of(config: Any) -> Family:
-    """Return what is known of the family of a target's config."""
+    """Return the facts about the family of a target."""
     return FAMILIES.get(config.model_type, OTHER)
 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
-    """Refuse what transformers loads as no causal LM, nor as one that also sees."""
+    """Refuse a model type that transformers loads neither as a causal LM nor with images."""
     model_type = values.get("model_type")
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -221,7 +241,8 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
         way = "Choose another target, or a transformers that has it"
         raise TargetError(
             f"model type {str(model_type)[:60]!r} is not a causal language model of transformers "
-            f"{transformers.__version__} ({source}). {'Save its text model alone as one' if sees else way}."
+            f"{transformers.__version__} ({source}). "
+            f"{'Save its text model as a causal language model' if sees else way}."
         )
 
 
@@ -229,25 +250,25 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
     for name, largest in _LARGEST.items():
         value = values.get(name)
         of_layers = value if name == "intermediate_size" and isinstance(value, list) else [value]
-        least = 0 if name == "sliding_window" else 1  # no window, where no layer slides
+        least = 0 if name == "sliding_window" else 1  # A window of 0 means that no layer slides.
         if any(
-            one is not None and (type(one) is not int or not least <= one <= largest)
-            for one in of_layers
+            count is not None and (type(count) is not int or not least <= count <= largest)
+            for count in of_layers
         ):
             shown = f"{str(value)[:60]!r}, expected a whole number from {least} to {largest}"
             raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
 
 
 def _check_config(config: Any, source: object) -> None:
-    """Refuse sizes that do not fit together, including those that transformers fills in."""
+    """Refuse sizes that do not fit together, including the defaults that transformers fills in."""
     needed = ("hidden_size", "num_hidden_layers", "vocab_size")
     if lacking := [name for name in needed if getattr(config, name, None) is None]:
         raise TargetError(
-            f"{source}: {config.model_type} has no {' and no '.join(lacking)}, from which stores and drafters are "
-            "made. Choose another target."
+            f"{source}: {config.model_type} has no {' and no '.join(lacking)}, which stores and "
+            "drafters need. Choose another target."
         )
-    for own in getattr(config, "per_layer_config", None) or [config]:
-        _check_counts({name: getattr(own, name, None) for name in _LARGEST}, source)
+    for layer_config in getattr(config, "per_layer_config", None) or [config]:
+        _check_counts({name: getattr(layer_config, name, None) for name in _LARGEST}, source)
     known = target_sizes(config)
     family = family_of(config)
     kinds = set(getattr(config, "layer_types", None) or ()) if family.mixes_layers else set()
@@ -274,20 +295,21 @@ def _check_config(config: Any, source: object) -> None:
 
 
 def target_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of a target, from its transformers config.
+    """Return the sizes of a target from its transformers config.
 
-    Those of its heads are of any layer where layers differ; then ``kv_width`` is that of the widest one's KV. Where no
-    layer has attention, they are heads of about 64 for the drafters that have it.
+    If layers differ, the sizes of heads are those of the first layer, and ``kv_width`` is the
+    number of values per token in the widest layer's KV. If no layer has attention, drafters get
+    heads with about 64 dimensions.
     """
-    own = _a_layer(config)
-    n_heads = getattr(own, "num_attention_heads", None) or max(1, config.hidden_size // 64)
+    layer_config = _a_layer(config)
+    n_heads = getattr(layer_config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
     groups = kv_groups(config) if family_of(config).keeps_kv else []
     kv_width = max((group.shape.width for group in groups if group.field != "kv"), default=0)
     return {
         "n_layers": config.num_hidden_layers,
         "n_heads": n_heads,
-        "n_kv_heads": getattr(own, "num_key_value_heads", None) or n_heads,
-        "head_dim": getattr(own, "head_dim", None) or config.hidden_size // n_heads,
+        "n_kv_heads": getattr(layer_config, "num_key_value_heads", None) or n_heads,
+        "head_dim": getattr(layer_config, "head_dim", None) or config.hidden_size // n_heads,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": _n_positions(config),
@@ -300,7 +322,10 @@ def _a_layer(config: Any) -> Any:
 
 
 def count_weights(config: Any) -> int:
-    """Count the weights of a text model, of tied ones those of one matrix; less biases and norms of Llama's layers."""
+    """Count the weights of a text model; tied matrices count once.
+
+    For families with Llama's layers the count leaves out biases and norms.
+    """
     if not family_of(config).has_llama_layers:
         return sum(weight.numel() for weight in empty_model(config).parameters())
     sizes = target_sizes(config)
@@ -310,22 +335,23 @@ def count_weights(config: Any) -> int:
 
 
 def empty_model(config: Any) -> Any:
-    """Make a causal LM of the config of a text model, on the meta device; raises TargetError."""
-    trouble = f"transformers makes no causal LM of {config.model_type}"
+    """Make a causal LM from the config of a text model, on the meta device; raises TargetError."""
+    trouble = f"transformers cannot make a causal LM from the config of {config.model_type}"
     with parsing(trouble, TargetError, "Choose another target."), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def text_model(model: Any) -> Any:
-    """Find the text model in a causal LM: what gives hidden states, without the LM head."""
-    found = model.get_decoder()
-    is_found = found is not model and hasattr(found, "config")
-    # as in Llama 4, and where the LM head is called a decoder
-    return found if is_found else model.model
+    """Return the text model of a causal LM, which computes hidden states and has no LM head."""
+    decoder = model.get_decoder()
+    is_found = decoder is not model and hasattr(decoder, "config")
+    # ``get_decoder`` returns the model itself in Llama 4, and the LM head in models that name it
+    # "decoder".
+    return decoder if is_found else model.model
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """Find the decoder layers of a causal LM."""
+    """Return the decoder layers of a causal LM."""
     body = text_model(model)
     for name in ("layers", "h", "blocks", "decoder.layers"):
         with contextlib.suppress(AttributeError):
@@ -336,16 +362,17 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def _n_positions(config: Any) -> int:
-    """The positions up to which a token's keys stay as they are while its text grows."""
-    found: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
+    """Return the sequence length up to which cached keys stay valid while the sequence grows."""
+    n_positions: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    if rope.get("rope_type") == "longrope":  # another rotation from some length on
-        found = int(rope.get("original_max_position_embeddings") or found)
-    return found
+    # longrope uses another rotation for sequences beyond the original length.
+    if rope.get("rope_type") == "longrope":
+        n_positions = int(rope.get("original_max_position_embeddings") or n_positions)
+    return n_positions
 
 
 def norm_eps(config: Any) -> float:
-    """The epsilon of a target's norms."""
+    """Return the epsilon of a target's norms."""
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     return next(
         (getattr(config, name) for name in names if getattr(config, name, None) is not None), 1e-5
@@ -353,42 +380,44 @@ def norm_eps(config: Any) -> float:
 
 
 def mlp_width(config: Any) -> int:
-    """The width of a target's dense MLPs; four times its own where the config names none."""
+    """Return the width of a target's dense MLPs, by default four times the hidden size."""
     width = getattr(config, "intermediate_size", None)
-    width = max(width) if isinstance(width, list) else width  # of each layer
+    # Some configs list the width of each layer.
+    width = max(width) if isinstance(width, list) else width
     return width if isinstance(width, int) else 4 * int(config.hidden_size)
 
 
 def embedding_scale(config: Any) -> float:
-    """What a target's embedding layer multiplies what it looks up with, as Gemma's does; 1 of others."""
+    """Return the factor that a target's embedding layer applies, such as Gemma's; 1 without one."""
     table = empty_model(config).get_input_embeddings()
     return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
 
 
 def logit_scale(config: Any) -> float:
-    """What a target multiplies the outputs of its LM head by."""
-    divisor = getattr(config, "logits_scaling", None)  # Granite's
+    """Return the factor that a target applies to the outputs of its LM head."""
+    divisor = getattr(config, "logits_scaling", None)  # Granite divides by this.
     return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
 
 
 def logit_cap(config: Any) -> float | None:
-    """The bound of a target's logits, which a tanh keeps them within; None for no bound."""
-    # RecurrentGemma's, xLSTM's
+    """Return the soft cap of a target's logits, which a tanh enforces; None without one."""
+    # The second name is RecurrentGemma's, the third one xLSTM's.
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
 
 def check_kv(config: Any) -> None:
-    """Refuse a target whose keys and values no store takes."""
+    """Refuse a target whose keys and values cannot be stored."""
     if not family_of(config).keeps_kv:
         raise TargetError(
-            f"what the layers of {config.model_type} cache is not known, so a store of keys and values cannot be made. "
-            "One of hidden states can: --activations hidden:last,hidden:layer:1,..."
+            f"moa-data does not know what the layers of {config.model_type} cache, so it cannot "
+            "store their keys and values. Store hidden states: --activations "
+            "hidden:last,hidden:layer:1,..."
         )
 
 
 def rotates_as_llama(config: Any) -> bool:
-    """Whether all of a target's layers have keys, all alike, and rotated as a drafter rotates its own."""
+    """Whether all layers of a target have keys of one shape, rotated as in drafters."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
     is_known = family_of(config).rotates_halves and rope.get("rope_type", "default") in ROPE_TYPES
@@ -396,16 +425,20 @@ def rotates_as_llama(config: Any) -> bool:
 
 
 def check_rotation(config: Any) -> None:
-    """Refuse a drafter whose queries meet a target's own keys where these are rotated in another way."""
+    """Refuse a target whose keys are not rotated as in drafters.
+
+    It is called for drafters whose queries attend to the target's own keys.
+    """
     if not rotates_as_llama(config):
         raise DrafterError(
-            f"this drafter takes keys that are alike in all layers and rotated as Llama's, unlike those of "
-            f"{config.model_type}. Train one that takes keys as they are, such as moa, or that reads hidden states."
+            "this drafter needs keys of one shape in all layers, rotated as Llama's, unlike those "
+            f"of {config.model_type}. Train a drafter that accepts any keys, such as moa, or one "
+            "that reads hidden states."
         )
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The kind of attention of each decoder layer, as transformers names it."""
+    """Return the kind of attention of each decoder layer, as transformers names it."""
     slides = getattr(config, "sliding_window", None) is not None
     kinds = getattr(config, "layer_types", None) if family_of(config).mixes_layers else None
     return list(
@@ -414,7 +447,10 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """The attention window of each decoder layer in tokens, the query included; None for full attention."""
+    """Return the attention window of each decoder layer; None for full attention.
+
+    A window counts tokens and includes the query.
+    """
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     windows = {
@@ -425,97 +461,105 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def kv_shapes(config: Any) -> list[KVShape | None]:
-    """What each layer caches of keys and values; None for a layer that carries a state in their place."""
+    """Return the KV shape of each layer; None for a layer that carries a state instead of KV."""
     kinds = layer_kinds(config)
-    found = list[KVShape | None]()
-    for kind, own in zip(
+    shapes = list[KVShape | None]()
+    for kind, layer_config in zip(
         kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True
     ):
         if (
             kind == "linear_attention"
-            or (n_heads := getattr(own, "num_attention_heads", None)) is None
+            or (n_heads := getattr(layer_config, "num_attention_heads", None)) is None
         ):
-            found.append(None)
-        # a latent, and a rotated key of all heads
-        elif (rank := getattr(own, "kv_lora_rank", None)) is not None:
-            found.append(KVShape(1, rank, own.qk_rope_head_dim))
+            shapes.append(None)
+        # Multi-head latent attention caches a latent, and one rotated key that all heads share.
+        elif (rank := getattr(layer_config, "kv_lora_rank", None)) is not None:
+            shapes.append(KVShape(1, rank, layer_config.qk_rope_head_dim))
         else:
-            width = getattr(own, "head_dim", None) or config.hidden_size // n_heads
-            found.append(
-                KVShape(getattr(own, "num_key_value_heads", None) or n_heads, width, width)
+            width = getattr(layer_config, "head_dim", None) or config.hidden_size // n_heads
+            shapes.append(
+                KVShape(getattr(layer_config, "num_key_value_heads", None) or n_heads, width, width)
             )
-    return found
+    return shapes
 
 
 def kv_groups(config: Any) -> list[KVGroup]:
-    """Group the layers that cache keys and values of their own, in the order of their first layers."""
+    """Group the layers that have a KV cache of their own, in the order of their first layers."""
     shapes = kv_shapes(config)
     shared = getattr(config, "kv_sharing_modes", None) or [None] * len(shapes)
     is_latent = getattr(_a_layer(config), "kv_lora_rank", None) is not None
-    found: dict[tuple[str, KVShape], list[int]] = {}
+    layers_of: dict[tuple[str, KVShape], list[int]] = {}
     for layer, (kind, shape, mode) in enumerate(
         zip(layer_kinds(config), shapes, shared, strict=True)
     ):
-        if shape is not None and mode != "reuse":  # the cache of an earlier layer
-            found.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
-    kinds = {shape for _, shape in found}
-    n_layers = sum(map(len, found.values()))
+        # A layer with mode "reuse" reads the KV cache of an earlier layer.
+        if shape is not None and mode != "reuse":
+            layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
+    kinds = {shape for _, shape in layers_of}
+    n_layers = sum(map(len, layers_of.values()))
     is_rotated = family_of(config).rotates_all
     if (
         n_layers == len(shapes)
         and len(kinds) == 1
-        and all(one.key_width == one.value_width for one in kinds)
+        and all(entry.key_width == entry.value_width for entry in kinds)
     ):
         return [KVGroup("kv", tuple(range(n_layers)), kinds.pop(), is_rotated)]
     groups: list[KVGroup] = []
-    for (kind, shape), layers in found.items():
-        # of this kind, and of another shape
-        n_before = sum(one.field.startswith(f"kv/{kind}") for one in groups)
+    for (kind, shape), layers in layers_of.items():
+        # Earlier groups of the same kind have another shape.
+        n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
         groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
     return groups
 
 
 def has_uniform_kv(config: Any) -> bool:
-    """Whether all layers cache keys and values of one shape, and keys as wide as values."""
+    """Whether the KV of all layers has one shape, with keys as wide as values."""
     return [group.field for group in kv_groups(config)] == ["kv"]
 
 
 def attention_sizes(config: Any) -> dict[str, int]:
-    """The key/value heads, and their widest dim, that attention gets of any layer: of latents what they expand to."""
+    """Return the largest number of KV heads, and the largest head dim, that attention works with.
+
+    For latents these are the sizes of the keys and values that they expand to.
+    """
     if getattr(config, "kv_lora_rank", None) is not None:
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
         return {"n_kv_heads": config.num_attention_heads, "head_dim": max(width, config.v_head_dim)}
     shapes = [shape for shape in kv_shapes(config) if shape is not None]
     return {
-        "n_kv_heads": max(one.n_heads for one in shapes),
-        "head_dim": max(one.key_width for one in shapes),
+        "n_kv_heads": max(kv_shape.n_heads for kv_shape in shapes),
+        "head_dim": max(kv_shape.key_width for kv_shape in shapes),
     }
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The RoPE parameters that drafters of a target have, as a plain dict (``rope_theta``, ``rope_type``, ...).
+    """Return the RoPE parameters of a target's drafters: ``rope_theta``, ``rope_type`` and others.
 
-    They are the target's own, of its layers with full attention; where it has none whose angles stay as a text grows,
-    the plain rotation of its base.
+    Drafters use the parameters of the target's layers with full attention. If drafters do not
+    support that type of rotation, they use the default rotation with the target's ``rope_theta``.
     """
-    found = getattr(config, "rope_parameters", None) or {}
-    own = {
+    by_kind = getattr(config, "rope_parameters", None) or {}
+    parameters = {
         key: value
-        for key, value in dict(found.get("full_attention") or found).items()
+        for key, value in dict(by_kind.get("full_attention") or by_kind).items()
         if value is not None
     }
     if family_of(config).has_llama_layers or (
-        own.get("rope_type", "default") in ROPE_TYPES
-        and own.get("rope_theta")
-        and "partial_rotary_factor" not in own
+        parameters.get("rope_type", "default") in ROPE_TYPES
+        and parameters.get("rope_theta")
+        and "partial_rotary_factor" not in parameters
     ):
-        return own
-    return {"rope_type": "default", "rope_theta": own.get("rope_theta") or 10_000.0}
+        return parameters
+    return {"rope_type": "default", "rope_theta": parameters.get("rope_theta") or 10_000.0}
 
 
 def layer_sizes(config: Any) -> BlockSizes:
-    """The block sizes of the target's own decoder layers; raises TargetError where drafts can't pass through them."""
+    """Return the block sizes of the target's decoder layers.
+
+    Raises:
+        TargetError: drafts cannot pass through these layers.
+    """
     if not family_of(config).has_llama_layers:
         raise TargetError(
             f"drafts cannot pass through layers of {config.model_type}. Leave --target-layers and "
@@ -523,7 +567,8 @@ def layer_sizes(config: Any) -> BlockSizes:
         )
     if config.hidden_act != "silu":
         raise TargetError(
-            f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu."
+            f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only "
+            "silu."
         )
     sizes = target_sizes(config)
     has_bias = bool(getattr(config, "attention_bias", False))

@@ -1,4 +1,6 @@
-"""Decoder layers of a target in fewer operations, for decoding on a CPU, see :mod:`..nn.joined`.
+"""Computes a target's decoder layers in fewer operations, for decoding on a CPU.
+
+See :mod:`..nn.joined`.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim.
 """
@@ -17,26 +19,30 @@ from ..nn.joined import JOINED, Joined, Weights, join, normed, prepared_norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
-# Of the largest value: float32 rounds by some 1e-6 in another order, a layer of another form is
-# wrong by about 1.
+# Allowed error, relative to the largest value. Another order of float32 operations gives an error
+# of about 1e-6, and a layer with another formula gives an error of about 1.
 _MAX_ERROR = 1e-4
-_FAR = 1 << 17  # a position at which layers that scale by positions do so
+# A position at which layers that scale attention by the position have a scale other than 1.
+_FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
 
 RunLayers = Callable[[Tensor, Tensor, Tensor, list[Weights]], list[Tensor]]
-"""Takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and weights; returns the output [B, n, E] of each layer."""
+"""Takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and the weights of all layers.
+
+Returns the output [B, n, E] of each layer.
+"""
 
 
 class _FusedLayer(nn.Module):
-    """A decoder layer that computes what its class does, while its weights are what they were."""
+    """A decoder layer with the same results as its base class while its weights are unchanged."""
 
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         joined: Joined | None = vars(self).get("joined")
         if joined is None or args or torch.is_grad_enabled() or not joined.is_current():
             return super().forward(hidden_states, *args, **kwargs)
-        # a part of each head is rotated
+        # Layers that rotate only a part of each head are not fused.
         if kwargs["position_embeddings"][0].shape[-1] != joined.attention.head_dim:
             return super().forward(hidden_states, *args, **kwargs)
         kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
@@ -44,16 +50,17 @@ class _FusedLayer(nn.Module):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle as a layer of the model's own class: joined weights cannot be."""
+        """Copy and pickle as a layer of the model's own class; joined weights cannot be pickled."""
         state = {name: value for name, value in vars(self).items() if name != "joined"}
         return object.__new__, (type(self).__bases__[1],), state
 
 
 def fuse(model: nn.Module) -> None:
-    """Lay out a model's weights as :func:`.pack` does, and compute layers like Llama's in fewer operations.
+    """Pack a model's weights with :func:`.pack`, and fuse the operations of layers like Llama's.
 
-    A layer is taken if its result for random tokens stays what it was. For weights that don't change any more, as
-    :func:`.pack` says it; a weight that is replaced by another one is not seen.
+    A layer is fused only if its results for random inputs stay the same. The weights must not
+    change afterwards, as for :func:`.pack`: a weight that is replaced by another tensor is not
+    noticed.
     """
     pack(model)
     fused: dict[type, type] = {}
@@ -66,10 +73,10 @@ def fuse(model: nn.Module) -> None:
         if joined is not known and not _is_right(layer, joined):
             n_wrong += 1
             continue
-        own = type(layer)
+        layer_class = type(layer)
         if not isinstance(layer, _FusedLayer):
             layer.__class__ = fused.setdefault(
-                own, type(f"Fused{own.__name__}", (_FusedLayer, own), {})
+                layer_class, type(f"Fused{layer_class.__name__}", (_FusedLayer, layer_class), {})
             )
         vars(layer)["joined"] = joined
         for name in itertools.chain(*JOINED):
@@ -82,9 +89,10 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedBody:
-    """The text model of a target whose layers are all fused, without what transformers does around them.
+    """The text model of a target whose layers are all fused, without the overhead of transformers.
 
-    It makes no masks: which tokens see which is up to the attention function and what that is given.
+    It makes no masks. The attention function gets its arguments from the caller and decides which
+    tokens attend to which.
     """
 
     def __init__(self, model: Any) -> None:
@@ -93,34 +101,35 @@ class FusedBody:
         self._rotary = body.rotary_emb
         self._norm = body.norm
         self._layers: list[Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
-        own = {
-            (one.n_kv_heads, one.attention.head_dim, one.attention.scaling) for one in self._layers
+        head_sizes = {
+            (fused.n_kv_heads, fused.attention.head_dim, fused.attention.scaling)
+            for fused in self._layers
         }
-        # in query heads too
-        is_alike = len({one.attention.o_proj.weight.shape for one in self._layers}) == 1
-        # H_kv, d, scale of scores, if of all layers
-        self.heads = own.pop() if is_alike and len(own) == 1 else None
+        # The widths of ``o_proj`` are equal only if the numbers of query heads are.
+        is_alike = len({fused.attention.o_proj.weight.shape for fused in self._layers}) == 1
+        # H_kv, d and the scale of attention scores; None if layers differ.
+        self.heads = head_sizes.pop() if is_alike and len(head_sizes) == 1 else None
         self._weights = [(joined.norms, joined.products) for joined in self._layers]
         self._last_norm = prepared_norm(self._norm)
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
-        """Make it of a model, if it gives for a few tokens what the model itself gives; None for others."""
+        """Make the fused body of a model; None if it gives other results for a few tokens."""
         tokens = positions = torch.arange(3)[None]
         try:
-            own = cls(model)
+            fused_body = cls(model)
             with torch.inference_mode():
-                given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-                expected, (found, _) = (
-                    text_model(model)(**given).last_hidden_state,
-                    own(tokens, positions),
+                inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+                expected, (hidden, _) = (
+                    text_model(model)(**inputs).last_hidden_state,
+                    fused_body(tokens, positions),
                 )
             is_right = torch.allclose(
-                found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
+                hidden, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
             )
-        except Exception:  # noqa: BLE001 - a model of another form may fail in any way, each of which means no
+        except Exception:  # noqa: BLE001 - a model of another form may raise any error
             return None
-        return own if is_right else None
+        return fused_body if is_right else None
 
     def __call__(
         self,
@@ -131,20 +140,28 @@ class FusedBody:
         run_layers: RunLayers | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [B, n] at positions [B, n]: hidden states [B, n, E], and the outputs of watched layers.
+        """Run tokens [B, n] at positions [B, n].
 
         Args:
-            wanted: [m] int64, tokens of which alone hidden states [B, m, E] are given; the last layer must be no
-                watched one.
-            run_layers: computes all layers in place of the attention function; see :data:`RunLayers`.
+            tokens: [B, n] token ids.
+            positions: [B, n] positions.
+            watched_layers: layers whose outputs are returned.
+            wanted: [m] int64, indices of the tokens whose hidden states [B, m, E] are needed; None
+                for all. If given, the last layer must not be watched.
+            run_layers: computes all layers at once, in place of the attention function; see
+                :data:`RunLayers`.
+            **kwargs: arguments of the attention function.
+
+        Returns:
+            The hidden states [B, n, E], and the outputs of the watched layers.
         """
         x = self._embed(tokens)
         outputs = {}
         rotation = _rotation(*self._rotary(x, position_ids=positions))
         if run_layers is not None:
-            every = run_layers(x, *rotation, self._weights)
-            x = every[-1]
-            outputs = {index: every[index] for index in watched_layers}
+            layer_states = run_layers(x, *rotation, self._weights)
+            x = layer_states[-1]
+            outputs = {index: layer_states[index] for index in watched_layers}
         for index, joined in enumerate(self._layers if run_layers is None else ()):
             x = _forward(
                 joined,
@@ -166,20 +183,20 @@ def _is_right(layer: Any, joined: Joined) -> bool:
     x = torch.randn(1, 3, width, generator=generator)
     angles = torch.randn(1, 3, head_dim, generator=generator)
     rotation = angles.cos(), angles.sin()
-    given: dict[str, Any] = {"attention_mask": None, "past_key_values": None}
-    given["position_ids"] = torch.arange(3)[None] + _FAR
+    arguments: dict[str, Any] = {"attention_mask": None, "past_key_values": None}
+    arguments["position_ids"] = torch.arange(3)[None] + _FAR
     try:
-        expected = layer(x, position_embeddings=rotation, **given)
-        found = _forward(joined, x, _rotation(*rotation), **given)
+        expected = layer(x, position_embeddings=rotation, **arguments)
+        output = _forward(joined, x, _rotation(*rotation), **arguments)
         return torch.allclose(
-            found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
+            output, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
         )
-    except Exception:  # noqa: BLE001 - a layer of another form may fail in any way, each of which means no
+    except Exception:  # noqa: BLE001 - a layer of another form may raise any error
         return False
 
 
 def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepare cosines and sines [B or 1, n, d] for heads whose halves are swapped: each [B or 1, n, 1, d]."""
+    """Prepare cosines and sines [B or 1, n, d] for heads with swapped halves: [B or 1, n, 1, d]."""
     left, right = sines.chunk(2, dim=-1)
     return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)
 
@@ -187,12 +204,12 @@ def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     joined: Joined,
     x: Tensor,  # [B, n, E]
-    position_embeddings: tuple[Tensor, Tensor],  # of _rotation
+    position_embeddings: tuple[Tensor, Tensor],  # The result of `_rotation`.
     attention_mask: Any = None,
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
-    # [m] int64, tokens whose output is needed; of others keys and values alone are
+    # [m] int64, indices of the tokens whose output is needed. Of the others only the KV is needed.
     wanted: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:

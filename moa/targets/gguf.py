@@ -1,7 +1,7 @@
 """GGUF files as targets: transformers dequantises a file once, into a folder of the user's cache.
 
-The folder is named after the file's SHA-256, and has that name only when it is complete. What
-follows reads it as any other model folder.
+The folder is named after the file's SHA-256, and gets that name only when it is complete. All other
+code reads it like any other model folder.
 """
 
 import logging
@@ -29,7 +29,11 @@ _ADVICE = (
 
 
 def model_folder(path: Path) -> Path:
-    """Return a model folder as it is; for a GGUF file, or a folder that holds one, that of the cache."""
+    """Return the model folder of a path, which may be a GGUF file or a folder that holds one.
+
+    A GGUF file is converted into a folder of the user's cache. Any other folder is returned
+    unchanged.
+    """
     files = sorted(path.glob("*.gguf"))
     if not path.is_dir():
         if path.suffix != ".gguf":
@@ -47,9 +51,9 @@ def model_folder(path: Path) -> Path:
     folder = cache_folder("gguf") / file_sha256(files[0])
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # One process at a time, since memory may not be enough for two.
+        # Only one process converts at a time, because memory may not suffice for two.
         with open(lock_file(folder.parent / "lock", waits=True)):
-            # Of a process that was killed.
+            # Killed processes leave partial folders behind.
             for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):
                 shutil.rmtree(leftover)
             if not folder.is_dir():  # Another process may have made it meanwhile.
@@ -58,8 +62,8 @@ def model_folder(path: Path) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the model folder of a file; refuse a file of which transformers would leave out a part."""
-    import accelerate  # noqa: F401  # transformers needs it
+    """Write the model folder of a GGUF file; refuse a file that transformers reads only in part."""
+    import accelerate  # noqa: F401  # transformers needs it to load a GGUF file.
     import gguf
     from transformers import GgufConfig
 
@@ -72,11 +76,12 @@ def _convert(file: Path, folder: Path) -> None:
         types = {tensor.tensor_type.name for tensor in reader.tensors}
         dtype = torch.float16 if "F16" in types else torch.float32
         if types - {"F16", "F32"}:
-            dtype = torch.bfloat16  # rounds quantised weights by less than the quantisation did
+            # The rounding to bfloat16 is smaller than the error of the quantisation.
+            dtype = torch.bfloat16
         n_values = sum(tensor.n_elements for tensor in reader.tensors)
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        # single tensors are float32 for a moment
+        # Single tensors are float32 for a moment, so a quarter more memory is required.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
@@ -86,7 +91,7 @@ def _convert(file: Path, folder: Path) -> None:
             folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk."
         )
         _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
-        # Alone in its folder, since transformers also reads other files there.
+        # Link the file into an empty folder, because transformers also reads the other files there.
         link = Path(scratch) / "model.gguf"
         link.symlink_to(file.resolve())
         tokenizer = AutoTokenizer.from_pretrained(
@@ -106,10 +111,10 @@ def _convert(file: Path, folder: Path) -> None:
                 f"transformers does not read {unread or 'all weights'} of {file} (it has "
                 f"{model.num_parameters():,} weights of {n_values:,}). {_ADVICE}"
             )
-        made = Path(scratch) / "model"
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        for written in (*made.iterdir(), made):
+        converted = Path(scratch) / "model"
+        model.save_pretrained(converted)
+        tokenizer.save_pretrained(converted)
+        for written in (*converted.iterdir(), converted):
             fsync_directory(written)
-        os.replace(made, folder)
+        os.replace(converted, folder)
     _LOG.warning("dequantised %s in %s", file, format_hours(time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""The live target: a transformers causal LM with its cache, in the few calls that decoding needs.
+"""The live target: a loaded causal LM of transformers, with the few calls that decoding needs.
 
 Shapes: B rows, n tokens of a call, P tokens of a padded call, S slots of the cache, E width.
 """
@@ -30,23 +30,24 @@ from .loading import load_target_model
 from .model_files import check_model_folder, read_config
 from .template import ChatTemplate
 
-_FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of other programs
-# Tokens of a causal run that share one mask, so that memory grows linearly with the context, not
-# quadratically.
+# Files of a snapshot that hold the same weights in the layouts of other programs.
+_FOREIGN = ["consolidated*", "original/*"]
+# Chunk size of causal calls that need a mask. With one mask for each chunk, the memory for masks
+# grows linearly with the context, not quadratically.
 _CHUNK_TOKENS = 1024
-# Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64.
+# Token counts of static calls. A chain of 5 drafts with its root takes 8, the widest tree 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Values of a linear layer whose products of some rows gain by several threads.
+# A linear layer with fewer weights than this multiplies a few rows no faster with several threads.
 _FEWEST_SHARED = 1 << 21
-# Tokens of a text for which the first graphs are recorded; one that gets longer costs others for
-# twice as many.
+# Sequence length for which the first CUDA graphs are recorded. A longer sequence doubles the
+# length, and the graphs are recorded again.
 _GRAPH_SLOTS = 1024
 
 
 def resolve_model_folder(
     path_or_id: str, with_weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Find a local model folder, make that of a GGUF file, or download the snapshot of a Hub id.
+    """Return a local model folder, convert a GGUF file, or download a snapshot from the Hub.
 
     The folder of a snapshot is named after its commit.
     """
@@ -59,7 +60,8 @@ def resolve_model_folder(
         return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(
-            f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF file."
+            f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF "
+            "file."
         )
     from huggingface_hub import snapshot_download
 
@@ -72,7 +74,8 @@ def resolve_model_folder(
                 path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN
             )
         )
-    except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
+    # The Hub client raises many unrelated types if the Hub cannot be reached.
+    except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
         raise TargetError(
@@ -91,20 +94,21 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    if (folder / "config.json").is_file():  # the class of a tokenizer depends on it
+    # The class of a tokenizer may depend on config.json.
+    if (folder / "config.json").is_file():
         families.load_target_config(folder, with_weights=False)
         config = families.transformers_config(read_config(folder), folder)
     if packages := _missing_packages(folder):
         raise TargetError(
-            f"{folder} has no tokenizer.json, and its tokenizer.model takes {' and '.join(packages)}: pip install "
-            f"{' '.join(packages)}, or put the model's tokenizer.json into the folder."
+            f"{folder} has no tokenizer.json, and its tokenizer.model needs "
+            f"{' and '.join(packages)}: pip install {' '.join(packages)}, or put the model's "
+            "tokenizer.json into the folder."
         )
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        # transformers validates some settings on first use only
+        # transformers validates some settings only on first use.
         tokenizer.decode(tokenizer("a")["input_ids"])
-        # Bundles have neither code that auto_map names, nor notes on where the tokenizer was loaded
-        # from.
+        # A saved tokenizer must not name code (auto_map), nor record where it was loaded from.
         for name in ("auto_map", "is_local", "local_files_only"):
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
@@ -115,20 +119,20 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Name the packages, not installed here, that a tokenizer.model takes if tokenizer.json is missing."""
+    """Return the missing packages for reading a tokenizer.model without tokenizer.json."""
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []
     with file.open("rb") as content:
-        # SentencePiece's is a protobuf message, whose first field has the tag 0x0a; tiktoken's is
-        # text.
+        # SentencePiece files are protobuf messages whose first byte is the tag 0x0a. tiktoken files
+        # are text.
         needed = ["sentencepiece", "protobuf"] if content.read(1) == b"\n" else ["tiktoken"]
     installed = {package.name for package in importlib.metadata.distributions()}
     return [package for package in needed if package not in installed]
 
 
 def pick_device(device: str) -> str:
-    """Resolve ``auto`` to cuda, mps or cpu; refuse a device that this machine does not have."""
+    """Resolve ``auto`` to cuda, mps or cpu, and refuse a device that this machine does not have."""
     if device != "auto":
         try:
             torch.empty(0, device=device)
@@ -143,7 +147,7 @@ def pick_device(device: str) -> str:
 
 
 class Target:
-    """A loaded target with its tokenizer, if it has one."""
+    """A loaded target with its optional tokenizer."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, folder: Path | None = None
@@ -151,15 +155,15 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.folder = folder
-        self.body: Any = families.text_model(model)  # the text model without its LM head
+        self.body: Any = families.text_model(model)  # The text model without the LM head.
         self._head = model.get_output_embeddings()
         self.config = self.body.config
         self.sizes = families.target_sizes(self.config)
-        # whose calls need no proof
+        # Families with Llama's layers are known to decode correctly, so they need no check.
         self.is_llama = families.family_of(self.config).has_llama_layers
-        # Tokens of the longest text. From some position on layers of Llama 4 sharpen attention by
-        # positions that they
-        # count themselves, not knowing of drafts.
+        # Llama 4 scales attention by the position from ``floor_scale`` on. Its layers count
+        # positions themselves, which is wrong for drafts, so sequences must end before that
+        # position.
         bound = (
             getattr(self.config, "floor_scale", None)
             if getattr(self.config, "attn_temperature_tuning", 0)
@@ -172,7 +176,7 @@ class Target:
             getattr(source, "eos_token_id", None)
             for source in (model.generation_config, model.config, self.config)
         )
-        # Each kind of layer -> its sliding window in tokens; None for full attention.
+        # Kind of layer -> its sliding window in tokens; None for full attention.
         self._windows = dict(
             zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True)
         )
@@ -181,7 +185,7 @@ class Target:
         self._decodes_with_one_thread = False
         self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
         self._kv_shapes = families.kv_shapes(self.config)
-        self.has_states = None in self._kv_shapes  # of layers, in place of KV
+        self.has_states = None in self._kv_shapes  # Some layers carry a state instead of KV.
         self.has_uniform_kv = families.has_uniform_kv(self.config)
 
     @classmethod
@@ -192,7 +196,7 @@ class Target:
         device: str = "auto",
         revision: str | None = None,
     ) -> "Target":
-        """Load a target from a folder or the Hub."""
+        """Load a target with its tokenizer from a folder, a GGUF file or the Hub."""
         folder = resolve_model_folder(path_or_id, revision=revision)
         model = load_target_model(folder, dtype, pick_device(device))
         target = cls(model, load_target_tokenizer(folder), folder)
@@ -206,24 +210,28 @@ class Target:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Content hashes of the target's files (:func:`.bundle.hash_target`); empty for a bare model. Computed once."""
+        """The content hashes of the target's files (:func:`.bundle.hash_target`).
+
+        Empty without a folder.
+        """
         return bundle.hash_target(self.folder) if self.folder else {}
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template, without arguments unless the caller sets one that has some."""
+        """The chat template without arguments. A caller may replace it by one with arguments."""
         return ChatTemplate(self.tokenizer)
 
     @cached_property
     def decoding_problem(self) -> str:
-        """Why drafts can't be verified; empty where they can."""
+        """The reason why drafts cannot be verified; empty if they can."""
         return "" if self.is_llama else proof.decoding_problem(self)
 
     def prepare(self, uses_graphs: bool = True) -> None:
-        """Decode as fast as the device can, with weights that don't change any more; a second call changes nothing.
+        """Optimize decoding for the device. The weights must not change afterwards.
 
-        On a CPU they are laid out for it (:func:`.fused.fuse`), and a small target decodes with one thread
-        (:meth:`threads`). On a CUDA device the calls after a prefill become graphs, if the layers are Llama's.
+        On a CPU this packs the weights (:func:`.fused.fuse`), and lets a small target decode with
+        one thread (:meth:`threads`). On a CUDA device the calls after a prefill become CUDA graphs
+        if the layers are Llama's. A second call changes nothing.
         """
         fuse(self.model)
         largest = max(
@@ -235,16 +243,18 @@ class Target:
             default=0,
         )
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
-        # Experts, for one, choose what to compute by values that the host reads.
+        # Other layers, such as experts, decide on the host what to compute, which graphs do not
+        # allow.
         takes_graphs = self.device.type == "cuda" and self.is_llama and self.has_uniform_kv
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Compute with one thread while decoding, if the target is prepared and small: threads meet after each product.
+        """Decode with one thread if the target is prepared and small.
 
-        The number of threads of the process is restored at the end.
+        Threads synchronize after each matrix product, which costs a small target more than it
+        gains. The number of threads of the process is restored at the end.
         """
         n_before = torch.get_num_threads()
         if self._decodes_with_one_thread:
@@ -255,45 +265,52 @@ class Target:
             torch.set_num_threads(n_before)
 
     def use_static_calls(self, n_slots: int) -> None:
-        """Give the calls after a prefill static shapes, for texts of so many tokens; longer ones take other shapes."""
+        """Use static shapes for the calls after a prefill, with a cache for ``n_slots`` tokens.
+
+        A longer sequence makes the cache grow, and then the shapes change.
+        """
         self._static = StaticCalls(n_slots)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
-        """Run tokens [B, n] after the committed part of each row; they stay pending until ``cache.commit``.
+        """Run tokens [B, n] after the committed tokens of each row.
+
+        The new tokens stay pending until ``cache.commit``.
 
         Args:
-            seen: [B, n, n] bool, which of the tokens each of them sees, itself included; None for a causal run.
+            tokens: [B, n] token ids.
+            cache: the KV cache of the rows.
+            seen: [B, n, n] bool: which of the new tokens each new token attends to, itself
+                included. None for causal attention.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        # A causal run never builds a mask of all tokens by all tokens: a full-attention prefill
-        # needs none, any other
-        # run is computed in chunks.
+        # A causal call never builds a mask of all tokens by all tokens. A prefill with full
+        # attention needs no mask, and any other call is computed in chunks.
         n_given = tokens.shape[1]
         tokens = cache.take_up(tokens)
         n_tokens = tokens.shape[1]
         device = tokens.device
-        # A static call is short, and comes after a prompt.
+        # Static calls are short calls after a prefill.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
         if seen is not None and self.has_states:
             raise TargetError(
-                f"layers of {self.config.model_type} carry a state, which has no branches; draft a chain, such as "
-                "--tree 5, or with eval --method chain."
+                f"layers of {self.config.model_type} carry a state and cannot verify a tree; "
+                "draft a chain, with --tree 5 or eval --method chain."
             )
         if seen is not None:
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
             mask = self.attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
-        # equal rows share positions
+        # Rows of equal length share their positions.
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
-        # In a prefill the kernel's own causal masking is enough, padding comes last.
+        # A prefill needs no mask: padding comes last, so the kernel's own causal masking suffices.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        # Nor is one where a single token sees all of rows that are equally long: flash kernels take
-        # none.
+        # A single token after rows of equal length needs no mask either, because it attends to all
+        # slots. Flash kernels accept no mask.
         is_step = n_tokens == 1 and len(lengths) == 1
         window = min(
             (window for window in self._windows.values() if window is not None), default=math.inf
@@ -305,8 +322,8 @@ class Target:
         for first in range(0, n_tokens, step):
             part = tokens[:, first : first + step]
             cache.begin_call(part.shape[1], device, goes_on=first > 0)
-            at = torch.arange(first, first + part.shape[1], device=device)
-            positions = to_device(lengths, device)[:, None] + at  # [B or 1, n]
+            offsets = torch.arange(first, first + part.shape[1], device=device)
+            positions = to_device(lengths, device)[:, None] + offsets  # [B or 1, n]
             build = partial(masks.causal_mask, positions, cache.n_slots)
             mask = self.attention_mask(build) if needs_mask else None
             hidden.append(self._call(part, positions, mask, cache))
@@ -314,15 +331,19 @@ class Target:
         return together[:, n_tokens - n_given :]
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> Tensor:
-        hidden, kept = self.run(tokens, positions, mask, cache)
-        if kept:
-            cache.keep_layer_outputs(kept)
+        hidden, layer_states = self.run(tokens, positions, mask, cache)
+        if layer_states:
+            cache.keep_layer_outputs(layer_states)
         return hidden
 
     def run(
         self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run one forward of the model: hidden states of [B, n], and what the watched layers gave, [B, n, E] each."""
+        """Run one forward pass of the text model.
+
+        Returns:
+            The hidden states [B, n, E], and the outputs of the watched layers, [B, n, E] each.
+        """
         with layer_outputs(self.model, cache.watched_layers) as outputs:
             hidden: Tensor = self.body(
                 input_ids=tokens,
@@ -334,12 +355,15 @@ class Target:
         return hidden, [outputs[layer] for layer in cache.watched_layers]
 
     def attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
-        """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind where layers differ."""
+        """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind of layer.
+
+        ``build`` takes a sliding window (None for full attention) and returns a mask [B, n, S].
+        """
         by_kind: dict[str, Tensor | None] = {}
         dtype = self.model.dtype
         for kind, window in self._windows.items():
             if kind == "linear_attention":
-                by_kind[kind] = None  # which knows no mask: its tokens follow each other
+                by_kind[kind] = None  # Linear attention is causal by itself and takes no mask.
                 continue
             mask = build(window)[:, None]  # [B, 1, n, S]
             if not self._takes_bool_masks:
@@ -355,13 +379,13 @@ class Target:
         return self.logits_by(self._head, hidden)
 
     def logits_by(self, head: Any, hidden: Tensor) -> Tensor:
-        """Apply an LM head as the model does, with its scale and bound: [..., E] -> [..., V]."""
+        """Apply an LM head as the model does, with its scale and soft cap: [..., E] -> [..., V]."""
         logits: Tensor = head(hidden)
         scale, cap = self._logit_scale
         return capped(logits if scale == 1 else logits * scale, cap)
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
-        """Make an empty cache for :meth:`forward`."""
+        """Make an empty cache for :meth:`forward`; refuse a target that cannot be decoded."""
         shared = (
             {}
             if self._static is None
@@ -371,13 +395,13 @@ class Target:
             raise TargetError(f"{self.decoding_problem}.")
         if self.has_states and n_rows > 1:
             raise TargetError(
-                f"layers of {self.config.model_type} carry a state, which padding would change; decode one prompt at a "
-                "time."
+                f"layers of {self.config.model_type} carry a state, which padding would change; "
+                "decode one prompt at a time."
             )
         return self.make_cache(n_rows, **shared)
 
     def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
-        """Make an empty cache, also where nothing is known of decoding."""
+        """Make an empty cache, without checking whether the target can be decoded."""
         if not self.has_uniform_kv:
             shared |= {"shapes": self._kv_shapes, "groups": families.kv_groups(self.config)}
         return TargetCache(len(self._kv_shapes), n_rows, **shared)
@@ -385,7 +409,10 @@ class Target:
 
 @contextmanager
 def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of decoder layers, before any final norm: layer -> [B, T, E] of the last forward."""
+    """Collect the outputs of decoder layers, before any final norm.
+
+    The yielded dict maps a layer to its output [B, T, E] in the last forward pass.
+    """
     outputs: dict[int, Tensor] = {}
     width = families.text_model(model).config.hidden_size
 
@@ -393,7 +420,8 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
         outputs[layer] = output[0] if isinstance(output, tuple | list) else output
         if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
             raise TargetError(
-                f"layers of {model.config.model_type} give several states of a token. Leave out hidden:layer:K."
+                f"layers of {model.config.model_type} give several states of a token. "
+                "Leave out hidden:layer:K."
             )
 
     decoder_layers: Any = families.decoder_layers(model) if layers else []
@@ -408,27 +436,28 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor]
-"""Tokens [B, P], the tree [B, P, P], and the length of each row with the tokens of its call that are real, [B, 2]."""
+"""Tokens [B, P], tree mask [B, P, P], and [B, 2]: each row's length and number of real tokens."""
 
 
 class _StaticGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    hidden: Tensor  # [B, P, E], which each run overwrites
-    kept: list[Tensor]  # [B, P, E] of each watched layer, likewise
+    hidden: Tensor  # [B, P, E]. Each replay overwrites it.
+    kept: list[Tensor]  # [B, P, E] for each watched layer. Each replay overwrites them.
 
 
 class StaticCalls:
-    """A target's calls of static shapes: on a CUDA device one graph serves every round of a size.
+    """A target's calls with static shapes. On a CUDA device one graph serves all rounds of a size.
 
-    A call is padded to one of a few sizes, attends to every slot of a cache of fixed length, and finds its place in it
-    by tensors alone, so that nothing in the graph depends on how long the text has become. A text of more than
-    ``n_slots`` tokens makes the caches grow, and costs another graph.
+    A call is padded to one of a few sizes and attends to all slots of a cache of fixed length. Only
+    tensors say at which slots its tokens are, so nothing in the graph depends on the length of the
+    sequence. A sequence of more than ``n_slots`` tokens makes the cache grow and needs another
+    graph.
     """
 
     def __init__(self, n_slots: int) -> None:
-        self.n_slots = n_slots + STATIC_SIZES[-1]  # padding takes slots too
-        self.buffers: Buffers = {}  # that the caches of these calls share in turn
+        self.n_slots = n_slots + STATIC_SIZES[-1]  # Padding takes slots too.
+        self.buffers: Buffers = {}  # The caches of these calls take turns in using them.
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 
     def forward(
@@ -445,50 +474,54 @@ class StaticCalls:
         def call(
             tokens: Tensor, seen: Tensor | None, numbers: Tensor
         ) -> tuple[Tensor, list[Tensor]]:
-            lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and [B, 1, 1]
-            at = torch.arange(tokens.shape[1], device=device)
+            lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and [B, 1, 1].
+            index = torch.arange(tokens.shape[1], device=device)
             if seen is None:
-                seen = (at <= at[:, None]) & (at[:, None] < n_real)
-            seen = seen | (at == at[:, None])  # padding sees itself alone
+                seen = (index <= index[:, None]) & (index[:, None] < n_real)
+            seen = seen | (index == index[:, None])  # Padding attends only to itself.
             build = partial(masks.tree_mask_after, lengths, seen, cache.capacity)
             return target.run(
                 tokens, lengths + seen.sum(dim=2) - 1, target.attention_mask(build), cache
             )
 
         cache.begin_static_call(n_tokens + padding, numbers[:, :1])
-        given = tokens, seen, numbers
-        hidden, kept = call(*given) if device.type == "cpu" else self._replayed(call, cache, given)
-        if kept:
-            cache.keep_layer_outputs([states[:, :n_tokens] for states in kept])
-        return hidden[:, :n_tokens].clone()  # a graph's next run overwrites it
+        inputs = tokens, seen, numbers
+        hidden, layer_states = (
+            call(*inputs) if device.type == "cpu" else self._replayed(call, cache, inputs)
+        )
+        if layer_states:
+            cache.keep_layer_outputs([states[:, :n_tokens] for states in layer_states])
+        return hidden[:, :n_tokens].clone()  # The next replay overwrites the graph's output.
 
     def _replayed(
         self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the graph of such a call, which the first one records."""
+        """Replay the graph of such a call. The first call with its shapes records the graph."""
         key = given[0].shape, given[1] is None, cache.watched_layers, cache.home
         if key not in self._graphs:
-            own = given[0].clone(), None if given[1] is None else given[1].clone(), given[2].clone()
-            cache.begin_static_call(own[0].shape[1], own[2][:, :1])
-            graph, (hidden, kept) = recorded(lambda: call(*own), given[0].device)
-            self._graphs[key] = _StaticGraph(graph, own, hidden, kept)
-        found = self._graphs[key]
-        for place, value in zip(found.inputs, given, strict=True):
-            if place is not None and value is not None:
-                place.copy_(value)
-        found.graph.replay()
-        return found.hidden, found.kept
+            static_inputs = (
+                given[0].clone(),
+                None if given[1] is None else given[1].clone(),
+                given[2].clone(),
+            )
+            cache.begin_static_call(static_inputs[0].shape[1], static_inputs[2][:, :1])
+            graph, (hidden, layer_states) = recorded(lambda: call(*static_inputs), given[0].device)
+            self._graphs[key] = _StaticGraph(graph, static_inputs, hidden, layer_states)
+        static_graph = self._graphs[key]
+        for static_input, value in zip(static_graph.inputs, given, strict=True):
+            if static_input is not None and value is not None:
+                static_input.copy_(value)
+        static_graph.graph.replay()
+        return static_graph.hidden, static_graph.kept
 
 
-Mark = float | torch.cuda.Event  # seconds of the CPU's clock, or an event in the device's queue
-
-
-# A CUDA device lags the CPU that queues its work: a CPU clock would count most of the drafting as
-# verification.
+# Seconds of the CPU's clock, or an event in the queue of a CUDA device. A CUDA device lags behind
+# the CPU that queues its work, so a CPU clock would count most of the drafting as verification.
+Mark = float | torch.cuda.Event
 
 
 def mark_moment(device: torch.device) -> Mark:
-    """Mark this moment without waiting, on a CUDA device after all work queued so far."""
+    """Mark this moment without waiting; on a CUDA device after all work queued so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -497,7 +530,7 @@ def mark_moment(device: torch.device) -> Mark:
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Measure the seconds between two marks of one device, waiting for the second one."""
+    """Return the seconds between two marks of one device; waits until the second one is reached."""
     if isinstance(ended, float):
         return float(ended - began)
     if not ended.query():

@@ -1,4 +1,4 @@
-"""Loads the weights of a live target, and refuses those that do not fit its config.json or are not finite."""
+"""Loads a live target; refuses weights that do not fit config.json or are not finite."""
 
 import math
 import re
@@ -26,16 +26,17 @@ from .model_files import (
 
 _ADVICE = "Correct config.json, or download the folder again."
 _SIZE_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "attention_bias",
-    "tie_word_embeddings",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
+    "moe_intermediate_size", "attention_bias", "tie_word_embeddings",
 )  # fmt: skip
+# Modules that only the layers for drafting have, in DeepSeek V3 and models derived from it.
 _DRAFTING_PARTS = (
     "eh_proj",
     "enorm",
     "hnorm",
     "shared_head",
-)  # of such a layer alone, in DeepSeek V3 and its relatives
+)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -43,7 +44,8 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     """Load the causal LM in evaluation mode.
 
     Raises:
-        TargetError: the weights do not fit in the free memory, do not fit config.json, or are not finite.
+        TargetError: the weights do not fit in the free memory, do not fit config.json, or are not
+            finite.
     """
     config = families.load_target_config(folder)
     headers = _read_headers(folder, config)
@@ -52,14 +54,14 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     with parsing(f"cannot load the weights of {folder}", TargetError):
         try:
             loaded: Any = families.model_loader(folder).from_pretrained(
-                folder, config=families.transformers_config(read_config(folder), folder), dtype=dtype,
-                attn_implementation=families.attention_of(config), output_loading_info=True, use_safetensors=True,
-                trust_remote_code=False,
-                # so that these tensors are reported, and refused below
+                folder, config=families.transformers_config(read_config(folder), folder),
+                dtype=dtype, attn_implementation=families.attention_of(config),
+                output_loading_info=True, use_safetensors=True, trust_remote_code=False,
+                # transformers then reports these tensors, and `_check_fit` refuses them.
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # Transformers stacks experts, and does not say which ones it could not stack.
+            # transformers stacks the experts, and does not report which ones it could not stack.
             parts = Counter(
                 (_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items()
             )
@@ -70,8 +72,8 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
                 raise
             n_tensors, name, shape = min(experts)
             raise TargetError(
-                f"{folder}: only {n_tensors:,} tensors {name} are {list(shape)}, so the experts cannot be stacked. "
-                f"{_ADVICE}"
+                f"{folder}: only {n_tensors:,} tensors {name} are {list(shape)}, so the experts "
+                f"cannot be stacked. {_ADVICE}"
             ) from error
     model, info = loaded
     _check_fit(folder, headers, config, model, info)
@@ -81,7 +83,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a target that can't be loaded, as far as its config.json and the headers of its weights tell."""
+    """Refuse a target that cannot be loaded, by its config.json and weight headers."""
     config = families.load_target_config(folder)
     n_held = _count_values(_read_headers(folder, config))
     n_needed = families.count_weights(config)
@@ -90,7 +92,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
-    """Read the shapes of all weights; refuse files that are damaged, or outside the folder."""
+    """Read the shapes of all weights; refuse damaged files, and references to files elsewhere."""
     weights = bundle.weight_files(folder)
     headers: dict[str, TensorHeader] = {}
     for file in weights:
@@ -102,8 +104,8 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     known = {file.name for file in weights} | {index.name}
     if wrong := [name for name in names if name not in known]:
         raise TargetError(
-            f"{folder}: the weights are said to lie in {str(wrong[0])[:60]!r}, which is not a *.safetensors file of "
-            "the folder. Download it again."
+            f"{folder}: the weights are said to be in {str(wrong[0])[:60]!r}, which is not a "
+            "*.safetensors file of the folder. Download it again."
         )
     return headers
 
@@ -114,20 +116,21 @@ def _count_values(headers: Mapping[str, TensorHeader]) -> int:
 
 def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
     return TargetError(
-        f"{folder}: the weights hold {n_held:,} values, config.json calls for more than {n_needed:,}. {_ADVICE}"
+        f"{folder}: the weights hold {n_held:,} values, config.json calls for more than "
+        f"{n_needed:,}. {_ADVICE}"
     )
 
 
 def _check_memory(
     folder: Path, headers: Mapping[str, TensorHeader], config: Any, dtype: torch.dtype, device: str
 ) -> None:
-    """Refuse weights that do not fit into memory: the kernel would end the process without a word."""
+    """Refuse weights that do not fit into memory; the kernel would kill the process silently."""
     n_held = _count_values(headers)
-    # Transformers allocates what config.json calls for before it reports the weights that are
-    # missing.
+    # transformers allocates all weights that config.json describes before it reports missing ones.
     n_values = max(n_held, families.count_weights(config))
     n_bytes = n_values * dtype.itemsize
-    free_bytes = {"host memory": free_memory()}  # the weights are read into it, whatever the device
+    # The weights are read into host memory first, on every device.
+    free_bytes = {"host memory": free_memory()}
     if torch.device(device).type == "cuda":
         free_bytes[device] = torch.cuda.mem_get_info(torch.device(device))[0]
     for memory, n_free in free_bytes.items():
@@ -142,8 +145,9 @@ def _check_memory(
             else "Free some memory."
         )
         raise TargetError(
-            f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
-            f"{format_bytes(n_free)} are free in {memory}. {advice}"
+            f"the weights of {folder} take {format_bytes(n_bytes)} in "
+            f"{str(dtype).removeprefix('torch.')}, and {format_bytes(n_free)} are free in "
+            f"{memory}. {advice}"
         )
 
 
@@ -154,9 +158,12 @@ def _check_fit(
     model: Any,
     info: Mapping[str, Any],
 ) -> None:
-    """Refuse weights that config.json has no place for, lacks, or gives another shape, by what transformers found."""
+    """Refuse weights that are missing, unexpected, or of another shape than config.json says.
+
+    ``info`` is the loading info of transformers.
+    """
     expected = model.state_dict()
-    # Transformers casts weights of any dtype.
+    # transformers casts weights of any dtype, so the dtype is taken from the headers.
     stored = {
         name: TensorHeader(
             tuple(value.shape), headers[name].dtype if name in headers else value.dtype
@@ -168,7 +175,7 @@ def _check_fit(
         stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
     for name in sorted(info["unexpected_keys"]):
         if not _is_for_drafting(name, headers, config):
-            # transformers has renamed some
+            # transformers renames some tensors, so the headers may lack this name.
             stored[name] = headers.get(name, TensorHeader((), None))
     problem = find_problems(stored, expected)
     head = model.get_output_embeddings().weight
@@ -181,27 +188,32 @@ def _check_fit(
             or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
         )
     if problem:
-        known = config.to_dict()  # Attributes of Gemma 4 that differ between layers cannot be read.
+        # Gemma 4 refuses to read attributes that differ between layers, so use the dict.
+        known = config.to_dict()
         values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
         raise TargetError(
-            f"the weights of {folder} do not fit config.json: {problem}. config.json has {', '.join(values)}. {_ADVICE}"
+            f"the weights of {folder} do not fit config.json: {problem}. config.json has "
+            f"{', '.join(values)}. {_ADVICE}"
         )
 
 
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
-    """Refuse a stored LM head of another shape than the embeddings that it is tied to; transformers compares them."""
+    """Refuse a stored LM head whose shape differs from the embeddings that it is tied to.
+
+    It is checked before loading, because transformers compares the two while it loads them.
+    """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")
-    is_tied = getattr(config, "tie_word_embeddings", False)  # Not every config says it.
+    is_tied = getattr(config, "tie_word_embeddings", False)  # Not every config has it.
     if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise TargetError(
-            f"the weights of {folder} do not fit config.json: lm_head.weight {list(head.shape)} is tied to the "
-            f"embeddings {list(embeddings.shape)}. {_ADVICE}"
+            f"the weights of {folder} do not fit config.json: lm_head.weight {list(head.shape)} is "
+            f"tied to the embeddings {list(embeddings.shape)}. {_ADVICE}"
         )
 
 
 def _is_for_drafting(name: str, headers: Mapping[str, TensorHeader], config: Any) -> bool:
-    """Whether a tensor belongs to layers after the last one, which predict further tokens and are not the target's."""
+    """Whether a tensor belongs to a multi-token prediction layer, which follows the last layer."""
     layer = _NUMBER.search(name)
     n_drafting = getattr(config, "num_nextn_predict_layers", None) or 0
     if layer is None or not 0 <= int(layer[0]) - config.num_hidden_layers < n_drafting:

@@ -1,4 +1,7 @@
-"""Files of model folders, which may come from anywhere: reading them runs no code, and fails with one line."""
+"""Readers for the files of model folders.
+
+A folder may come from anywhere, so reading it runs no code, and every error is one line.
+"""
 
 import io
 import json
@@ -15,36 +18,36 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import DrafterError, TargetError
 from ...files import open_regular, parsing, read_object
 
-# of weights; engines cast them to their own
+# The dtypes that stored weights may have. Engines cast them to their own dtype.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB
+# Upper bound for tokenizer.json, vocab.json, merges.txt and the like. Real files have up to 35 MB.
 _MAX_VOCABULARY_BYTES = 256 << 20
-# model types that transformers loads as causal LMs by code of its own
+# Model types for which transformers has a causal LM class of its own.
 _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _KERNELS = (
     "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 )
-# Files beside a config.json that tell of quantised weights, as older programs write them -> the
-# method.
+# Files that older quantisation programs write next to config.json -> the quantisation method.
 _QUANTISED_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-# Keys of ``*config.json`` that make transformers run code or read other files -> why they are
-# refused.
+# Keys of ``*config.json`` that make transformers run code or read other files -> the reason why
+# they are refused.
 _CODE_KEYS = {
-    "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. Use the model's native "
-    "transformers class",
+    "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. "
+    "Use the model's native transformers class",
     "gguf_file": "names another file to read",
-    "tokenizer_object": "stands for an object of a program",
+    "tokenizer_object": "names an object of a Python program",
 } | dict.fromkeys(
     ("_attn_implementation", "_experts_implementation", "experts_implementation"), _KERNELS
 )
 
 _DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -53,16 +56,16 @@ class TensorHeader(NamedTuple):
     """Shape and dtype of a tensor, from the header of a safetensors file."""
 
     shape: tuple[int, ...]
-    dtype: Any  # a torch dtype, or its name in the file where torch has none
+    dtype: Any  # A torch dtype, or the name in the file if torch has no such dtype.
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
     """Return the size of a file in bytes.
 
     Raises:
-        StoreDamaged: it is not a regular file: a FIFO would be waited for.
-        PermissionError: this user may not read it; safetensors would say that the file is missing.
-        ValueError: it is larger than its limit.
+        StoreDamaged: it is not a regular file. Reading a FIFO would block.
+        PermissionError: this user may not read it. safetensors would report a missing file.
+        ValueError: it is larger than ``max_bytes``.
     """
     fd = open_regular(file)
     n_bytes = os.fstat(fd).st_size
@@ -84,12 +87,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model folder; raises TargetError."""
     if not (file := folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
-    # such as the largest time step of Mamba 2
+    # Mamba 2 has an infinite largest time step.
     return read_json(file, TargetError, allows_infinity=True)
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a model folder that would run code, or holds absurdly large files, before transformers looks at it."""
+    """Refuse a model folder that would run code or holds absurdly large files.
+
+    Call it before transformers reads the folder.
+
+    Raises:
+        TargetError: the folder is refused.
+    """
     is_native = (folder / "config.json").is_file() and read_config(folder).get(
         "model_type"
     ) in _NATIVE
@@ -100,26 +109,30 @@ def check_model_folder(folder: Path) -> None:
             check_regular(file, _MAX_VOCABULARY_BYTES)
         if file.name == "adapter_config.json":
             raise TargetError(
-                f"{file}: an adapter would change the weights silently. Merge it into the weights, or remove the file."
+                f"{file}: an adapter would change the weights silently. "
+                "Merge it into the weights, or remove the file."
             )
         if file.name.endswith("config.json"):
             for key in (
                 _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys()
             ):
                 if key == "auto_map" and is_native:
-                    continue  # transformers takes its own classes, unless told to trust the code
+                    continue  # transformers uses its own class unless trust_remote_code is set.
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
 
 
 def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Name the method by which a target's weights are quantised, from its config.json; empty where they are not."""
+    """Return the method by which a target's weights are quantised, from its config.json.
+
+    Returns an empty string if the weights are not quantised.
+    """
     text = values.get("text_config")
-    for own in (values, text if isinstance(text, dict) else {}):
+    for config in (values, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config", "quantization"):
-            if (found := own.get(key)) is None:
+            if (entry := config.get(key)) is None:
                 continue
-            known = found if isinstance(found, dict) else {"quant_method": found}
-            # of a release that had one method
+            known = entry if isinstance(entry, dict) else {"quant_method": entry}
+            # The first release wrote no quant_method, because bitsandbytes was the only one.
             is_old = any(name.startswith("load_in_") for name in known)
             default = {"compression_config": "compressed-tensors", "quantization": "mlx"}.get(
                 key, "unknown"
@@ -136,36 +149,43 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
 
 
 def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:
-    """Read shapes and dtypes of a safetensors file; raises ``error_class`` if it is missing, damaged or cut short."""
+    """Read the shapes and dtypes of a safetensors file.
+
+    Raises:
+        error_class: the file is missing, damaged or cut short.
+    """
     with parsing(f"{file} is damaged or cut short", error_class, "Restore or download it again."):
         check_regular(file)
         with safe_open(file, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (no dict)
+            # `tensors` is not a dict, so it cannot be iterated directly.
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             return {
                 name: TensorHeader(
-                    tuple(one.get_shape()), _DTYPES.get(one.get_dtype(), one.get_dtype())
+                    tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
                 )
-                for name, one in slices.items()
+                for name, tensor in slices.items()
             }
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a dictionary that ``torch.save`` wrote, without running code; call it within :func:`parsing`."""
+    """Load a dictionary that ``torch.save`` wrote, without running code.
+
+    Call it within :func:`parsing`, because a damaged file raises errors of many types.
+    """
     if isinstance(file, Path):
         check_regular(file)
-    found = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, expected a state dict of tensors")
-    return found
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}, expected a state dict of tensors")
+    return loaded
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Create a safetensors file and sync it; not atomic, see ``files.replacing``."""
-    # The library's own writer goes through a temporary file that only its owner may read, and hides
-    # errno.
-    # so that each is aligned
+    """Create a safetensors file and sync it to disk; not atomic, see ``files.replacing``."""
+    # safetensors' own writer uses a temporary file that only its owner may read, and hides errno.
+    # Wide dtypes come first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -192,10 +212,10 @@ def write_tensors(
 def check_finite(
     weights: Mapping[str, Tensor], source: object, error_class: type[DrafterError]
 ) -> None:
-    """Refuse weights that hold NaN or infinity, in the dtype that they are used in."""
+    """Refuse weights that hold NaN or infinity in the dtype in which they are used."""
     for name, values in weights.items():
-        # The extremes are NaN if any value is, and take a twentieth of the time of ``isfinite`` of
-        # all values.
+        # Minimum and maximum are NaN if any value is. They take a twentieth of the time of
+        # ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()
@@ -203,22 +223,25 @@ def check_finite(
         ):
             n_bad = int((~values.isfinite()).sum())
             dtype = str(values.dtype).removeprefix("torch.")
-            is_narrow = values.dtype == torch.float16  # it ends at 65,504
+            is_narrow = values.dtype == torch.float16  # The largest float16 is 65,504.
             advice = (
                 "Choose --dtype bfloat16 or float32, which hold larger numbers, or r"
                 if is_narrow
                 else "R"
             )
             raise error_class(
-                f"{source}: {n_bad:,} values of {name} {list(values.shape)} are NaN or infinity in {dtype}. "
-                f"{advice}estore the file."
+                f"{source}: {n_bad:,} values of {name} {list(values.shape)} are NaN or infinity in "
+                f"{dtype}. {advice}estore the file."
             )
 
 
 def find_problems(
     weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]
 ) -> str:
-    """Describe the first tensor that is missing, unexpected, or of another shape or dtype; empty if all fit."""
+    """Describe the first tensor that is missing, unexpected, or has the wrong shape or dtype.
+
+    Returns an empty string if all tensors fit.
+    """
     problems = [
         f"missing key {name} {list(expected[name].shape)}"
         for name in expected
@@ -234,7 +257,8 @@ def find_problems(
             continue
         shape = tuple(weights[name].shape)
         dtype = weights[name].dtype
-        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)  # any precision will do
+        # Floats of any precision are accepted.
+        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
         if shape != wanted.shape:
             problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")
         elif dtype not in dtypes:

@@ -1,4 +1,4 @@
-"""What is known of a family of targets is proven on the loaded model before it is used: a few tokens tell.
+"""Checks that run a few tokens through a loaded target, to prove what is assumed of its family.
 
 Shapes: n tokens of the sample, E width, V vocabulary.
 """
@@ -16,19 +16,26 @@ from ..nn.losses import capped, logits_of
 from . import families
 from .bundle import final_norm, scaled_head
 
-Target = Any  # a :class:`.live.Target`, which asks here whether it can be decoded
+# A :class:`.live.Target`. That module imports this one, so the class cannot be imported here.
+Target = Any
 _N_TOKENS = 12
-_HEAD_ERROR = 0.012  # of logits of the same states, in narrow dtypes: some roundings of 0.2 %
+# Largest allowed error of logits in bfloat16 and float16, relative to the largest logit of a token.
+# Each rounding adds up to 0.2 %.
+_HEAD_ERROR = 0.012
 
 
 @torch.inference_mode()
 def prove_logits(target: Target) -> None:
-    """Compare the logits that drafters learn from and those of decoding with the model's; raises TargetError."""
+    """Check that training and decoding compute the same logits as the model.
+
+    Raises:
+        TargetError: the logits differ, or the attention is not causal.
+    """
     model: Any = target.model
     states = list[Tensor]()
-    # A bound doesn't show on small logits, and only the bound on large ones: states of some tokens
-    # are enlarged.
-    n_sizes = 1 if model.dtype == torch.float16 else 3  # which ends at 65,504
+    # Small logits do not show a soft cap, and large ones show nothing but the cap. So the hidden
+    # states of some tokens are scaled up. In float16, which ends at 65,504, they keep their size.
+    n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
     )
@@ -38,11 +45,11 @@ def prove_logits(target: Target) -> None:
         states.append(output.last_hidden_state)
         return output
 
-    trouble = f"{target.config.model_type} of transformers can't compute a text by these weights and config.json"
+    trouble = f"{target.config.model_type} cannot run with these weights and this config.json"
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
-        # in as long a text, whose rounding is the same
+        # Both sequences have the same length, so their rounding errors are the same.
         others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)
         before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
@@ -51,27 +58,35 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        return  # what is wrong with the weights shows in the first sequence
+        return  # Invalid weights are reported with the first sequence.
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
-            f"tokens of this {target.config.model_type} see those after them. Choose another target."
+            f"tokens of this {target.config.model_type} attend to later tokens. Choose another "
+            "target."
         )
-    given = states[0].to(model.dtype)  # Mamba's are wider
-    own = capped(logits_of(given, scaled_head(model)), families.logit_cap(target.config))
+    head_inputs = states[0].to(model.dtype)  # Mamba returns states in a wider dtype.
+    trained_logits = capped(
+        logits_of(head_inputs, scaled_head(model)), families.logit_cap(target.config)
+    )
     largest = known.float().abs().amax(dim=-1, keepdim=True)
     bound = (1e-3 if model.dtype == torch.float32 else _HEAD_ERROR) * largest
     if any(
-        ((one.float() - known.float()).abs() > bound).any() for one in (own, target.logits(given))
+        ((logits.float() - known.float()).abs() > bound).any()
+        for logits in (trained_logits, target.logits(head_inputs))
     ):
         raise TargetError(
-            f"{target.config.model_type} does something to its logits that is not known here, so drafters would learn "
-            "from wrong ones. Choose another target."
+            f"{target.config.model_type} does something to its logits that moa-data does not know, "
+            "so drafters would learn from wrong logits. Choose another target."
         )
 
 
 @torch.inference_mode()
 def prove_norm(target: Target) -> nn.Module:
-    """Return the model's own final norm; raises TargetError where it alone doesn't follow the last layer."""
+    """Return the model's own final norm.
+
+    Raises:
+        TargetError: something else than this norm follows the last layer.
+    """
     norm = final_norm(target.body)
     outputs = list[Any]()
     if target.is_llama:
@@ -86,24 +101,29 @@ def prove_norm(target: Target) -> nn.Module:
     normed = norm(before)
     if normed.shape != hidden.shape or not _agrees(normed, hidden):
         raise TargetError(
-            f"what {target.config.model_type} makes of the output of its last layer is not known here. Choose a source "
-            "that gives its hidden states after the final norm, such as `moa-data extract`."
+            f"moa-data does not know how {target.config.model_type} turns the output of its last "
+            "layer into hidden states. Choose a source that gives hidden states after the final "
+            "norm, such as `moa-data extract`."
         )
     return norm
 
 
 @torch.inference_mode()
 def decoding_problem(target: Target) -> str:
-    """Say why drafts can't be verified; empty where calls over cached tokens give what one call over all gives."""
+    """Return the reason why drafts cannot be verified, or an empty string.
+
+    Drafts can be verified if calls with a KV cache give the same hidden states as one call without.
+    """
     half = _N_TOKENS // 2
     is_right = True
-    why = "calls over its cache give other values"
+    why = "calls with its KV cache give other values"
     try:
         tokens, hidden = _sample(target)
         cache = target.make_cache()
         target.forward(tokens[:, :half], cache)
         cache.commit([range(half)])
-        if not target.has_states:  # after a token stand a wrong one and the right one
+        # Two branches follow the same token: a wrong draft and the right one.
+        if not target.has_states:
             branches = torch.cat(
                 (tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1
             )
@@ -113,7 +133,7 @@ def decoding_problem(target: Target) -> str:
             is_right = _agrees(target.forward(branches, cache, seen)[:, 2], hidden[:, half + 1])
             cache.commit([[]])
         is_right = _agrees(target.forward(tokens[:, half:], cache), hidden[:, half:]) and is_right
-    # of code that is not ours
+    # These calls run code of transformers, which may raise any of these errors.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
     name = target.config.model_type
@@ -126,10 +146,14 @@ def decoding_problem(target: Target) -> str:
 
 @torch.inference_mode()
 def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]], Tensor]) -> str:
-    """Say why an engine can't serve; empty where its calls over the tokens of a text give what one call over all gives.
+    """Return the reason why an engine cannot serve the target, or an empty string.
 
-    ``call``: takes the next tokens, and the parent of each draft among them; gives their hidden states [n, E]. Drafts
-    are forgotten.
+    It can if the engine's calls over parts of a sequence give the same hidden states as one call.
+
+    Args:
+        target: the loaded target.
+        call: takes the next tokens and the parents of the drafts among them, and returns their
+            hidden states [n, E]. It rolls back the drafts.
     """
     half = _N_TOKENS // 2
     why = "calls of the engine give other values"
@@ -138,28 +162,28 @@ def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]],
         text = tokens[0].tolist()
         (known,) = hidden
         is_right = _agrees(call(text[:half], ()), known[:half])
-        # a wrong draft, and the right one
+        # The call verifies a wrong draft and the right one.
         branches = call([text[half], text[0], text[half + 1]], (-1, -1))
         is_right = _agrees(branches[[0, 2]], known[half : half + 2]) and is_right
-        # steps of one token have a way of their own
+        # Engines may treat calls of one token as a special case, so the last call has one token.
         for first, last in ((half + 1, -1), (-1, None)):
             is_right = _agrees(call(text[first:last], ()), known[first:last]) and is_right
-    # of code that is not ours
+    # These calls run code of transformers, which may raise any of these errors.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
     return "" if is_right else f"{why}. `moa-data generate` decodes it"
 
 
 def _sample(target: Target) -> tuple[Tensor, Tensor]:
-    """Make tokens [1, n], and compute their hidden states [1, n, E] in one call."""
+    """Make sample tokens [1, n] and compute their hidden states [1, n, E] in one call."""
     tokens = torch.arange(_N_TOKENS, device=target.device)[None] * 7 % target.sizes["vocab_size"]
     return tokens, target.body(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 def _agrees(found: Tensor, known: Tensor) -> bool:
-    """Whether values [..., m] of most tokens are equal up to the rounding of their dtype."""
-    # Of most: where two experts have nearly equal scores, rounding may send a token to the other
-    # one.
+    """Whether the values [..., m] of most tokens are equal up to the rounding of their dtype."""
+    # The median ignores single tokens: if two experts have nearly equal scores, rounding may route
+    # a token to the other expert.
     error = (found.float() - known.float()).abs().amax(dim=-1).median()
     return bool(
         error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max()

@@ -1,8 +1,9 @@
-"""The chat template of a target, rendered by transformers, with the same text every day and no forged turns.
+"""The chat template of a target: deterministic rendering, without forged turns.
 
-A template is a program that comes with the model. It runs in the sandbox of transformers. The time that it can ask for
-is fixed, and functions that return random values are refused. Its running time is not bounded, because the model folder
-belongs to whoever runs this.
+A template is a program that comes with the model. transformers runs it in a sandbox. To make the
+rendering deterministic, the time that a template can read is fixed, and templates with random
+functions are refused. The running time is not limited, because the model folder belongs to the
+user.
 
 Several threads may use one template.
 """
@@ -25,45 +26,49 @@ from .chat import Message, RejectReason, content_texts, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Some templates write today's date into the prompt, and equal inputs must give equal tokens:
-# `strftime_now` gives this.
+# The time that `strftime_now` returns. Some templates write today's date into the prompt, but equal
+# chats must give equal tokens.
 TEMPLATE_TIME = datetime(2024, 7, 26)
-MAX_CHAT_CHARS = 1 << 24  # several times what the longest context holds
-# key under which a store, and a drafter as JSON, record the arguments of the template
+MAX_CHAT_CHARS = 1 << 24  # Several times as many as fit into the longest context.
+# The key under which stores and drafters record the arguments of the template, as JSON.
 RECORDED = "template_kwargs"
-# What a template can raise while it renders a chat.
+# Errors that a template can raise while it renders a chat.
 RENDER_ERRORS = (
-    JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
+    JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError,
+    RecursionError,
 )  # fmt: skip
 
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
-# transformers keeps compiled templates by their text. This comment makes ours different from those
-# of its other users,
-# who see the real time. Jinja drops the line break with it, so the template still begins a line.
+# transformers caches compiled templates by their text. This comment distinguishes our templates
+# from those of its other users, who see the real time. Jinja drops the line break after the
+# comment, so the template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
-    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "tokenize", "continue_final_message", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 
 
 class ControlTokens(NamedTuple):
-    """Patterns of tokens that mean something else than their text."""
+    """Patterns of control tokens, which have a meaning beyond their text."""
 
-    everywhere: re.Pattern[str]  # those that no text may hold
-    # those, and the ones that frame tools, calls and results, for texts in such a frame
+    everywhere: re.Pattern[str]  # Tokens that no text may contain.
+    # Those tokens and the ones around tools, calls and results. Texts inside such a frame may not
+    # contain them.
     framed: re.Pattern[str]
 
 
 def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
-    """Find the source of a tokenizer's chat template for chats with or without tools, as transformers chooses it.
+    """Return the source of a tokenizer's chat template, for chats with or without tools.
+
+    The choice among several templates is that of transformers.
 
     Raises:
-        TemplateError: there is none.
+        TemplateError: the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
@@ -79,30 +84,30 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the text of all templates that chats are rendered with, for hashing."""
+    """Return the text of all templates that are used to render chats, for hashing."""
     sources = [template_text(tokenizer), template_text(tokenizer, uses_tools=True)]
     return "\0".join(dict.fromkeys(sources))
 
 
 _as_json = partial(json.dumps, ensure_ascii=False)
 
-# The formats in which the rendering in progress has asked for the time.
+# The formats of all requests for the time by the current rendering.
 _time_requests: ContextVar[list[str]] = ContextVar("_time_requests")
 
 
 def _fixed_time(form: str) -> str:
-    """Stand in for transformers' `strftime_now` in our templates."""
+    """Replace transformers' `strftime_now` in our templates."""
     _time_requests.get().append(form)
     return TEMPLATE_TIME.strftime(form)
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with its arguments beside the chat, such as Qwen3's ``enable_thinking``.
+    """A tokenizer's chat template with its extra arguments, such as Qwen3's ``enable_thinking``.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        arguments: values for the template beside the chat.
-        where: the target, for messages.
+        arguments: values that the template gets in addition to the chat.
+        where: the name of the target, for messages.
         uses_tools: whether this is the template for chats with tools; see :meth:`for_tools`.
 
     Raises:
@@ -119,13 +124,12 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._asked_the_time = False
-        self._text_roles: set[str] = set()  # roles whose contents are shown as texts
-        self._parts_roles: set[str] = set()  # roles whose contents are shown in parts
-        # Whether the template shows arguments of calls that are objects, and those that are the
-        # JSON of one.
+        self._text_roles: set[str] = set()  # Roles whose contents may be texts.
+        self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
+        # Whether the template shows arguments of calls that are objects, or JSON texts of objects.
         self._shows_objects = False
         self._shows_json = False
-        self._takes_no_content = True  # whether a message that calls a tool may lack the content
+        self._takes_no_content = True  # Whether a message that calls a tool may have no content.
         try:
             self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
@@ -139,7 +143,7 @@ class ChatTemplate:
         user = _message("user")
         plain = self._try_render([user])
         prompt = self._try_render([user], add_generation_prompt=True)
-        # after a user message
+        # Whether the template writes a generation prompt after a user message.
         self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
         self.end_of_turn = self._text_after_answer(plain or "")
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
@@ -150,7 +154,10 @@ class ChatTemplate:
         )
 
     def for_tools(self, tools: Tools) -> "ChatTemplate":
-        """Return the template for a chat with these tools: some tokenizers have one named ``tool_use`` for them."""
+        """Return the template for a chat with these tools.
+
+        Some tokenizers have a second template, named ``tool_use``, for chats with tools.
+        """
         return self if tools is None else self._with_tools
 
     @property
@@ -159,9 +166,13 @@ class ChatTemplate:
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after_answer(self, header: str) -> str:
-        """Find what ends a response: what the template writes after a last one, or between two turns.
+        """Find the text that ends a response.
 
-        ``header``: the rendering of a chat of one user message.
+        It is the text that the template writes after the last response, or else the text between a
+        response and the next turn.
+
+        Args:
+            header: the rendering of a chat with one user message.
         """
         user = _message("user")
         answer = {"role": "assistant", "content": PLACEHOLDER}
@@ -173,7 +184,7 @@ class ChatTemplate:
         first_token = self.control_tokens.everywhere.match(
             between, len(between) - len(between.lstrip())
         )
-        # A token that stands before a first message as well opens turns, and does not end them.
+        # A token that also comes before the first message begins turns, and does not end them.
         if first_token is None or first_token.group() in header:
             return ""
         return between[: first_token.end()]
@@ -185,16 +196,21 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         is_shaped: bool = False,
     ) -> str:
-        """Render a chat.
+        """Render a chat as text.
 
-        ``is_shaped``: whether the messages have the form that the template takes; see :meth:`_shaped`.
+        Args:
+            messages: the messages of the chat.
+            tools: JSON schemas of the tools.
+            add_generation_prompt: whether to add the header of a response at the end.
+            is_shaped: whether the messages already have the form that the template takes; see
+                :meth:`_shaped`.
 
         Raises:
             One of RENDER_ERRORS, if the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # The template may have left the cache of transformers and be compiled again, so this is set
-        # every time.
+        # Set this for each rendering, because transformers may have evicted the template from its
+        # cache and compiled it again.
         _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
         requests: list[str] = []
         token = _time_requests.set(requests)
@@ -213,11 +229,14 @@ class ChatTemplate:
         return rendered
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
-        """Give messages the form that the template shows; see :meth:`_shaped`."""
+        """Convert messages to the form that the template shows; see :meth:`_shaped`."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
-        """Give the contents and the arguments of calls the form that the template shows, as inference engines do."""
+        """Convert contents and call arguments to the form that the template shows.
+
+        Inference engines do the same.
+        """
         role = message["role"]
         if "content" in message or not self._takes_no_content:
             text = "".join(content_texts(message))
@@ -236,10 +255,10 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Find the tokens before the text of a first user message, and the token that ends that message.
+        """Return the tokens before the text of the first user message, and its end token.
 
         Raises:
-            TemplateError: the template does not tell the two.
+            TemplateError: these tokens cannot be found.
         """
         text = (
             self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True)
@@ -251,8 +270,9 @@ class ChatTemplate:
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(
-                "the chat template does not show where a user's message begins, or ends it with text and not with a "
-                "special token, so the target cannot write questions. Give --dataset in place of --self-prompted."
+                "the chat template does not show where a user's message begins, or ends it with "
+                "text and not with a special token, so the target cannot write questions. Give "
+                "--dataset in place of --self-prompted."
             )
         return list(tokens), int(self.tokenizer.convert_tokens_to_ids(end.group()))
 
@@ -270,9 +290,9 @@ class ChatTemplate:
             return None
 
     def _check_program(self) -> None:
-        """Refuse a template that does not compile, returns random values, or does not end for the shortest chat."""
+        """Refuse a template that does not compile, uses random values, or does not end."""
         try:
-            # It is parsed before it is compiled, because compiling computes with its constants.
+            # Parse the template before compiling it, because the compiler evaluates constants.
             tree = _compile_jinja_template("").environment.parse(self.text)
             _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
@@ -283,8 +303,8 @@ class ChatTemplate:
         by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
         if by_chance:
             raise TemplateError(
-                f"the chat template uses {', '.join(sorted(by_chance))}, so that equal chats give other tokens each "
-                "time. Correct the template."
+                f"the chat template uses {', '.join(sorted(by_chance))}, so equal chats would give "
+                "different tokens each time. Correct the template."
             )
         try:
             self.render([_message("user")], add_generation_prompt=True)
@@ -293,10 +313,10 @@ class ChatTemplate:
                 f"the chat template does not end: {first_line(error)}. Correct the template."
             ) from error
         except RENDER_ERRORS:
-            pass  # The template wants other chats; each is looked at by itself.
+            pass  # The template refuses this chat. Other chats are checked when they are rendered.
 
     def _find_forms(self) -> None:
-        """Find out in which forms the template shows contents and the arguments of calls."""
+        """Detect in which forms the template shows contents and the arguments of calls."""
         for role in _ROLES:
             if self._shows_content(role, PLACEHOLDER):
                 self._text_roles.add(role)
@@ -314,7 +334,7 @@ class ChatTemplate:
         self._takes_no_content = self._try_render([user, call]) is not None
 
     def _shows_content(self, role: str, content: Any) -> bool:
-        """Whether the template shows a content of this form for a role: its text, and not the JSON of its parts."""
+        """Whether the template shows the text of this content, not the JSON of its parts."""
         before: dict[str, list[Message]] = {
             "assistant": [_message("user")],
             "tool": [_message("user"), _call({})],
@@ -329,11 +349,9 @@ class ChatTemplate:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The tokens that delimit turns: all special tokens, and other added tokens that the template writes."""
-        # Of the latter, paired tags (``<think>`` and ``</think>``, ``<tool_call>``) open no turn,
-        # and answers and
-        # prompts often hold them, so that they are refused only in text that the template puts
-        # between such tags.
+        """The control tokens: all special tokens, and the added tokens that the template writes."""
+        # Paired tags such as ``<think>`` and ``</think>`` begin no turn, and answers and prompts
+        # often contain them. So they are refused only in texts that the template puts between tags.
         tokenizer = self.tokenizer
         added = {
             str(token.content): bool(token.special)
@@ -350,7 +368,7 @@ class ChatTemplate:
             self._try_render(chat, add_generation_prompt=True)
             for chat in (turns, turns[1:], turns[1:2])
         )
-        # A template may put a token together: '<|' + role + '|>'.
+        # A template may build a token from pieces: '<|' + role + '|>'.
         written = self.text + "".join(filter(None, probes))
         others = {token for token in added if token in written} - special
         tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
@@ -361,11 +379,15 @@ class ChatTemplate:
     def find_unusable_text(
         self, messages: Sequence[Message], tools: Tools = None
     ) -> tuple[RejectReason, str] | None:
-        """Find control tokens, halves of surrogate pairs and too many characters: why, and what was found where."""
+        """Find control tokens, halves of surrogate pairs, or too many characters.
+
+        Returns:
+            The reason and a detail with the place; None if all texts can be used.
+        """
         control = self.control_tokens
         n_chars = 0
-        # (where, values, pattern that their texts may not match): text within a frame of the
-        # template may not close it.
+        # Tuples (name for messages, value, pattern that its texts must not match). A text inside a
+        # frame of the template, such as a tool call, must not close the frame.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
             for key, value in message.items():
@@ -379,10 +401,10 @@ class ChatTemplate:
                 n_chars += len(text)
                 if n_chars > MAX_CHAT_CHARS:
                     return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
-                if found := pattern.search(text):
+                if control_token := pattern.search(text):
                     return (
                         RejectReason.SPECIAL_TOKEN_IN_CONTENT,
-                        f"{where} contains {found.group()!r}",
+                        f"{where} contains {control_token.group()!r}",
                     )
                 try:
                     text.encode()
@@ -394,7 +416,7 @@ class ChatTemplate:
         return None
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
-        """Refuse texts that cannot be part of a prompt."""
+        """Raise PromptUnusable if a text cannot be part of a prompt."""
         if unusable := self.find_unusable_text(messages, tools):
             raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
 
@@ -404,7 +426,7 @@ def _message(role: str) -> Message:
 
 
 def _call(arguments: Any) -> Message:
-    """Make a message that calls a tool and says nothing."""
+    """Make a message that calls a tool and has no text."""
     call = {
         "id": "000000001",
         "type": "function",
@@ -422,7 +444,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every text in messages or tools, the keys of objects included."""
+    """Yield every text in messages or tools, including the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -441,43 +463,59 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Read ``name=value`` texts, or a JSON object that was cut at its commas; a value that is JSON is parsed."""
-    whole = ",".join(texts).strip()
-    if whole.startswith("{"):
+    """Parse ``name=value`` texts, or the pieces of a JSON object that was split at its commas.
+
+    Values that are JSON are parsed, other values stay texts.
+
+    Raises:
+        OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
+    """
+    joined = ",".join(texts).strip()
+    if joined.startswith("{"):
         try:
-            found = json.loads(whole)
+            arguments = json.loads(joined)
         except ValueError as error:
             raise OptionInvalid(
-                f"template_kwargs is {whole!r}, which is not a JSON object ({error})"
+                f"template_kwargs is {joined!r}, which is not a JSON object ({error})"
             ) from error
     else:
-        found = {}
+        arguments = {}
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals or not name.strip():
                 raise OptionInvalid(
-                    f"template_kwargs has {text!r}, expected NAME=VALUE such as enable_thinking=false"
+                    f"template_kwargs has {text!r}, expected NAME=VALUE such as "
+                    "enable_thinking=false"
                 )
             try:
-                found[name.strip()] = json.loads(value)
+                arguments[name.strip()] = json.loads(value)
             except ValueError:
-                found[name.strip()] = value
-    for name in found:
+                arguments[name.strip()] = value
+    for name in arguments:
         if name in _TAKEN:
             raise OptionInvalid(
-                f"template_kwargs has {name}, which the template gets from elsewhere; leave it out"
+                f"template_kwargs has {name}, which moa-data sets itself; leave it out"
             )
         if not name.isidentifier():
             raise OptionInvalid(
                 f"template_kwargs has {name!r}, expected the name of a variable of the template"
             )
-    return dict(found)
+    return dict(arguments)
 
 
 def choose_template_arguments(
     given: Sequence[str], drafters: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
-    """Choose the given arguments, else those of the chats that all drafters, by name, record for their targets."""
+    """Return the arguments of the chat template.
+
+    Args:
+        given: ``name=value`` texts. If there are any, they are used.
+        drafters: the recorded target of each drafter, by name. Without ``given``, the arguments of
+            the drafters' training chats are used.
+
+    Raises:
+        OptionInvalid: the drafters were trained with different arguments, or a text is malformed.
+    """
     if given:
         return parse_template_arguments(given)
     recorded = {name: target.get(RECORDED, "{}") for name, target in drafters.items() if target}
@@ -485,6 +523,6 @@ def choose_template_arguments(
         raise OptionInvalid(
             "the drafters were trained on chats rendered with different arguments: "
             + "; ".join(f"{name} {text}" for name, text in recorded.items())
-            + ". Say with which to decode: --set template_kwargs=NAME=VALUE."
+            + ". Choose the arguments for decoding: --set template_kwargs=NAME=VALUE."
         )
     return parse_template_arguments([next(iter(recorded.values()), "{}")])

@@ -1,4 +1,4 @@
-"""Exports and imports stores in the file formats of other projects; torch datasets over a store.
+"""Export and import of stores in other projects' file formats, and torch datasets over a store.
 
-Drafters are exported by ``trainer/export.py``.
+``trainer/export.py`` exports drafters.
 """

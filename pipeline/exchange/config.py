@@ -11,25 +11,29 @@ ExportFormat = Literal["speculators", "specforge", "eagle", "index"]
 
 
 class ExportConfig(Config):
-    """Settings of `moa-data export`: which store to write in which layout, and where to."""
+    """Settings of `moa-data export`: the store to read, the layout to write and the output path."""
 
     store: str
     """Folder of the store."""
     format: ExportFormat
-    """Layout to write: speculators, specforge (EAGLE-3), eagle (EAGLE v1), or index, one Parquet file of all sequences
-    without their activations."""
+    """Layout to write: speculators, specforge (EAGLE-3), eagle (EAGLE v1) or index. The index is a
+    single Parquet file of all sequences, without their activations."""
     out: str
-    """Folder to write to, of index the file; the same command run again continues where it stopped."""
+    """Folder to write to; for index, the file. The same command, run again, continues where it
+    stopped."""
     max_sequences: Count | None = None
     """Write only the first sequences of the store; default: all."""
     layers: tuple[int, ...] = ()
-    """Decoder layers, from 0, whose outputs go in beside the last one; default: the three that the project takes."""
+    """Decoder layers, counted from 0, whose outputs are written in addition to the last layer's.
+    Default: the project's three."""
     kv: bool = False
-    """Write keys and values too (speculators only): of the target's last layer with a sliding window, kv_last_local_k
-    and _v, and of its last one without, kv_last_global_k and _v, of those that it has."""
+    """Also write keys and values (speculators only): kv_last_local_k and _v of the target's last
+    layer with a sliding window, and kv_last_global_k and _v of its last layer without one. A kind
+    of layer that the target lacks is skipped."""
 
     rows_only: bool = False
-    """Write the rows of ids and masks alone (speculators only); its trainer reads the states from the store."""
+    """Write only the rows of token ids and loss masks (speculators only). The trainer of
+    speculators then reads the hidden states from the store."""
 
     @override
     def problems(self) -> list[str]:
@@ -42,28 +46,31 @@ class ExportConfig(Config):
 
 
 class ImportConfig(Config):
-    """Settings of `moa-data import`: which folder of another project becomes a store, and with which target."""
+    """Settings of `moa-data import`: the other project's folder, its target, and the new store."""
 
     folder: str
     """Folder in the layout of the other project."""
     format: Format
     """Layout of the folder: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
     model: str
-    """The target the hidden states come from: a folder, a GGUF file, or a hub id."""
+    """The target that the hidden states come from: a folder, a GGUF file or a hub id."""
     out: str
-    """Folder of the store; the same command run again continues where it stopped."""
+    """Folder of the store. The same command, run again, continues where it stopped."""
     max_sequences: Count | None = None
     """Read only the first sequences of the folder; default: all."""
     layers: tuple[int, ...] = ()
-    """Decoder layers, from 0, whose outputs the files hold beside the last one; default: the project's three."""
+    """Decoder layers, counted from 0, whose outputs the files hold in addition to the last layer's.
+    Default: the project's three."""
     target_layers: Natural = 0
-    """Decoder layers of the target kept in the store for Target Layer Inference."""
+    """Number of the target's decoder layers that the store keeps for Target Layer Inference."""
     part_tokens: Count = 65_536
-    """Tokens per part, the unit of work, resume and loss."""
+    """Tokens per part. A part is the unit of work, of resuming and of data loss."""
     target_license: str | None = None
-    """Licence of the target, as the Hub names licences, for the store's card; default: left to fill in."""
+    """Licence of the target for the store's card, by its name on the Hub. Default: a blank to fill
+    in."""
     dataset_license: str | None = None
-    """Licence of the dataset, for the card too; default: left to fill in."""
+    """Licence of the dataset for the store's card, by its name on the Hub. Default: a blank to fill
+    in."""
 
     @override
     def problems(self) -> list[str]:
@@ -71,10 +78,10 @@ class ImportConfig(Config):
 
 
 def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
-    found = []
+    problems = []
     if layers and name in ("eagle", "index"):
         holds = "the last hidden state alone" if name == "eagle" else "no hidden states"
-        found.append(f"layers has no meaning for the format {name}, which holds {holds}")
+        problems.append(f"layers has no meaning for the format {name}, which holds {holds}")
     if len(set(layers)) < len(layers):
-        found.append(f"layers repeats a layer: {','.join(map(str, layers))}")
-    return found
+        problems.append(f"layers repeats a layer: {','.join(map(str, layers))}")
+    return problems

@@ -1,18 +1,27 @@
-"""The files of other projects: one per sequence, in the formats of speculators, SpecForge (EAGLE-3) and EAGLE v1.
+"""File formats of speculators, SpecForge (EAGLE-3) and EAGLE v1, with one file per sequence.
 
-``docs/interop.md`` shows them side by side, with their numbers of layers. Ids and masks are int64, a mask is aligned
-with its ids, and activations keep the store's dtype. Sources, read in stored copies:
+``docs/interop.md`` compares the formats and the way each numbers layers. Token ids and masks are
+int64. A mask is aligned with its token ids. Activations keep the store's dtype.
 
-- speculators ``scripts/launch_vllm.py`` (default ids ``[2, L // 2, L - 3, L]``, L appended for the verifier),
-  ``src/speculators/train/data.py`` (the last slot is the verifier's last hidden state), pull request 313 (vLLM saves it
-  before the final norm), pull request 758 (``kv_last_*`` of the last layer with a sliding window and of the last one
-  without, keys after RoPE), vllm pull request 46788 (id i is captured at the input of layer i), and of 0.9
-  ``hs_connectors/fp8_utils.py`` (float8_e4m3fn with a scale a token, read as bfloat16).
-- SpecForge ``scripts/prepare_hidden_states.py`` (default ``[2 - 1, L // 2 - 1, L - 3 - 1]``; ``hidden_state`` is what
-  the logits processor receives, after the norm; its loader takes any ``.ckpt`` or ``.ckpt.gz`` below its folder),
-  sglang pull request 25454 (both numberings name the same physical states).
-- EAGLE ``eagle/ge_data/ge_data_all_vicuna.py`` (``outs_big.hidden_states[-1]``, after the norm in transformers' Llama)
-  and ``eagle/train/main.py`` (feeds it to the LM head as it is; takes any file at all).
+Sources, read as archived copies:
+
+- speculators ``scripts/launch_vllm.py``: the default ids are ``[2, L // 2, L - 3, L]``; L is
+  appended for the verifier.
+- speculators ``src/speculators/train/data.py``: the last slot is the verifier's last hidden state.
+- speculators pull request 313: vLLM saves the last hidden state before the final norm.
+- speculators pull request 758: ``kv_last_*`` belong to the last layer with a sliding window and to
+  the last layer without one; keys are stored after RoPE.
+- speculators 0.9 ``hs_connectors/fp8_utils.py``: float8_e4m3fn with one scale per token, read as
+  bfloat16.
+- vllm pull request 46788: id i is captured at the input of layer i.
+- SpecForge ``scripts/prepare_hidden_states.py``: the default layers are
+  ``[2 - 1, L // 2 - 1, L - 3 - 1]``. ``hidden_state`` is the input of the logits processor, after
+  the norm. The loader reads any ``.ckpt`` or ``.ckpt.gz`` file below its folder.
+- sglang pull request 25454: both numberings name the same physical states.
+- EAGLE ``eagle/ge_data/ge_data_all_vicuna.py``: writes ``outs_big.hidden_states[-1]``, which is
+  after the norm in transformers' Llama.
+- EAGLE ``eagle/train/main.py``: feeds that state to the LM head unchanged. It reads every file in
+  its folder, whatever the name.
 """
 
 import gzip
@@ -39,9 +48,11 @@ from ...moa.drafters.eagle3 import default_fused_layers
 from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
 from ...storage.schema import HIDDEN_LAST, layer_field
 
-# files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it
+# Number of files in one of SpecForge's ``rows_{a}-{b}`` folders. SpecForge's reader does not depend
+# on this number.
 ROWS_PER_FOLDER = 2000
-# Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
+# Upper bound of unpacked bytes per compressed byte. Hidden states hardly compress, so a larger
+# ratio means that the file was made to exhaust memory.
 _MAX_GROWTH = 32
 _MIN_LIMIT_BYTES = 64 << 20
 _ROWS_PER_BATCH = 256
@@ -49,13 +60,16 @@ _STATE = "state.json"
 
 
 class FileFormat(ABC):
-    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `DatasetError`."""
+    """A project's file format for sequences.
+
+    Reading a file that is damaged or has another format raises `DatasetError`.
+    """
 
     name: str
     pattern: str
-    gives_last = True  # whether ``hidden/last`` (after the final norm) is in the files
-    kv_layers: tuple[int, ...] = ()  # layers whose keys and values are in the files, ascending
-    fields: tuple[str, ...]  # the fields of the store that are in the files, in their order
+    gives_last = True  # Whether the files hold ``hidden/last``, the state after the final norm.
+    kv_layers: tuple[int, ...] = ()  # Layers whose keys and values the files hold, ascending.
+    fields: tuple[str, ...]  # Fields of the store that the files hold, in the order of the files.
 
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:
@@ -63,10 +77,16 @@ class FileFormat(ABC):
 
     @abstractmethod
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        """Return a file's content: of tokens [S], mask [S] and ``fields`` [S, E] (kv [S, n, H_kv, 2, d])."""
+        """Return the content of a sequence's file.
+
+        Args:
+            tokens: token ids [S].
+            mask: loss mask [S].
+            hidden: each of ``fields`` -> [S, E]; ``kv`` -> [S, n, H_kv, 2, d].
+        """
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder in the order of their numbers: 10 comes after 9."""
+        """Return the files below a folder, sorted by the numbers in their names (10 after 9)."""
 
         def numbers(path: Path) -> list[tuple[int, str]]:
             words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
@@ -77,25 +97,29 @@ class FileFormat(ABC):
         ]
         if not paths:
             raise DatasetError(
-                f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and --format."
+                f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and "
+                "--format."
             )
         return sorted(paths, key=numbers)
 
     @abstractmethod
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return a file's token ids, int64 [S], without reading its hidden states."""
+        """Return the token ids of a file, int64 [S], without reading its hidden states."""
 
     @abstractmethod
     def read_mask(self, path: Path) -> np.ndarray:
-        """Return the loss mask of a file's sequence, int64 [S]."""
+        """Return the loss mask of a file, int64 [S]."""
 
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return a file's hidden states: each of ``fields`` -> [S, E]."""
+        """Return the hidden states of a file: each of ``fields`` -> [S, E]."""
 
 
 class EagleFormat(FileFormat):
-    """EAGLE v1: a dict by ``torch.save`` with the last hidden state after the final norm, in the folder of rank 0."""
+    """EAGLE v1: a dict written by ``torch.save``, in the folder of rank 0.
+
+    The dict holds the last hidden state after the final norm.
+    """
 
     name = "eagle"
     pattern = "data_*.ckpt"
@@ -131,9 +155,13 @@ class EagleFormat(FileFormat):
 
 
 class SpecForgeFormat(EagleFormat):
-    """SpecForge's offline features for EAGLE-3: EAGLE's file with more in it; ``.ckpt.gz`` is read, too.
+    """SpecForge's offline features for EAGLE-3: EAGLE's dict with the outputs of further layers.
 
-    ``layers``: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
+    Compressed files (``.ckpt.gz``) are read too.
+
+    Args:
+        layers: decoder layers, counted from 0, whose outputs the files hold in addition to the last
+            hidden state, in the order of the files.
     """
 
     name = "specforge"
@@ -164,16 +192,20 @@ class SpecForgeFormat(EagleFormat):
         count = len(self.fields) - 1
         if layers.shape[1] != count * width:
             raise DatasetError(
-                f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of {width}. "
-                "Name the layers of these files with --layers."
+                f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of "
+                f"{width}. Name the layers of these files with --layers."
             )
         return dict(zip(self.fields, (last, *layers.split(width, dim=1)), strict=True))
 
 
 class SpeculatorsFormat(FileFormat):
-    """speculators' offline data: the chosen layers, and the last one before the final norm.
+    """speculators' offline data: the chosen layers, then the last layer before the final norm.
 
-    ``last_layers``: ``local`` and ``global`` -> the layer whose keys and values go in, of those that the target has.
+    Args:
+        layers: the chosen decoder layers, counted from 0.
+        n_layers: number of the target's decoder layers.
+        last_layers: ``local`` or ``global`` -> the layer whose keys and values are written. A kind
+            of layer that the target lacks is absent.
     """
 
     name = "speculators"
@@ -197,7 +229,8 @@ class SpeculatorsFormat(FileFormat):
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
-        ids = ",".join(str(layer + 1) for layer in self._layers)  # vLLM counts the layers passed
+        # In vLLM, the id of a layer's output is the number of layers that it has passed.
+        ids = ",".join(str(layer + 1) for layer in self._layers)
         tensors = {
             "token_ids": torch.from_numpy(tokens.astype(np.int64)),
             "hidden_states": states.contiguous(),
@@ -222,7 +255,7 @@ class SpeculatorsFormat(FileFormat):
                 f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}."
             )
         with parsing(
-            f"{path}: row {row} of the Arrow dataset is not text",
+            f"{path}: row {row} of the Arrow dataset lacks token ids or a loss mask",
             DatasetError,
             "Prepare the dataset again.",
         ):
@@ -232,8 +265,8 @@ class SpeculatorsFormat(FileFormat):
             )
         if not np.array_equal(ids, self.read_tokens(path)):
             raise DatasetError(
-                f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. The files belong to "
-                "another dataset; make them again."
+                f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. "
+                "The files belong to another dataset; make them again."
             )
         return np.asarray(mask)
 
@@ -242,15 +275,15 @@ class SpeculatorsFormat(FileFormat):
         states = _read_tensor(path, "hidden_states")  # [S, K + 1, E]
         if states.dim() != 3 or states.shape[1] != len(self._states):
             raise DatasetError(
-                f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, {len(self._states)} layers, "
-                "width]. Name the layers of these files with --layers."
+                f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, "
+                f"{len(self._states)} layers, width]. Name the layers of these files with --layers."
             )
         if states.dtype == torch.float8_e4m3fn:
-            scales = _read_tensor(path, "hidden_states_scales")  # float32, of each token
+            scales = _read_tensor(path, "hidden_states_scales")  # float32, one scale per token
             with parsing(
                 f"{path}: hidden_states_scales do not fit", DatasetError, "Make the file again."
             ):
-                # Rounded as its own reader does.
+                # Multiply in bfloat16, because the reader of speculators rounds in the same way.
                 states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(
                     len(states), 1, 1
                 )
@@ -260,8 +293,8 @@ class SpeculatorsFormat(FileFormat):
         folder = next((parent for parent in path.parents if (parent / _STATE).is_file()), None)
         if folder is None:
             raise DatasetError(
-                f"{path.parent}: no Arrow dataset (state.json) in this folder or above it; the loss masks lie there. "
-                "Put hidden_states/ into the folder of the dataset."
+                f"{path.parent}: no Arrow dataset (state.json), which holds the loss masks, in "
+                "this folder or above it. Put hidden_states/ into the folder of the dataset."
             )
         if folder not in self._rows:
             self._rows = {folder: _load_rows(folder)}
@@ -271,9 +304,14 @@ class SpeculatorsFormat(FileFormat):
 def make_format(
     name: str, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None
 ) -> FileFormat:
-    """Make a file format; without layers EAGLE-3's, 1, L // 2 - 1 and L - 4, go in beside the last one.
+    """Make a file format.
 
-    Raises OptionInvalid: the target does not have these layers.
+    Args:
+        layers: decoder layers to hold in addition to the last one. If empty, EAGLE-3's default
+            layers 1, L // 2 - 1 and L - 4.
+
+    Raises:
+        OptionInvalid: the target does not have these layers.
     """
     if name == "eagle":
         return EagleFormat()
@@ -281,11 +319,13 @@ def make_format(
         layers = layers or default_fused_layers(n_layers)
     except DrafterError as error:
         raise OptionInvalid(
-            f"A target with {n_layers} layers has no default. Choose them, as --layers 0,1."
+            f"A target with {n_layers} layers has no default layers. Choose them, e.g. --layers "
+            "0,1."
         ) from error
     if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
         raise OptionInvalid(
-            f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose others."
+            f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose "
+            "others."
         )
     if name == "specforge":
         return SpecForgeFormat(layers)
@@ -293,7 +333,10 @@ def make_format(
 
 
 def _load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read."""
+    """Load a dict that holds only tensors.
+
+    An uncompressed file is memory-mapped. A compressed file is read into memory.
+    """
     with parsing(
         f"{path} is damaged, or holds more than tensors",
         DatasetError,
@@ -310,7 +353,12 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Write the Arrow dataset of an export to speculators, tokens [S] and mask [S] of every file; `state.json` last."""
+    """Write the Arrow dataset of an export to speculators, with `state.json` last.
+
+    Args:
+        n_rows: number of sequences. An existing dataset with as many rows is kept.
+        texts: tokens [S] and mask [S] of each sequence.
+    """
     from datasets import Dataset
 
     if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
@@ -366,20 +414,21 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     value = record.get(key)
     if not isinstance(value, Tensor):
         raise DatasetError(
-            f"{path} has no tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. Check --format."
+            f"{path} has no tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. "
+            "Check --format."
         )
     return value
 
 
 def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
-    """Return a tensor [S, width] or [1, S, width] as [S, width]."""
+    """Return a tensor of shape [S, width] or [1, S, width] as [S, width]."""
     value = _tensor(record, key, path)
     n_tokens = _tensor(record, "input_ids", path).numel()
     if value.dim() == 3 and len(value) == 1:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:
         raise DatasetError(
-            f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width] as there are {n_tokens} "
-            "input_ids. Make the file again, or delete it."
+            f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width] as there "
+            f"are {n_tokens} input_ids. Make the file again, or delete it."
         )
     return value

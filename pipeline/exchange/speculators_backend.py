@@ -1,12 +1,16 @@
-"""A store as the hidden states that speculators trains from, in place of its own files.
+"""A backend of speculators that reads hidden states from a store instead of speculators' own files.
 
-``python -m moa_data.pipeline.exchange.speculators_backend train ...`` is speculators' own command line, with one more
-``--hidden-states-backend``: moa, which reads ``--moa-store``. Rows of ids and masks come from its Arrow dataset, which
-``moa-data export STORE --format speculators --rows-only`` writes; row i is sequence i of the store.
+``python -m moa_data.pipeline.exchange.speculators_backend train ...`` runs speculators' own command
+line with the additional ``--hidden-states-backend moa``, which reads the store ``--moa-store``. The
+rows of token ids and masks come from speculators' Arrow dataset, which
+``moa-data export STORE --format speculators --rows-only`` writes. Row i is sequence i of the store.
 
-Source: speculators 0.9 ``hs_connectors/transfer.py`` (the registry and what a backend gives),
-``speculators/train/data.py`` (the last slot is the verifier's last state), ``train/config/resolution.py`` (options of
-backends are read when it is imported, so that this module has to be there before).
+Sources in speculators 0.9:
+
+- ``hs_connectors/transfer.py``: the registry of backends, and the values that a backend returns.
+- ``speculators/train/data.py``: the last slot is the verifier's last hidden state.
+- ``train/config/resolution.py``: reads the options of backends at import time. This module must
+  therefore be imported first.
 
 Shapes: S tokens of a sequence, K chosen layers, E width.
 """
@@ -25,11 +29,16 @@ from .formats import make_format
 from .torch_dataset import ActivationDataset, check_fields
 
 
-class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]  # not installed where types are checked
-    """Hidden states of a store, a sequence at a time; opens its files anew in each worker.
+# The base classes are untyped, because speculators is not installed where types are checked.
+class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
+    """Reads the hidden states of a store, one sequence at a time.
+
+    Each worker process opens the files of the store for itself.
 
     Args:
-        layers: decoder layers, from 0, beside the last one; none for the three that speculators takes.
+        store: folder or URL of the store.
+        layers: decoder layers, counted from 0, in addition to the last one. If empty, the three
+            default layers of speculators.
 
     Raises:
         SelectionInvalid: the store lacks one of the layers.
@@ -45,7 +54,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]  # not installe
 
     @override
     def get_cached(self, file_idx: int) -> dict[str, Tensor] | None:
-        """Read a sequence: hidden_states [S, K + 1, E] in the store's dtype, token_ids int64 [S]."""
+        """Read a sequence: hidden_states [S, K + 1, E] in the store's dtype, int64 token_ids."""
         if not 0 <= file_idx < len(self._dataset):
             return None
         item = self._dataset[file_idx]
@@ -57,7 +66,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]  # not installe
     @override
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
         raise DatasetError(
-            "a store holds what it holds, and generates nothing; train with --on-missing raise."
+            "a store cannot generate missing hidden states; train with --on-missing raise."
         )
 
 
@@ -74,13 +83,13 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
         parser.add_argument(
             "--moa-layers",
             default="",
-            help="Decoder layers, from 0; default: 1, L // 2 - 1, L - 4.",
+            help="Decoder layers, counted from 0. Default: 1, L // 2 - 1 and L - 4.",
         )
 
     @staticmethod
     @override
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """Add nothing: no engine is launched."""
+        """Add no arguments, because this backend launches no engine."""
 
     @staticmethod
     @override
@@ -95,7 +104,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @override
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         raise OptionInvalid(
-            "vLLM does not write stores by a connector of speculators; use extract --source vllm."
+            "speculators' vLLM connectors cannot write a store; use moa-data extract --source vllm."
         )
 
 

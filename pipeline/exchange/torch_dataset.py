@@ -1,6 +1,9 @@
-"""Torch datasets over a store: one sequence per item, by index or in a shuffled order that workers and ranks share.
+"""Torch datasets over a store, with one sequence per item.
 
-Shapes: n tokens of one sequence, B sequences of a batch, T tokens of its longest one.
+One dataset reads by index. The other iterates in a shuffled order that workers and ranks share.
+
+Shapes: n tokens of one sequence, B sequences of a batch, T tokens of the longest sequence of a
+batch.
 """
 
 import os
@@ -22,7 +25,10 @@ DEFAULT_FIELDS = ("tokens", "response_mask", "hidden/last")
 
 
 def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> None:
-    """Refuse a store that lacks fields which another project's format has, and name the command that adds them."""
+    """Refuse a store that lacks fields of another project's format.
+
+    The message names the command that adds the fields.
+    """
     if missing := [name for name in names if name not in store.fields]:
         raise SelectionInvalid(
             f"{store.path} lacks {', '.join(missing)}, needed for {project}. Add with "
@@ -35,12 +41,15 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         store: an open store, or its folder.
-        layers: layers of the fields that have a layer axis, in the order given; None for all.
-        dtype: dtype of activations; None keeps the stored one.
+        fields: names of the fields to read.
+        layers: layers to read of the fields that have a layer axis, in the given order; None for
+            all.
+        dtype: dtype of the activations; None keeps the stored dtype.
 
     Example::
 
-        loader = DataLoader(ActivationDataset("store"), batch_size=8, shuffle=True, collate_fn=pad_collate)
+        dataset = ActivationDataset("store")
+        loader = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=pad_collate)
     """
 
     def __init__(
@@ -50,8 +59,7 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # A store opens its files anew in each process, so that forked and spawned workers can have
-        # it.
+        # A store opens its files again in each process, so forked and spawned workers can share it.
         self.store = store if isinstance(store, ActivationStore) else ActivationStore(store)
         self.fields = tuple(fields)
         self._layers = None if layers is None else list(layers)
@@ -75,11 +83,14 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """The tokens of every sequence, int [len(self)], for samplers that batch by length."""
+        """The number of tokens of every sequence, int [len(self)], for samplers by length."""
         return self.store.lengths
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Read a sequence: field -> [n, *token_shape]; tokens int64, response_mask bool, activations in their dtype."""
+        """Read a sequence: field -> [n, *token_shape].
+
+        Tokens are int64, the response mask is bool, and activations have the dtype of the dataset.
+        """
         return {name: self._read(int(i), name) for name in self.fields}
 
     def _read(self, i: int, name: str) -> Tensor:
@@ -94,22 +105,28 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
 
 class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
-    """Iterable dataset over a store: each epoch has its own order, the same on every machine, with each sequence once.
+    """Iterable dataset over a store, with a different order in each epoch.
 
-    Ranks and workers take turns in that order, so that no two of them read the same sequence. With several ranks each
-    gets equally many groups; the few that are left over change from epoch to epoch. With ``bucket_batches``, each
-    window of so many batches of the shuffled order is sorted by length and cut into groups of ``batch_size``, and the
-    groups are shuffled. Give the ``DataLoader`` the same ``batch_size``, and its batches are these groups.
+    An epoch has the same order on every machine and contains each sequence once. Groups of
+    sequences are dealt out to ranks and workers in this order, so that no two of them read the same
+    sequence. All ranks get the same number of groups. The few groups that remain are skipped; they
+    differ from epoch to epoch.
+
+    If ``bucket_batches`` is set, the shuffled order is divided into windows of that many batches.
+    Each window is sorted by length and cut into groups of ``batch_size``. The groups are then
+    shuffled. If the ``DataLoader`` has the same ``batch_size``, its batches are these groups.
 
     Args:
         store: an open store, or its folder.
-        layers: layers of the fields that have a layer axis; None for all.
-        dtype: dtype of activations; None keeps the stored one.
-        shuffle: shuffle anew in every epoch; otherwise in the store's order.
-        batch_size: sequences of a group, the unit that is dealt out to ranks and workers.
-        bucket_batches: groups of a window that is sorted by length; 0 for no bucketing.
-        rank: rank of this process; None asks ``torch.distributed``, and is 0 without it.
-        world_size: processes in all; None asks ``torch.distributed``, and is 1 without it.
+        fields: names of the fields to read.
+        layers: layers to read of the fields that have a layer axis; None for all.
+        dtype: dtype of the activations; None keeps the stored dtype.
+        shuffle: if true, shuffle in every epoch; if false, keep the store's order.
+        seed: seed of the shuffling.
+        batch_size: number of sequences in a group, the unit that is dealt out to ranks and workers.
+        bucket_batches: number of groups in a window that is sorted by length; 0 for no bucketing.
+        rank: rank of this process. None asks ``torch.distributed``; without it, the rank is 0.
+        world_size: number of processes. None asks ``torch.distributed``; without it, it is 1.
     """
 
     def __init__(
@@ -128,43 +145,46 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     ) -> None:
         self._items = ActivationDataset(store, fields, layers, dtype)
         group = torch.distributed
-        own, n = (
+        group_rank, group_size = (
             (group.get_rank(), group.get_world_size())
             if group.is_available() and group.is_initialized()
             else (0, 1)
         )
-        self.rank = own if rank is None else rank
-        self.world_size = n if world_size is None else world_size
+        self.rank = group_rank if rank is None else rank
+        self.world_size = group_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise OptionInvalid(
                 f"rank is {self.rank}, expected 0 to {self.world_size - 1} (world_size)."
             )
         if batch_size < 1 or bucket_batches < 0:
             raise OptionInvalid(
-                f"batch_size is {batch_size}, expected at least 1; bucket_batches is {bucket_batches}, expected 0 "
-                "or more."
+                f"batch_size is {batch_size}, expected at least 1; bucket_batches is "
+                f"{bucket_batches}, expected 0 or more."
             )
         self.shuffle = shuffle
         self.seed = seed
         self.batch_size = batch_size
         self.bucket_batches = bucket_batches
-        # In shared memory, so that persistent workers see the next epoch.
+        # The epoch is in shared memory, so that persistent workers see a change.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order comes next."""
+        """The epoch that the next iteration reads."""
         return int(self._epoch[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration, also in workers that are already running."""
+        """Set the epoch of the next iteration, also in workers that are already running."""
         self._epoch[0] = epoch
 
     def epoch_groups(self, epoch: int) -> list[np.ndarray]:
-        """Compute the groups of sequences of this rank in their order, from seed, epoch, rank and world size.
+        """Compute this rank's groups of sequences, in order.
+
+        The groups depend only on the store, the settings, the epoch, the rank and the world size.
 
         Returns:
-            Indices of sequences, int64 [batch_size] each; the last one may be shorter.
+            Indices of sequences, one int64 array [batch_size] per group. The last group may be
+            shorter.
         """
         n = len(self._items)
         draw = np.random.default_rng((self.seed, epoch))
@@ -174,12 +194,13 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             window = size * self.bucket_batches
             by_length = [
                 part[np.argsort(self._items.lengths[part], kind="stable")[::-1]]
-                for part in (order[at : at + window] for at in range(0, n, window))
+                for part in (order[start : start + window] for start in range(0, n, window))
             ]
             order = np.concatenate(by_length) if by_length else order
-        groups = [order[at : at + size] for at in range(0, n, size)]
+        groups = [order[start : start + size] for start in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
-            # an incomplete group stays last, or it would shift the batches of the loader
+            # An incomplete group stays last. Anywhere else it would shift the batches of the
+            # ``DataLoader``.
             n_whole = n // size
             groups = [groups[k] for k in draw.permutation(n_whole)] + groups[n_whole:]
         if self.world_size > 1:
@@ -187,7 +208,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         return groups[self.rank :: self.world_size]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's, and in a worker this worker's, sequences of the epoch."""
+        """Yield the epoch's sequences of this rank and, in a worker process, of this worker."""
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         for group in self.epoch_groups(self.epoch)[first::step]:
@@ -196,10 +217,13 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
 
 
 def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack B sequences (field -> [n, *token_shape]) of different length, padded on the right with zeros.
+    """Stack B sequences of different lengths, padded with zeros on the right.
+
+    Args:
+        items: field -> [n, *token_shape] of each sequence.
 
     Returns:
-        Field -> [B, T, *token_shape], and ``n_tokens`` int64 [B], the lengths without padding.
+        Field -> [B, T, *token_shape], and ``n_tokens``, int64 [B], the lengths without padding.
     """
     if not items:
         raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")

@@ -1,4 +1,7 @@
-"""Write a store in the file format of another project or as a Parquet index, and make a store from such files."""
+"""Export of a store to another project's file format or a Parquet index, and import of such files.
+
+An index cannot be imported.
+"""
 
 import copy
 import hashlib
@@ -48,19 +51,23 @@ from .torch_dataset import ActivationDataset, check_fields
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _INDEX_ROWS = 1024
-_STORE_KEY = b"moa_data.store"  # key of the file's metadata that says which store the index is of
-# file that says what an exported folder was made from; other projects do not read it
+# Metadata key of an index file. Its value identifies the store that the index was made from.
+_STORE_KEY = b"moa_data.store"
+# The record of an exported folder: format, fields and store. Other projects do not read this file.
 RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
-    """Write a store's sequences in its order, as another project's files or as an index, and say what was written.
+    """Write the sequences of a store, in its order, as another project's files or as an index.
 
-    Files that are there stay; an index is written anew.
+    Existing files are kept. An existing index is replaced.
+
+    Returns:
+        One line that says what was written.
 
     Raises:
         SelectionInvalid: the store lacks a field that the file format needs.
-        OutputOccupied: the folder holds something else, or an export of another store.
+        OutputOccupied: the folder holds other files, or an export of another store.
     """
     folder = Path(config.out).expanduser()
     with ActivationStore(config.store, require_complete=True) as store:
@@ -80,7 +87,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes = list[int]()
         pending = deque[Future[None]]()
-        # In threads, as a disk syncs many small files at once in the time of one.
+        # Write in threads: a disk syncs many small files in parallel in the time of a single sync.
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
                 path = file_format.file(folder, i)
@@ -92,7 +99,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                     sizes.append(len(data))
                 elif not np.array_equal(file_format.read_tokens(path), tokens):
                     raise OutputOccupied(
-                        f"{path} holds other tokens than sequence {i} of the store. Choose another --out."
+                        f"{path} does not hold the tokens of sequence {i} of the store. "
+                        "Choose another --out."
                     )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
@@ -100,7 +108,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                     progress(i + 1, n, f"export to {file_format.name}")
             for future in pending:
                 future.result()
-        # Last, as its state.json says that the folder is complete.
+        # The rows come last, because their state.json marks the folder as complete.
         if file_format.name == "speculators":
             write_rows(
                 folder,
@@ -108,23 +116,31 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                 ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)),
             )
     if config.rows_only:
-        return f"{folder}: the rows of {counted(n, 'sequence')} for {config.format}, without hidden states"
+        return (
+            f"{folder}: the rows of {counted(n, 'sequence')} for {config.format}, "
+            "without hidden states"
+        )
     return (
-        f"{folder}: {counted(n, 'sequence')} for {config.format} from {', '.join(file_format.fields)}; "
-        f"{len(sizes):,} written ({sum(sizes) / 1e6:,.1f} MB), {n - len(sizes):,} were there"
+        f"{folder}: {counted(n, 'sequence')} for {config.format} from "
+        f"{', '.join(file_format.fields)}; {len(sizes):,} written ({sum(sizes) / 1e6:,.1f} MB), "
+        f"{n - len(sizes):,} existed already"
     )
 
 
 def _write_index(
     store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None
 ) -> str:
-    """Write the index of the first sequences of a store, and say what was written; an older one is replaced.
+    """Write the index of the first sequences of a store, replacing an older index of this store.
 
-    Raises OutputOccupied: the path holds something else, or the index of another store.
+    Returns:
+        One line that says what was written.
+
+    Raises:
+        OutputOccupied: the path holds another file, or the index of another store.
     """
     identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
     _check_index(path, identity)
-    # docs/format.md: sequence s begins at row part * part_rows + first_token of the token axis.
+    # docs/format.md: a sequence starts at row part * part_rows + first_token of the token axis.
     array = store.path / schema.PARTS_NAME / schema.TOKENS / schema.ZARR_NAME
     part_rows = parse_object(read_file(array))["attributes"]["part_rows"]
     has_tokenizer = (store.target_path / "tokenizer.json").is_file()
@@ -174,7 +190,14 @@ def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer
 
 
 def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:
-    """Take an empty folder, or one that the same export began; write the record."""
+    """Claim the output folder for this export, and write its record.
+
+    The folder must be empty, or hold an export of the same store with the same settings. The number
+    of sequences may grow.
+
+    Raises:
+        OutputOccupied: the folder holds anything else.
+    """
     path = folder / RECORD_NAME
     record = {
         "format": file_format.name,
@@ -199,11 +222,12 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
         ]
         if changed:
             raise OutputOccupied(
-                f"{folder} holds another export: {', '.join(changed)} differ, see {RECORD_NAME}. Choose another --out."
+                f"{folder} holds another export; {RECORD_NAME} differs in {', '.join(changed)}. "
+                "Choose another --out."
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputOccupied(
-            f"{folder} is not an empty folder and no export of this program. Choose another --out."
+            f"{folder} is not an empty folder, nor an export of this program. Choose another --out."
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
@@ -214,7 +238,7 @@ def import_folder(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
-    """Read another project's files into a store, or continue where an earlier run stopped.
+    """Read another project's files into a store, or continue an import that was interrupted.
 
     Raises:
         DatasetError: an option or a file cannot be used.
@@ -229,7 +253,7 @@ def import_folder(
     target_config = load_target_config(target_folder)
     sizes = target_sizes(target_config)
     if config.target_layers:
-        layer_sizes(target_config)  # refuses layers that no drafter can use
+        layer_sizes(target_config)  # Refuses layers that no drafter can use.
     file_format = make_format(config.format, config.layers, sizes["n_layers"])
     paths = file_format.files(folder)[: config.max_sequences]
     texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)
@@ -242,12 +266,13 @@ def import_folder(
         getattr(target_config, "dtype", None) or torch.float32,
         "cpu",
     )
-    # That of Llama is in the store, others are not all of its kind.
+    # The final norm of a target with Llama layers is read back from the store. Other families have
+    # other kinds of norm, which need the target itself.
     norm_of = (
         None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
     )
     norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
-    # Nothing is created for a target that cannot be loaded.
+    # Load the target before the store is created: a target that cannot be loaded leaves no store.
     target = norm_of if norm_of or has_parts(open_path(config.out)) else load()
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
@@ -278,23 +303,30 @@ def import_folder(
 def _read_texts(
     file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress | None
 ) -> pa.Table:
-    """Read tokens and masks of all files, and return a table for ``plan_parts`` with each text once."""
+    """Read the tokens and masks of all files.
+
+    Returns:
+        A table for ``plan_parts``, without duplicates.
+    """
     rows: dict[str, tuple[int, int, int]] = {}
     for row, path in enumerate(paths):
         tokens = file_format.read_tokens(path)
         mask = file_format.read_mask(path)
         if not len(tokens) or len(tokens) != len(mask):
             raise DatasetError(
-                f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again."
+                f"{path} has {len(tokens)} token ids, but a loss mask of length {len(mask)}. "
+                "Make the file again."
             )
         if not np.isin(mask, (0, 1)).all():
             raise DatasetError(
-                f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again."
+                f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file "
+                "again."
             )
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise DatasetError(
-                f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has "
-                f"{vocab_size:,}. Give the --model that the files were made with."
+                f"{path} has token ids {tokens.min()} to {tokens.max()}, but the target's "
+                f"vocabulary has {vocab_size:,} tokens. Give the --model that the files were made "
+                "with."
             )
         rows.setdefault(content_id(tokens, mask), (row, len(tokens), int(mask.sum())))
         if progress:
@@ -302,8 +334,8 @@ def _read_texts(
     source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
     if not any(n_response):
         raise DatasetError(
-            f"the loss masks of all {len(paths)} files are zero, so there is nothing to learn from them, such as "
-            f"{paths[0]}. Make the files again with the masks of the answers."
+            f"the loss masks of all {len(paths)} files, such as {paths[0]}, are zero, so there is "
+            "nothing to learn. Make the files again with masks that mark the answers."
         )
     columns = {
         "sequence_id": text_column(rows),
@@ -321,8 +353,9 @@ def _field_specs(
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise DatasetError(
-            f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
-            f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
+            f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected "
+            f"one of {', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. "
+            "Check --model."
         )
     names = dict.fromkeys((schema.HIDDEN_LAST, *file_format.fields))
     hidden = [
@@ -382,8 +415,8 @@ def _read_sequence(
     mask = file_format.read_mask(path)
     hidden = file_format.read_hidden(path)
     if norm is not None:
-        # The files hold the last state before the final norm only (speculators): computed in
-        # float32, rounded once.
+        # speculators' files hold the last hidden state before the final norm only. Apply the norm
+        # in float32, and round once.
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)
@@ -395,8 +428,9 @@ def _read_sequence(
         values = hidden[spec.name]
         if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
             raise DatasetError(
-                f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected {spec.dtype} "
-                f"{[n_tokens, *spec.token_shape]} as in the first file. Make the file again."
+                f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected "
+                f"{spec.dtype} {[n_tokens, *spec.token_shape]} as in the first file. Make the file "
+                "again."
             )
         if not bool(torch.isfinite(values).all()):
             raise DatasetError(

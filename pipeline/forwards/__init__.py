@@ -1,4 +1,4 @@
-"""The target's forward passes: batches of a part, what is captured of them, and the codec's calibration.
+"""The target's forward passes over parts, the captured activations, and the codec's calibration.
 
-Plans are made in ``pipeline/plan.py``, commits in ``storage/write``.
+``pipeline/plan.py`` plans the parts, and ``storage/write`` commits them.
 """

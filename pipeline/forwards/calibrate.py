@@ -1,4 +1,7 @@
-"""Lets codecs learn from a sample of the sequences, and the target's rotation, embeddings and LM head."""
+"""Calibration of codecs from a sample of the sequences.
+
+Codecs also use the target's rotary embedding (RoPE), token embeddings and LM head.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +28,23 @@ from ...storage.schema import HIDDEN_LAST, TOKENS, StoreManifest
 from ...text import Progress
 
 SAMPLE_TOKENS = 30_000
-"""Tokens that a codec learns from; in float32 they take 8 GB of disk at the sizes of Llama-3-8B, while it learns."""
+"""Number of tokens that a codec learns from.
+
+At the sizes of Llama-3-8B, the sample takes 8 GB of disk in float32 during calibration.
+"""
 METRIC_TOKENS = 4_096
-"""Tokens of the sample over which the effect of an error on the next-token distribution is averaged."""
+"""Number of tokens of the sample that the metric of the next-token distribution averages over.
+
+The metric measures how an error in the last hidden state changes that distribution.
+"""
 
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
-    """Choose sequences of about so many tokens, spread evenly over the plan: ascending rows."""
+    """Choose sequences of about ``n_tokens`` tokens in all, spread evenly over the plan.
+
+    Returns:
+        Rows of the plan, ascending.
+    """
     n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
     return list(np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist())
 
@@ -39,9 +52,10 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
 def learned_before(
     codec: StoreCodec, store: StorePath, manifest: StoreManifest
 ) -> StoreCodec | None:
-    """Return the codec of a store that an earlier run began, with what it learned; None where there is none.
+    """Return the learned codec of a store that an earlier run started; None if there is none.
 
-    The codec of a store that has no part and was begun from other inputs than ``manifest`` says is not used.
+    If the store has no parts and was started from inputs other than those in ``manifest``, its
+    codec is not used.
     """
     if not codec.learned or not (store / "store.json").exists():
         return None
@@ -51,15 +65,20 @@ def learned_before(
             return None
         return StoreCodec.open(stored, store) if stored.codec.get("name") == codec.name else None
     except (StoreDamaged, CodecUnknown, SchemaVersionError):
-        return None  # opening the store for writing names the damage, or repairs it
+        return None  # Opening the store for writing reports the damage or repairs it.
 
 
 def learning_on(
     device: str | torch.device, folder: Path | None, progress: Progress | None
 ) -> Learning:
-    """Return how codecs learn beside a target: on its device, by torch; the sample waits in a folder on disk.
+    """Return the settings of a calibration that runs with torch on the target's device.
 
-    On a CPU torch decomposes a matrix in half the time that NumPy takes.
+    On a CPU, torch decomposes a matrix in half the time of NumPy.
+
+    Args:
+        device: device of the target.
+        folder: folder for the sample on disk; None for the system's temporary folder.
+        progress: called with steps done, steps in all and a message; None for no reports.
     """
     learning = Learning(folder, progress=progress) if progress else Learning(folder)
     return replace(
@@ -68,7 +87,7 @@ def learning_on(
 
 
 class _Float32Rows:
-    """Rows of a tensor as float32 NumPy arrays, converted when they are asked for."""
+    """Rows of a tensor as float32 NumPy arrays, converted only when they are read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -95,12 +114,19 @@ def calibrate(
     embeddings: torch.Tensor,
     learning: Learning,
 ) -> None:
-    """Let a codec learn; one sequence of the sample is in memory at a time, then one part of one group of layers.
+    """Fit a codec to a sample of the sequences.
+
+    Memory holds one sequence of the sample at a time, and later one piece of one group of layers.
 
     Args:
-        lengths: tokens of each planned sequence.
-        read: row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int [n_tokens].
-        lm_head, embeddings: [vocab_size, width], any dtype and device.
+        codec: the codec to fit.
+        lengths: number of tokens of each planned sequence.
+        read: row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int
+            [n_tokens].
+        model_config: the target's transformers config.
+        lm_head: the target's LM head, [vocab_size, width], of any dtype and on any device.
+        embeddings: the target's embeddings, [vocab_size, width], of any dtype and on any device.
+        learning: settings of the calibration.
     """
     rows = sample_rows(lengths)
     ends = np.cumsum(lengths[rows])
@@ -119,8 +145,10 @@ def calibrate(
             for name, observation in observations.items():
                 observation.observe(values[name], values[TOKENS])
             if HIDDEN_LAST in observations:
-                own = of_metric - (ends[i] - lengths[row])
-                last.append(values[HIDDEN_LAST][own[(own >= 0) & (own < lengths[row])]])
+                positions = of_metric - (ends[i] - lengths[row])
+                last.append(
+                    values[HIDDEN_LAST][positions[(positions >= 0) & (positions < lengths[row])]]
+                )
         bits: dict[str, float] = {}
         offered: dict[str, list[np.ndarray]] = {}
         used = {name for names in codec.sources.values() for name in names}
@@ -136,16 +164,24 @@ def calibrate(
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
-            # else they would stay in memory while parts are written
+            # Drop these references, so that the memory is free while parts are written.
             learned.embeddings = learned.metrics = None
 
 
 def _features(
     codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]
 ) -> list[np.ndarray] | None:
-    """Join what a field is predicted from, sequence by sequence; None where it is predicted from no other field."""
-    found = [offered[source] for source in codec.sources.get(name, ())]
-    return [np.concatenate(own, axis=1) for own in zip(*found, strict=True)] if found else None
+    """Concatenate the features that predict a field, one array per sequence of the sample.
+
+    Returns:
+        None if no other field predicts this field.
+    """
+    by_source = [offered[source] for source in codec.sources.get(name, ())]
+    return (
+        [np.concatenate(features, axis=1) for features in zip(*by_source, strict=True)]
+        if by_source
+        else None
+    )
 
 
 def _joint_bits(
@@ -155,7 +191,14 @@ def _joint_bits(
     offered: Mapping[str, Sequence[np.ndarray]],
     learning: Learning,
 ) -> dict[str, float]:
-    """Split the bits of joint hidden states, given the lowest first: field -> bits per token."""
+    """Split the bits among joint hidden states.
+
+    Args:
+        joint: names of the hidden states, from the lowest layer to the highest.
+
+    Returns:
+        Field -> bits per token.
+    """
     learning.progress(0, 1, "learn: bits of joint hidden states")
     variances = list[np.ndarray]()
     below = list[np.ndarray]()
@@ -171,30 +214,34 @@ def _joint_bits(
         variances.append(left_variances(values, known, learning.place))
         below = [values]
     bits = sum(
-        len(own) * codec.fields[name].expected_bits
-        for name, own in zip(joint, variances, strict=True)
+        len(layer_variances) * codec.fields[name].expected_bits
+        for name, layer_variances in zip(joint, variances, strict=True)
     )
     return dict(zip(joint, split_bits(variances, bits), strict=True))
 
 
 def target_rope(model_config: Any) -> Rope:
-    """Return the rotation that a target applies to its keys, of each layer where kinds of layers differ."""
+    """Return the rotation that a target applies to its keys.
+
+    If the target's kinds of layers rotate differently, the rotation has an entry for each layer.
+    """
     kinds = layer_kinds(model_config)
     parameters = model_config.rope_parameters
     if not parameters.keys() & set(kinds):
         return Rope(*_rotation(model_config, parameters))
-    own = {kind: _rotation(model_config, parameters[kind]) for kind in set(kinds)}
-    frequencies, scalings = zip(*(own[kind] for kind in kinds), strict=True)
+    rotations = {kind: _rotation(model_config, parameters[kind]) for kind in set(kinds)}
+    frequencies, scalings = zip(*(rotations[kind] for kind in kinds), strict=True)
     return Rope(np.stack(frequencies), np.stack(scalings))
 
 
 def _rotation(model_config: Any, parameters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the angles of a position, [rotary_dim / 2], and the scaling of a target's RoPE parameters."""
+    """Compute the angle per position, [rotary_dim / 2], and the scaling of RoPE parameters."""
     config = copy.copy(model_config)
     config.rope_parameters = dict(parameters)
-    part = parameters.get("partial_rotary_factor") or 1.0
-    if part != 1 and parameters["rope_type"] == "default":  # which alone does not heed it
-        config.head_dim = int(target_sizes(model_config)["head_dim"] * part)
+    rotated_share = parameters.get("partial_rotary_factor") or 1.0
+    # Only the default RoPE type ignores the factor.
+    if rotated_share != 1 and parameters["rope_type"] == "default":
+        config.head_dim = int(target_sizes(model_config)["head_dim"] * rotated_share)
     with torch.device("cpu"):
         embedding = LlamaRotaryEmbedding(config)
     return embedding.inv_freq.float().numpy(), np.asarray(embedding.attention_scaling, np.float32)

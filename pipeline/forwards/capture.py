@@ -1,18 +1,21 @@
-"""Runs the target over a batch of sequences, keeps the activations that are wanted, and copies them to the host.
+"""Runs the target over a batch of sequences and copies the requested activations to the host.
 
-Shapes: B sequences, T tokens of the longest one, L decoder layers, H_kv key/value heads, d head dim, E width.
-Sequences are padded on the right. Attention is causal, so no token of a sequence sees its padding and no mask is
-needed; what is computed at the padding is cut off.
+Shapes: B sequences, T tokens of the longest sequence, L decoder layers, H_kv key/value heads, d
+head dim, E width.
 
-A device copies asynchronously only to pinned memory, which is slow to allocate and never given back. So there are as
-many slots of it as batches can be in flight, and each slot serves one batch after the other::
+Sequences are padded on the right. Attention is causal, so no token of a sequence sees the padding,
+and no mask is needed. Values computed at the padding are cut off.
+
+A device copies asynchronously only to pinned memory. Pinned memory is slow to allocate and is never
+returned to the system. There is therefore one slot of pinned memory for each batch that can be in
+flight, and the slots are reused::
 
     main thread    forward 4 | forward 5 | forward 6 |
-    copy stream      copy 3  |   copy 4  |   copy 5  |      waits for the forward, then for nothing
-    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, then gives the slot back
+    copy stream      copy 3  |   copy 4  |   copy 5  |      waits only for the forward
+    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, releases the slot
 
-A slot belongs to its batch until the writer has encoded all of it. Handing it out again earlier would let the device
-write a later batch over values that are still being read.
+A slot belongs to its batch until the writer has encoded the whole batch. If a slot were reused
+earlier, the device would overwrite values that are still being read.
 """
 
 from collections import deque
@@ -35,7 +38,7 @@ from ..config import ActivationSpec
 
 
 class HostSlots:
-    """Pinned host memory for ``n_slots`` batches in flight, and copies to it on a stream of their own."""
+    """Pinned host memory for ``n_slots`` batches in flight, filled on a separate stream."""
 
     def __init__(self, device: torch.device, n_slots: int) -> None:
         self._device = device
@@ -47,20 +50,27 @@ class HostSlots:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        """Start copies (source, target) after all work queued so far; what is returned waits, and gives the seconds."""
+        """Start copies (source, target) that run after all work queued so far.
+
+        Returns:
+            A function that waits for the copies and returns the seconds that they took.
+        """
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             began = mark_moment(self._device)
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-                # its memory is not given to others before the copy is done
+                # Keep the allocator from reusing the source's memory before the copy is done.
                 source.record_stream(self._stream)
             return partial(seconds_between, began, mark_moment(self._device))
 
 
 class HostSlot:
-    """Pinned memory for the copies of one batch at a time; ``wait`` gives the seconds that the device copied."""
+    """Pinned memory for the copies of one batch at a time.
+
+    ``wait`` waits for the copies and returns the seconds that they took.
+    """
 
     def __init__(self, slots: HostSlots) -> None:
         self._slots = slots
@@ -69,52 +79,54 @@ class HostSlot:
         self.wait: Callable[[], float] = lambda: 0.0
 
     def place(self, source: Tensor) -> Tensor:
-        """Return the host memory that a tensor will be copied to, of its shape and dtype."""
+        """Reserve host memory for a copy of a tensor, with the same shape and dtype."""
         index = len(self._copies)
         n_bytes = source.numel() * source.element_size()
         if index == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[index].numel() < n_bytes:
-            # Rounded up as torch's own allocator of pinned memory does, so that nothing of it lies
-            # idle.
+            # torch's allocator rounds pinned memory up to a power of two, so use all of that.
             self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
         target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
         self._copies.append((source, target))
         return target
 
     def start(self) -> None:
-        """Start all copies."""
+        """Start the copies of all tensors passed to :meth:`place`."""
         self.wait = self._slots.copy(self._copies)
 
     def release(self) -> None:
         """Free the slot for another batch; the values in it must not be read afterwards."""
-        self.wait()  # else the device would write over the values of the next batch
+        self.wait()  # A running copy would overwrite the values of the next batch.
         self._copies.clear()
         self._slots.free.append(self)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations of one batch, on the target's device or, after :meth:`to_host`, in host memory."""
+    """Activations of one batch, on the target's device or (after :meth:`to_host`) on the host."""
 
-    n_tokens: tuple[int, ...]  # length of each sequence, without padding
-    tokens: Tensor  # int64 [B, T] on the device; arbitrary beyond a sequence's length
-    # field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite
+    n_tokens: tuple[int, ...]  # Length of each sequence, without padding.
+    tokens: Tensor  # int64 [B, T] on the device. Values beyond a sequence's length are arbitrary.
+    # Field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
     finite: dict[str, Tensor]
-    # Field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys
-    # after RoPE, hidden/last
-    # and hidden/layer_k [B, T, E].
+    # Field that is stored unencoded -> [B, T, *token_shape]. kv is [B, T, L, H_kv, 2, d] with keys
+    # after RoPE; hidden/last and hidden/layer_k are [B, T, E].
     fields: dict[str, Tensor]
-    # Field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one
-    # after the other.
+    # Encoded field -> stored array -> [n_rows, *row_shape], the concatenated rows of all sequences.
     codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
-    # Field of some layers' keys and values -> the target's layers of its layer axis.
+    # Field of keys and values -> the target's layers along the field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # the host memory that the values are copied to; None where no copy is under way
+    # Host memory that the values are copied to; None if they were not copied asynchronously.
     slot: HostSlot | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
-        """Encode, on the device, the fields that the store keeps encoded; errors call the sequences by ``names``."""
+        """Encode, on the device, the fields that the store keeps encoded.
+
+        Args:
+            codec: the codec of the store.
+            names: names of the sequences, for error messages.
+        """
         codecs = codec.only(name for name in self.fields if not codec.fields[name].is_identity)
         if not codecs.fields:
             return self
@@ -138,7 +150,15 @@ class Capture:
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self, slots: HostSlots | None = None) -> "Capture":
-        """Copy to host memory: at once, or to a free slot without waiting (`wait`); IndexError if none is free."""
+        """Copy the values to host memory.
+
+        Args:
+            slots: pinned memory for an asynchronous copy, to be finished with `wait`. None copies
+                synchronously.
+
+        Raises:
+            IndexError: no slot is free.
+        """
         if slots is None:
             return self._mapped(Tensor.cpu)
         slot = slots.free.popleft()
@@ -158,16 +178,16 @@ class Capture:
         )
 
     def wait(self) -> float:
-        """Wait for the copies; return the seconds that the device copied."""
+        """Wait for the copies; return the seconds that they took."""
         return 0.0 if self.slot is None else self.slot.wait()
 
     def release(self) -> None:
-        """Give the host memory back; the values must not be read afterwards."""
+        """Release the host memory; the values must not be read afterwards."""
         if self.slot is not None:
             self.slot.release()
 
     def check_finite(self, names: Sequence[str]) -> None:
-        """Refuse NaN and infinity, naming the first sequence, field and layer."""
+        """Refuse NaN and infinity; the message names the first sequence, field and layer."""
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (int(value) for value in (~flags).nonzero()[0])
@@ -175,27 +195,35 @@ class Capture:
                     f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
                 )
                 raise TargetError(
-                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
-                    "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
+                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows "
+                    "in this dtype; choose another --dtype or --compute-dtype. bfloat16 has the "
+                    "range of float32, float16 does not."
                 )
 
     def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:
-        """Return a sequence's values of a field in host memory, as ``PartWriter.write`` takes them.
+        """Return the values of one field of a sequence in host memory, for ``PartWriter.write``.
 
-        They are [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or the rows of an encoded field.
+        Returns:
+            [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or stored array ->
+            rows for an encoded field.
         """
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
             return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
-        found = {}
+        rows_by_array = {}
         for array, rows in self.codes[name].items():
             start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
-            found[array.name] = rows[start : start + array.n_rows(self.n_tokens[index])].numpy()
-        return found
+            rows_by_array[array.name] = rows[
+                start : start + array.n_rows(self.n_tokens[index])
+            ].numpy()
+        return rows_by_array
 
 
 def _concatenate(rows: Sequence[Tensor]) -> Tensor:
-    """Join along axis 0; of 16-bit unsigned numbers, for which few kernels exist, the bits."""
+    """Concatenate along axis 0.
+
+    torch has few kernels for uint16, so uint16 tensors are concatenated as int16.
+    """
     if rows[0].dtype == torch.uint16:
         return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
     return torch.cat(list(rows))
@@ -208,18 +236,21 @@ def capture(
     dtype: torch.dtype,
     uses_cache: bool | None = None,
 ) -> Capture:
-    """Run the target over a batch; what it gives equals that of each sequence alone up to rounding.
+    """Run the target over a batch.
+
+    Up to rounding, the activations equal those of running each sequence alone.
 
     Args:
         model: transformers causal LM in evaluation mode; its LM head is not run.
         sequences: B arrays of token ids, int32 [n_tokens].
-        uses_cache: whether the forward fills a cache; default: where keys and values are kept. A cache may change the
-            kernels that attention picks, and so last bits.
+        spec: the activations to keep.
+        dtype: dtype of the kept activations.
+        uses_cache: whether the forward fills a KV cache even if keys and values are not kept. A
+            cache may change the choice of attention kernels, and with it the last bits.
     """
     n_tokens = tuple(len(sequence) for sequence in sequences)
     width = max(n_tokens)
-    # Repeating a sequence's own last token keeps the pad token, and warnings about it, out of the
-    # batch.
+    # Pad with the last token of the sequence, because transformers warns about pad tokens.
     padded = np.stack(
         [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
     )
@@ -260,9 +291,17 @@ def capture(
 
 
 def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
-    """Whether the valid tokens of each sequence, and layer where there are several, are finite: bool [B, L or 1]."""
+    """Check whether the valid tokens of each sequence are finite.
+
+    Args:
+        values: [B, T, E], or [B, T, L, ...] with a layer axis.
+        valid: bool [B, T], false at the padding.
+
+    Returns:
+        bool [B, L], or [B, 1] without a layer axis.
+    """
     n_layers = values.shape[2] if values.dim() > 3 else 1
-    # x * 0 is NaN exactly where x is not finite, and a sum keeps it: two cheap passes without a
-    # large bool array.
+    # x * 0 is NaN exactly where x is not finite, and a sum propagates NaN. These two passes are
+    # cheap and allocate no large bool array.
     probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
     return (torch.isfinite(probe) | ~valid[..., None]).all(1)

@@ -1,13 +1,15 @@
-"""The loop that runs the target over the parts of a store and hands each batch to a writer thread.
+"""The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
-``extract`` and ``add`` share it. Each of its stages works on another batch::
+``extract`` and ``add`` share this loop. Its stages form a pipeline; each works on a different
+batch::
 
-    main thread    forward, gathering, lossy codecs on the device
-    copy stream    from the device to pinned host memory (``capture``)
-    writer thread  cuts values into chunks, hands them out, writes what comes back (``storage.write.part``)
-    encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.chunk``)
+    main thread    runs the forward, gathers the activations, runs lossy codecs on the device
+    copy stream    copies from the device to pinned host memory (``capture``)
+    writer thread  cuts values into chunks, has them encoded, writes them (``storage.write.part``)
+    encoders       encode chunks to bytes, on ``n_encode_threads`` threads (``storage.chunk``)
 
-A stage that is slower than those before it makes them wait: at most ``_BATCHES_AHEAD`` batches wait for the writer.
+A slow stage makes the stages before it wait: at most ``_BATCHES_AHEAD`` batches are queued for the
+writer.
 """
 
 import time
@@ -40,31 +42,34 @@ from ..report import Timings
 from .capture import Capture, HostSlots, capture
 
 _BATCHES_AHEAD = 2
-"""Tasks that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
-# batches in host memory: those that wait, one that is written and one that is copied
+"""Number of tasks that may be queued for the writer.
+
+The queue keeps the forwards running during a slow write, such as the end of a part.
+"""
+# Batches in host memory: the queued ones, one that is being written and one that is being copied.
 N_HOST_SLOTS = _BATCHES_AHEAD + 2
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """How the target is run over sequences, and which activations are kept."""
+    """Settings of the target's forwards and of the activations that are kept."""
 
     target: Target
-    spec: ActivationSpec  # this and the next two are of the activations that are kept
-    codec: StoreCodec
-    dtype: torch.dtype
-    batch_tokens: int  # tokens per forward, padding included
-    # whether the forward fills a key/value cache, whatever is kept; bits depend on it
+    spec: ActivationSpec  # The activations that are kept.
+    codec: StoreCodec  # The codec of the kept activations.
+    dtype: torch.dtype  # The dtype of the kept activations.
+    batch_tokens: int  # Tokens per forward, including padding.
+    # Whether the forward fills a KV cache, even if keys and values are not kept. The last bits of
+    # the activations depend on it.
     uses_cache: bool
-    # sequence id -> int32 tokens, uint8 response mask [n_tokens]
+    # Sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     n_encode_threads: int
-    # Runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target
-    # itself.
+    # Runs a batch of token ids (int32 [n_tokens] each) instead of the target. None runs the target.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
-        """Run a batch."""
+        """Run the engine or the target over a batch."""
         if self.engine is not None:
             return self.engine(tokens)
         return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
@@ -77,12 +82,16 @@ def run_parts(
     timings: Timings,
     tell: Callable[[Timings], None] = lambda _: None,
 ) -> None:
-    """Run the target over parts of a store, or over new fields of them, and write and commit each.
+    """Run the target over parts of a store, then write and commit each part.
 
     Args:
-        parts: numbers of pending parts, each asked for when the forwards of the one before are done; None for none yet,
-            so that an error of the writer is noticed while one is waited for.
-        tell: called with the timings before the first batch, after each, and at the end.
+        forwards: settings of the forwards.
+        store: the store whose parts are written, or the addition of new fields to its parts.
+        parts: numbers of pending parts. The next number is taken when the forwards of the previous
+            part are done. A None means that no part is available yet; the loop then checks the
+            writer for errors and asks again.
+        timings: the timings to add to.
+        tell: called with the timings before the first batch, after each batch, and at the end.
     """
     keep_freed_memory()
     start = time.perf_counter()
@@ -99,7 +108,7 @@ def run_parts(
                 writer.check()
                 continue
             out = store.part(part, pool)
-            # Earlier parts may not be written yet: several, where a part is a batch or less.
+            # Earlier parts may still be open: several, if a part holds at most one batch.
             open_parts = [*(before for before in open_parts if before.is_open), out]
             for batch in batches(out.sequences, forwards.batch_tokens):
                 done = _run_batch(forwards, batch, slots)
@@ -113,7 +122,7 @@ def run_parts(
         writer.finish()
         tell(timings)
     except BaseException:
-        pool.close()  # a batch that is being written ends at once
+        pool.close()  # Stops the batch that is being written.
         writer.abort()
         for out in open_parts:
             out.discard()
@@ -127,7 +136,7 @@ def run_parts(
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch on its way to the writer; ``span`` are the moments before and after its forward."""
+    """A batch on its way to the writer. ``span`` marks the start and the end of its forward."""
 
     first_tokens: list[int]
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -137,7 +146,7 @@ class _Batch:
 
 
 def sequence_name(row: Mapping[str, Any]) -> str:
-    """Return how messages call a sequence of the plan."""
+    """Return the name of a planned sequence for messages."""
     return f"{row['sequence_id'][:12]} (row {row['source_row']} of the dataset)"
 
 
@@ -155,7 +164,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> 
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check one batch, and write those of its fields that the part takes; runs on the writer's thread."""
+    """Check a batch and write the fields that the part takes. Runs on the writer thread."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
@@ -169,7 +178,7 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
             )
     out.settle()
     captured.release()
-    # waits for nothing: the copies come after the forward
+    # This does not wait: the copies are done, and they run after the forward.
     timings.forward_s += seconds_between(*batch.span)
 
 
@@ -179,9 +188,10 @@ def _commit(out: PartWriter, timings: Timings) -> None:
 
 
 class BackgroundWriter:
-    """Runs tasks in order on a thread of its own; after one that fails the rest are skipped, and callers get its error.
+    """Runs tasks in order on a background thread.
 
-    ``busy_s`` are the seconds of CPU that the thread has spent.
+    After a task fails, the remaining tasks are skipped and callers get its error. ``busy_s`` is the
+    CPU time of the thread in seconds.
     """
 
     def __init__(self) -> None:
@@ -191,14 +201,14 @@ class BackgroundWriter:
         self.busy_s = 0.0
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Queue a task, waiting for room."""
+        """Queue a task; waits if the queue is full."""
         self.check()
         if len(self._tasks) > _BATCHES_AHEAD:
             self._tasks.popleft().result()
         self._tasks.append(self._pool.submit(self._run, task))
 
     def check(self) -> None:
-        """Raise what a task has raised."""
+        """Raise the error of a failed task, if there is one."""
         while self._tasks and self._tasks[0].done():
             self._tasks.popleft().result()
 
@@ -208,7 +218,7 @@ class BackgroundWriter:
         self.check()
 
     def abort(self) -> None:
-        """Let the running task end, skip the others and end the thread."""
+        """Let the running task finish, skip the others and end the thread."""
         self._stopped = True
         self._pool.shutdown(cancel_futures=True)
 
@@ -218,14 +228,18 @@ class BackgroundWriter:
         try:
             task()
         except BaseException:
-            self._stopped = True  # a part with a hole must not be committed
+            self._stopped = True  # A part that misses a batch must not be committed.
             raise
         finally:
             self.busy_s = time.thread_time()
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
-    """Cut the sequences of a part, longest first, into batches; a sequence that is longer makes one of its own."""
+    """Divide the sequences of a part, longest first, into batches.
+
+    A batch has at most ``batch_tokens`` tokens, including padding. A longer sequence gets a batch
+    of its own.
+    """
     lengths = numbers(sequences, "n_tokens")
     start = 0
     while start < len(lengths):
@@ -235,15 +249,15 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
-    """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
+    """Write ``target/`` in the dtype of the target's own weights, not of the forward."""
     with store.publishing(BUNDLE_BYTE):
         if store.has_target and n_layers_kept <= held_layers(store.target_path):
-            return  # another process has written it
+            return  # Another process has written it.
         own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # Its own weights can be had from wider ones, without a second target in memory, but not
-            # from narrower.
+            # Loaded weights that are narrower than the files have lost precision, so load the
+            # target again. Wider ones are converted back without a second target in memory.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -1,18 +1,21 @@
-"""The part of the extraction that runs inside vLLM: a connector that copies a prompt's cache when it is finished.
+"""The connector that runs inside vLLM and copies the KV cache of each finished prompt to a file.
 
-vLLM loads this module by its path (``kv_connector_module_path``), once in its scheduler and once in its worker. A
-request that has finished keeps its blocks until its values have left them::
+vLLM loads this module by its path (``kv_connector_module_path``), once in its scheduler and once in
+its worker. A finished request keeps its blocks until their values have been copied::
 
-    scheduler   request_finished_all_groups   "keep its blocks"; which blocks it has, and the file that is wanted
-                build_connector_meta          tells the worker with the next step
-    worker      get_finished                  gathers the blocks on a stream of its own, and copies them to the host
+    scheduler   request_finished_all_groups   keeps the blocks, queues their ids and the file name
+                build_connector_meta          sends both to the worker with the next step
+    worker      get_finished                  gathers the blocks and copies them to the host, on a
+                                              separate stream
                 a thread                      waits for the copy, writes the file, renames it
-                get_finished, later           "copied": the scheduler frees the blocks
+                get_finished, later           reports the copy as done; the scheduler frees the
+                                              blocks
 
-A layer's cache is [n_blocks, n_heads, block_size, content], whatever its order in memory. Content is key and value one
-after the other (2 * head_dim) in the target's layers; vLLM's ``extract_hidden_states`` adds one such layer whose heads
-are the chosen hidden states (content: the width). On a CPU a head's part of a block is [head_dim, block_size] of keys,
-then [block_size, head_dim] of values. The interface is experimental, so that two releases are taken.
+The cache of a layer has the shape [n_blocks, n_heads, block_size, content], whatever its order in
+memory. In the target's layers, content is a key followed by a value (2 * head_dim). vLLM's
+``extract_hidden_states`` adds one such layer whose heads are the chosen hidden states (content: the
+width). On a CPU, a block holds for each head the keys as [head_dim, block_size], then the values as
+[block_size, head_dim]. The interface is experimental, so only two releases of vLLM are supported.
 """
 
 import multiprocessing
@@ -37,7 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ...files import replacing
 
-# parameter of a request (``kv_transfer_params``): the file that gets its values
+# Key in a request's ``kv_transfer_params``. Its value is the file that the connector writes.
 FILE_PARAMETER = "moa_data_file"
 
 _HIDDEN = "HiddenStateCacheSpec"
@@ -46,7 +49,7 @@ _TAKEN = ("FullAttentionSpec", _HIDDEN)
 
 @dataclass(frozen=True)
 class Save:
-    """A prompt whose values are wanted; ``blocks`` are its blocks in each group of layers."""
+    """A prompt whose values are written to a file. ``blocks`` are its block ids, by layer group."""
 
     request: str
     file: str
@@ -55,46 +58,54 @@ class Save:
 
 
 @dataclass
-class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """What the scheduler tells the worker with a step."""
+class Saves(KVConnectorMetadata):  # type: ignore[misc]  # Type checks run without vLLM.
+    """The message from the scheduler to the worker with each step."""
 
     saves: list[Save] = field(default_factory=list)
 
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings under which the cache does not hold what a store holds."""
+    """Refuse settings under which the KV cache lacks values that a store needs."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
             raise ValueError(
-                f"{name} is {getattr(parallel, name)}: a worker would hold a part of heads, layers or tokens."
+                f"{name} is {getattr(parallel, name)}, so each worker would hold only some of the "
+                "heads, layers or tokens."
             )
     if cache.cache_dtype not in ("auto", "bfloat16"):
         raise ValueError(
-            f"the cache's dtype is {cache.cache_dtype}, and its values would be rounded: use auto."
+            f"the KV cache's dtype is {cache.cache_dtype}, which would round its values: use auto."
         )
     if cache.enable_prefix_caching:
         raise ValueError(
-            "prefix caching is on: hidden states of a prefix that was found would be missing."
+            "prefix caching is on, so the hidden states of a cached prefix would be missing."
         )
     for group in kv_cache_config.kv_cache_groups:
         for name, spec in layer_specs(group).items():
             kind = type(spec).__name__
             if kind not in _TAKEN or getattr(spec, "sliding_window", None):
                 raise ValueError(
-                    f"{name} has a cache of kind {kind}, which drops or compresses tokens."
+                    f"{name} has a KV cache of kind {kind}, which drops or compresses tokens."
                 )
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
-    """Map the layers of a group to what their caches are like, also where a group holds several kinds."""
-    own = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # of UniformTypeKVCacheSpecs
-    return {name: group.kv_cache_spec if own is None else own[name] for name in group.layer_names}
+    """Map the names of a group's layers to the specs of their caches.
+
+    A group has either one spec for all layers, or one spec per layer.
+    """
+    # Only UniformTypeKVCacheSpecs has this attribute.
+    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return {
+        name: group.kv_cache_spec if by_layer is None else by_layer[name]
+        for name in group.layer_names
+    }
 
 
-class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
-    """Writes the cache of each finished prompt to the file that its request names."""
+class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Writes the KV cache of each finished prompt to the file that its request names."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -113,19 +124,19 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "LBNHC"  # the heads of a token lie together
+        return "LBNHC"  # The heads of a token are contiguous.
 
     @override
     def get_finished_count(self) -> int | None:
-        return 1  # there is one worker
+        return 1  # There is one worker.
 
-    # In the scheduler
+    # Methods that run in the scheduler.
 
     @override
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False  # no tokens come from outside
+        return 0, False  # No tokens are loaded from outside.
 
     @override
     def update_state_after_alloc(
@@ -142,12 +153,12 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Keeps the blocks of a request that wants a file and has run.
+        # Keep the blocks only if the request names a file and has run.
         file = (request.kv_transfer_params or {}).get(FILE_PARAMETER)
         if file is None or not any(block_ids):
             return False, None
-        # The token that was sampled last has never been an input: it has neither keys and values
-        # nor hidden states.
+        # Leave out the sampled token. It has never been an input, so it has no keys, values or
+        # hidden states.
         n_tokens = len(request.prompt_token_ids)
         self._waiting.append(Save(request.request_id, file, n_tokens, tuple(map(tuple, block_ids))))
         return True, None
@@ -158,21 +169,23 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._waiting = []
         return Saves(saves)
 
-    # In the worker
+    # Methods that run in the worker.
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        # Finds the caches of the target's layers, in their order, and that of hidden states.
-        found: dict[int, tuple[int, Tensor]] = {}
+        # Find the cache of the hidden states, and the caches of the target's layers in order.
+        by_layer: dict[int, tuple[int, Tensor]] = {}
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             for name, spec in layer_specs(group).items():
                 if type(spec).__name__ == _HIDDEN:
                     self._hidden = index, kv_caches[name]
                 else:
-                    found[layer_number(name)] = index, kv_caches[name]
-        if sorted(found) != list(range(len(found))):
-            raise ValueError(f"the layers are {sorted(found)}, expected each number from 0 once.")
-        self._layers = [found[layer] for layer in sorted(found)]
+                    by_layer[layer_number(name)] = index, kv_caches[name]
+        if sorted(by_layer) != list(range(len(by_layer))):
+            raise ValueError(
+                f"the layers are {sorted(by_layer)}, expected each number from 0 once."
+            )
+        self._layers = [by_layer[layer] for layer in sorted(by_layer)]
         cache = self._layers[0][1]
         if (
             cache.device.type == "cpu"
@@ -180,7 +193,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             and torch.cpu._is_amx_tile_supported()
         ):
             raise ValueError(
-                "keys are kept in tiles of this CPU's AMX: use --compute-dtype float32."
+                "vLLM stores bfloat16 keys in the AMX tile format of this CPU, which cannot be "
+                "read: use --compute-dtype float32."
             )
 
     @override
@@ -193,16 +207,15 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass  # a prompt may come in several steps; its cache is whole when it has finished
+        pass  # A prompt may take several steps; its cache is complete when it has finished.
 
     @override
     def wait_for_save(self) -> None:
-        pass  # blocks are kept until they have been copied
+        pass  # Blocks are kept until they have been copied.
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        # Begins the copies that were asked for, and names the requests whose values have left their
-        # blocks.
+        # Start the requested copies, and report the requests whose blocks have been copied.
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             for save in metadata.saves if isinstance(metadata, Saves) else ():
@@ -217,29 +230,30 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @override
     def shutdown(self) -> None:
-        self._writers.shutdown()  # waits for files that are being written
+        self._writers.shutdown()  # Waits for files that are being written.
 
     def _begin(self, save: Save) -> None:
-        """Gather a prompt's values on a stream of its own, and let a thread write them once they are on the host."""
+        """Gather a prompt's values on a separate stream. A thread writes them after the copy."""
         if self._layers[0][1].device.type != "cuda":
             values = self._gather(save)
             event = None
         else:
             self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())  # what the forward wrote
+            # Wait for the forward, which writes the cache.
+            self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 on_device = self._gather(save)
                 values = {}
-                for name, each in on_device.items():
-                    values[name] = torch.empty_like(each, device="cpu", pin_memory=True)
-                    values[name].copy_(each, non_blocking=True)
+                for name, tensor in on_device.items():
+                    values[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                    values[name].copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         self._copied[save.request] = event
         self._writers.submit(_write, values, event, Path(save.file))
 
     def _gather(self, save: Save) -> dict[str, Tensor]:
-        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E], as far as they are wanted."""
+        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E], if they were requested."""
         values = {}
         if self._wants_kv:
             take = kv_of_cpu if self._layers[0][1].device.type == "cpu" else kv_of
@@ -254,7 +268,15 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
 
 def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather a text's tokens from a cache [n_blocks, n_heads, block_size, content] as [n_tokens, n_heads, content]."""
+    """Gather the tokens of a sequence from the blocks of a cache.
+
+    Args:
+        cache: [n_blocks, n_heads, block_size, content].
+        blocks: block ids of the sequence, in order.
+
+    Returns:
+        [n_tokens, n_heads, content].
+    """
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(
             f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens."
@@ -264,16 +286,24 @@ def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 
 def kv_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather a text's keys and values from a layer's cache [n_blocks, H_kv, block_size, 2 * d]: [T, H_kv, 2, d]."""
+    """Gather the keys and values of a sequence from the cache of a layer.
+
+    Args:
+        cache: [n_blocks, H_kv, block_size, 2 * d].
+        blocks: block ids of the sequence, in order.
+
+    Returns:
+        [n_tokens, H_kv, 2, d].
+    """
     gathered: Tensor = tokens_of(cache, blocks, n_tokens).unflatten(-1, (2, -1))
     return gathered
 
 
 def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather as :func:`kv_of` does from a cache in the order of vLLM's kernels for CPUs."""
+    """Do the same as :func:`kv_of` for a cache in the memory order of vLLM's CPU kernels."""
     block_size = cache.shape[2]
     head_dim = cache.shape[3] // 2
-    # [n_blocks, H_kv, block_size * d] each
+    # Keys and values: [n_blocks, H_kv, block_size * d] each.
     keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)
     both = (
         keys.unflatten(2, (head_dim, block_size)).transpose(2, 3),
@@ -283,15 +313,15 @@ def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 
 def layer_number(name: str) -> int:
-    """Return the number in the name of a layer, such as 3 in ``model.layers.3.self_attn.attn``."""
+    """Return the number in the name of a layer, e.g. 3 for ``model.layers.3.self_attn.attn``."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
-        raise ValueError(f"{name} names no layer: expected one number in it.")
+        raise ValueError(f"{name} is not a layer's name: expected exactly one number in it.")
     return int(numbers[0])
 
 
 def _end_with(parent: Any) -> None:
-    """End this process, one of vLLM's, as soon as the one that began it has ended, by whatever means."""
+    """End this vLLM process as soon as its parent process has ended, for whatever reason."""
     parent.join()
     os._exit(1)
 
@@ -302,6 +332,6 @@ def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:
             event.synchronize()
         with replacing(file) as partial:
             save_file(values, partial)
-    # the thread's end would tell nobody
+    # An exception of this thread would be lost. Put it in a file, which the reader looks for.
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         file.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")

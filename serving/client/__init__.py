@@ -1,4 +1,4 @@
-"""The client: drafts, has its drafts verified, writes on without a network, and takes back what was wrong.
+"""The client: drafts locally, has drafts verified, works offline, and rolls back wrong drafts.
 
-Never loads the target, nor imports the engine.
+It never loads the target and never imports the engine.
 """

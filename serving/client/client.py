@@ -1,4 +1,4 @@
-"""The Python client: answers chats with a drafter here and a target on a server.
+"""The Python client: answers chats with a local drafter and a target on a server.
 
 ::
 
@@ -6,8 +6,8 @@
         answer = client.chat([{"role": "user", "content": "Why is the sky blue?"}])
     print(answer.text)
 
-One thread does all of an answer (:class:`_Turn`), one small thing at a time: what has arrived is looked at between two
-drafted tokens, so that a message of the server waits for half a draft on average.
+One thread makes the whole answer (:class:`_Turn`) in small steps. It handles arrived messages
+between two drafted tokens, so a message of the server waits for half a draft on average.
 """
 
 import time
@@ -52,26 +52,29 @@ from .session import (
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
-_LOOK_EVERY_S = 0.1  # how long to wait for the network before looking at the time again
+_LOOK_EVERY_S = 0.1  # Longest wait for the network before the timeouts are checked again.
 _STATS_EVERY_S = 0.25
-# Contexts after which they are put into the drafter's caches while the server streams. Fewer can
-# wait until something
-# is drafted: many at once take little longer than a few.
+# While the server streams, contexts are put into the drafter's caches in batches of this size.
+# Smaller batches can wait until a draft is needed, because many contexts take little longer than a
+# few.
 _WARM_EVERY = 256
-_FAR = 32  # tokens without contexts at which the client drafts nothing while the server is there
+# With more tokens than this without contexts, the client drafts nothing while the server is
+# reachable.
+_FAR = 32
 _OVERLOADED_WAIT_S = 1.0
-# connections in a row that end because what came made no sense, without a token in between
+# Largest number of consecutive invalid messages, without a new token in between. Each one ends its
+# connection.
 _MAX_SENSELESS = 8
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that a client waits for the network."""
+    """Timeouts for the network, in seconds."""
 
-    connect_s: float = 10.0  # for the first answer of a server; then the call fails
-    # without a message, beyond two round trips, after which the client writes offline
+    connect_s: float = 10.0  # Time until the first answer of a server. After it the call fails.
+    # Silence of the server, in addition to two round trips, after which the client writes offline.
     silence_s: float = 0.5
-    dead_s: float = 5.0  # without a message, after which another connection is made
+    dead_s: float = 5.0  # Silence of the server after which the client reconnects.
 
 
 @dataclass(frozen=True)
@@ -79,48 +82,49 @@ class Answer:
     """A finished answer."""
 
     text: str
-    tokens: tuple[int, ...]  # the end-of-sequence token included where there is one
-    finish: str  # stop or length
+    tokens: tuple[int, ...]  # They include the end-of-sequence token, if there is one.
+    finish: str  # "stop" or "length".
     stats: Stats
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class SavedAnswer:
-    """One answer, complete or not, in its conversation, as a file that outlives the process."""
+    """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
-    session: str  # id that the server gave; empty for none
-    # The prompt and what of the answer is committed. Newer ones are known to the server, or
-    # computed again.
+    session: str  # The id that the server gave; empty for none.
+    # The prompt and the committed tokens of the answer. Newer tokens are known to the server, or
+    # are computed again.
     tokens: tuple[Annotated[int, Field(ge=0)], ...]
     n_prompt: Count
     max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
-    finish: str = ""  # why the answer ended; empty while it has not
-    # up to the prompt, with role and content; empty for bare tokens
+    finish: str = ""  # The reason why the answer ended; empty before.
+    # The messages that the prompt stands for, with role and content; empty for token ids alone.
     messages: tuple[dict[str, str], ...] = ()
     version: Annotated[int, Field(ge=1, le=1)] = 1
 
     def save(self, path: str | Path) -> None:
-        """Replace the file, so that a kill at any moment leaves the last state or the one before."""
+        """Replace the file atomically; a killed process leaves the new or the previous state."""
         try:
             write_atomic(Path(path), _SAVED.dump_json(self))
         except OSError as error:
             reason = error.strerror or error
             raise RequestInvalid(
-                f"the session cannot be saved in {path}: {reason}; give another."
+                f"the session cannot be saved in {path}: {reason}; give another file."
             ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that :meth:`save` wrote; RequestInvalid for any other."""
+        """Read a file that :meth:`save` wrote; raises RequestInvalid for any other file."""
         try:
             saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
             if saved.n_prompt > len(saved.tokens):
                 raise ValueError("the prompt is longer than the text")
         except OSError as error:
             raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
-        except ValueError as error:  # pydantic's, and those of sampling
+        # Pydantic and SamplingConfig raise ValueError for invalid values.
+        except ValueError as error:
             raise RequestInvalid(
                 f"{path} is not a saved session of this version; start a new one."
             ) from error
@@ -131,22 +135,29 @@ _SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
 
 
 class DraftingClient:
-    """Answers, one at a time.
+    """Answers prompts with a server, one at a time.
 
-    Holds a drafter and the frozen weights of its target, never the target. Every answer is that of plain decoding on
-    the server, token for token, whatever the network does meanwhile.
+    It has a drafter and the frozen weights of its target, never the target. Every answer is the
+    same, token for token, as with plain decoding on the server, whatever the network does
+    meanwhile.
 
     Args:
         server: ``HOST:PORT`` of the server's gRPC port, or ``https://HOST:PORT`` for TLS.
-        drafter: a run of ``moa-data train``, a folder with a drafter, or a loaded one, which clients may share.
+        drafter: a run of ``moa-data train``, the folder of a drafter, or a loaded drafter, which
+            several clients may share.
         bundle: a store or its folder target/; None for the store that the run was trained from.
         token: the server's bearer token; empty for none.
-        ca: file of a certificate authority, for TLS; None for the system's.
-        mode: ``server``, which drafts and streams, or ``client``: drafts are made here, ahead of the server's answers.
-        codec: of the drafter's contexts on the wire: bf16, int8 or int4. Changes what is accepted, never the text.
-        max_offline: tokens that are shown without a server.
-        offline_below: without a server the client stops where what it drafted is less likely than this to be right.
-        session_file: kept up to date with the present answer, for :meth:`resume`; None for none.
+        ca: the file of a certificate authority, for TLS; None for the system's authorities.
+        mode: ``server``: the server drafts and streams. ``client``: the client drafts ahead of the
+            server's answers.
+        codec: the codec of the drafter's contexts on the wire: bf16, int8 or int4. It changes how
+            many drafts are accepted, never the text.
+        max_offline: the largest number of tokens that are shown without a server.
+        offline_below: without a server, drafting stops when the probability that all drafts are
+            right falls below this limit.
+        timeouts: timeouts for the network; None for the defaults.
+        session_file: a file that is kept up to date with the current answer, for :meth:`resume`;
+            None for no file.
     """
 
     def __init__(
@@ -168,7 +179,8 @@ class DraftingClient:
             raise RequestInvalid(f"{mode!r} is not a mode; expected one of {', '.join(MODES)}.")
         if max_offline < 0 or not 0 <= offline_below < 1:
             raise RequestInvalid(
-                f"max_offline is {max_offline}, offline_below {offline_below}; give 0 or more, below 1."
+                f"max_offline is {max_offline} and offline_below is {offline_below}; give a "
+                "max_offline of 0 or more, and an offline_below of at least 0 and below 1."
             )
         check_codec(codec)
         self.mode = mode
@@ -203,9 +215,14 @@ class DraftingClient:
         seed: int = 0,
         on_event: OnEvent | None = None,
     ) -> Answer:
-        """Answer a chat of messages with ``role`` and ``content``; ``on_event`` is called in this thread.
+        """Answer a chat.
 
-        The seed decides, with the position, each sampled token.
+        Args:
+            messages: the messages, with ``role`` and ``content``.
+            max_new_tokens: the largest number of tokens of the answer.
+            sampling: the sampling settings.
+            seed: the seed for sampling. Each sampled token depends on the seed and on its position.
+            on_event: is called with each event, in this thread.
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
@@ -228,10 +245,13 @@ class DraftingClient:
         on_event: OnEvent | None = None,
         messages: Sequence[Any] = (),
     ) -> Answer:
-        """Continue a text of token ids, see :meth:`chat`; the session file gets the messages that it stands for."""
+        """Continue a sequence of token ids; see :meth:`chat`.
+
+        ``messages`` are the messages that the tokens stand for. The session file records them.
+        """
         if not tokens or max_new_tokens < 1:
             raise RequestInvalid(
-                "an answer needs a prompt of at least one token, and room for one; give both."
+                "an answer needs a prompt of at least one token, and max_new_tokens of at least 1."
             )
         saved = SavedAnswer(
             "", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages)
@@ -239,17 +259,19 @@ class DraftingClient:
         return self.resume(saved, on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
-        """Continue an answer that another process began; events begin with what it has so far."""
+        """Continue an answer that another process began. The first event has its tokens so far."""
         if not -(2**63) <= saved.seed < 2**63:
             raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {saved.seed}.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
         if SamplingConfig(**sent) != saved.sampling:
             raise RequestInvalid(
-                f"drafting sessions know {', '.join(sent)} of sampling; leave other settings out."
+                f"of sampling, drafting sessions support only {', '.join(sent)}; leave other "
+                "settings out."
             )
         settings = AnswerSettings(
-            saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self.drafter.width else "",
-            max_offline=self._max_offline, offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,
+            saved.max_new_tokens, saved.sampling, saved.seed,
+            self._codec if self.drafter.width else "", max_offline=self._max_offline,
+            offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,
             mode=self.mode, shape=SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE,
             identities=self._identities,
         )  # fmt: skip
@@ -262,17 +284,17 @@ class DraftingClient:
         return Answer(self.text_of(answer), answer, session.finish, turn.stats())
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Decode tokens of an answer, without special ones."""
+        """Decode tokens of an answer, leaving out special tokens."""
         if self.model.tokenizer is None:
             return ""
         return str(self.model.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def cut(self) -> None:
-        """Close the connection and make none, as if the network were gone; may be called from any thread."""
+        """Disconnect until :meth:`restore`, as if without a network. Any thread may call it."""
         self.link.cut()
 
     def restore(self) -> None:
-        """Connect again after :meth:`cut`; may be called from any thread."""
+        """Connect again after :meth:`cut`. Any thread may call it."""
         self.link.restore()
 
     def close(self) -> None:
@@ -281,7 +303,7 @@ class DraftingClient:
 
 
 class _Turn:
-    """One answer: moves messages between link and session, drafts where that helps, and measures."""
+    """Makes one answer: moves messages between link and session, drafts if useful, and measures."""
 
     def __init__(
         self, client: DraftingClient, session: Session, saved: SavedAnswer, on_event: OnEvent | None
@@ -294,22 +316,26 @@ class _Turn:
         self._saved = saved
         self._file = client.session_file
         self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
-        self._stream = 0  # number of the link's stream, 0 for none
+        self._stream = 0  # The number of the link's stream; 0 for none.
         self._pings: dict[int, float] = {}
         self._n_pings = self._n_senseless = 0
         self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
         self._contexts_due_s = 0.0
-        # when the first tokens came, and how many
+        # The time at which the first tokens arrived, and their number.
         self._first_token: tuple[float, int] | None = None
         self._error: ServingError = Disconnected(f"{self._link.address} did not answer.")
-        # Smoothed seconds of a round trip, a target call and drafting a token; None before the
-        # first measurement.
+        # Moving averages in seconds of a round trip, a target call and drafting one token; None
+        # before the first measurement.
         self._round_trip_s: float | None = None
         self._verify_s: float | None = None
         self._draft_s: float | None = None
 
     def run(self) -> None:
-        """Run until the answer has ended; ServingError where the server refuses it, or was not reached in time."""
+        """Run until the answer has ended.
+
+        Raises:
+            ServingError: the server refuses the answer, or was not reached in time.
+        """
         session = self._session
         self._lost_s = time.monotonic()
         self._link.begin()
@@ -327,7 +353,7 @@ class _Turn:
             self._save()
 
     def stats(self) -> Stats:
-        """Sum up what was measured so far."""
+        """Return the measurements so far."""
         session = self._session
         n_tokens = len(session.tokens) - session.n_prompt
         rate = 0.0
@@ -342,9 +368,10 @@ class _Turn:
             else (n_tokens, session.n_calls)
         )
         return Stats(
-            n_tokens=n_tokens, n_target_calls=session.n_calls, n_rolled_back=session.n_rolled_back, tokens_per_s=rate,
-            acceptance_length=counts[0] / counts[1] if counts[1] else None, round_trip_ms=_ms(self._round_trip_s),
-            verify_ms=_ms(self._verify_s), draft_ms=_ms(self._draft_s),
+            n_tokens=n_tokens, n_target_calls=session.n_calls, n_rolled_back=session.n_rolled_back,
+            tokens_per_s=rate, acceptance_length=counts[0] / counts[1] if counts[1] else None,
+            round_trip_ms=_ms(self._round_trip_s), verify_ms=_ms(self._verify_s),
+            draft_ms=_ms(self._draft_s),
             bytes_up=self._link.bytes_up - self._bytes_before[0],
             bytes_down=self._link.bytes_down - self._bytes_before[1],
         )  # fmt: skip
@@ -355,7 +382,7 @@ class _Turn:
         if event.error is not None:
             if event.stream in (0, self._stream):
                 if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
-                    raise event.error  # another connection would be refused as well
+                    raise event.error  # Another connection would be refused as well.
                 self._lose(event.error)
         elif event.message is None:
             self._stream = event.stream
@@ -395,8 +422,8 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # Contexts follow at once: waiting for them is faster than feeding the tokens they stand for
-        # level by level.
+        # The contexts of these tokens follow at once. Waiting for them is faster than feeding the
+        # tokens level by level.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -411,7 +438,7 @@ class _Turn:
         self._lose(error)
 
     def _look_after_link(self) -> None:
-        """Ping, notice silence, and give up where no server answers the first time."""
+        """Send pings, detect silence, and give up if no server answers the first time."""
         now = time.monotonic()
         session = self._session
         timeouts = self._timeouts
@@ -423,12 +450,12 @@ class _Turn:
         if silent_s > timeouts.dead_s:
             self._reconnect(
                 Disconnected(
-                    f"nothing was heard of {self._link.address} for {timeouts.dead_s:g} s."
+                    f"no message came from {self._link.address} for {timeouts.dead_s:g} s."
                 )
             )
             return
         if silent_s > timeouts.silence_s + 2 * (self._round_trip_s or 0.0):
-            session.stall(f"nothing was heard of {self._link.address} for {silent_s:.1f} s.")
+            session.stall(f"no message came from {self._link.address} for {silent_s:.1f} s.")
         if now - self._pinged_s > _PING_EVERY_S and session.is_opened:
             self._n_pings += 1
             self._pings[self._n_pings], self._pinged_s = now, now
@@ -438,7 +465,7 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """Committed tokens before the root whose contexts have not arrived."""
+        """The number of committed tokens before the last one whose contexts have not arrived."""
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
@@ -451,7 +478,8 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # those of a long prompt are on their way: to feed it level by level takes longer
+            # The contexts of a long prompt are on their way. Feeding its tokens level by level
+            # would take longer.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
@@ -464,7 +492,7 @@ class _Turn:
         elif not session.wants_draft and drafter.n_pending >= _WARM_EVERY and not session.drafts:
             drafter.warm(session.tokens)
 
-    # What goes out
+    # Outputs
 
     def _flush(self) -> None:
         if messages := self._session.take_messages():
@@ -474,7 +502,8 @@ class _Turn:
         if events and now - self._saved_s > _SAVE_EVERY_S:
             self._save()
         for event in events:
-            if isinstance(event, Done):  # the last statistics sum up
+            # Report the final statistics before the end.
+            if isinstance(event, Done):
                 self._on_event(self.stats())
             self._on_event(event)
         if now - self._told_s > _STATS_EVERY_S and not self._session.finish:

@@ -1,16 +1,18 @@
-"""Drafts on a machine without the target: from the frozen weights of its bundle and contexts that arrive from a server.
+"""Drafts on a machine without the target, from the weights of its bundle and a server's contexts.
 
-Shapes: n positions, W numbers of a context, V vocabulary.
+Shapes: n positions, W numbers in a context, V vocabulary.
 
-Contexts may be late. A round begins at the token at ``n_context``, the first one without a context; known tokens after
-it are fed as levels of a chain, and drafts come after them::
+Contexts may arrive late. A round begins at position ``n_context``, the first position without a
+context. Its token is the root. The known tokens after the root are fed as levels of a chain, and
+the drafts follow them::
 
     context        The  cat  sat                         n_context 3
-    committed      The  cat  sat  on  the                "on" is the root, "the" a level that is fed, not drafted
-    drafts                                 mat  .
+    committed      The  cat  sat  on  the                "on" is the root, "the" is a level that
+    drafts                                 mat  .        is fed, not drafted
 
-Without a network the chain just gets longer. Where the server has disagreed with it, it returns to the last level that
-is right; another round begins, with all contexts that have arrived, when nothing is drafted or something was wrong.
+Without a network the chain keeps growing. If the server disagrees with a draft, the chain rolls
+back to the last correct level. A new round, with all contexts that have arrived, begins when there
+are no drafts, a draft was wrong, or the chain has become long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,28 +37,28 @@ from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
 from .session import Draft
 
-# The file of a training run that records its store, and the folder of a store that holds the
-# bundle.
+# The file of a training run that records its store, and the folder of the bundle in a store.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
-_MAX_FED = 16  # known tokens that one call feeds: the caller looks at the network in between
-# Levels after which another chain begins where newer contexts are here: each level after a context
-# agrees less.
+# Known tokens that one call feeds. Between calls the caller polls the network.
+_MAX_FED = 16
+# From this many levels on, a new chain begins if newer contexts have arrived. The farther a level
+# is from the last context, the less often it agrees with the target.
 _MAX_LEVELS = 32
 
 
 @dataclass(frozen=True)
 class DraftingModel:
-    """A drafter with what it needs of its target; clients may share one."""
+    """A drafter with the parts of its target that it needs; several clients may share it."""
 
     drafter: Drafter
     frozen: FrozenTarget
-    template: ChatTemplate | None  # None for a client of tokens, without text
+    template: ChatTemplate | None  # None for a client that works with token ids only.
     eos_token_ids: frozenset[int]
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer; None without one."""
+        """The target's tokenizer; None without a chat template."""
         return self.template and self.template.tokenizer
 
     @classmethod
@@ -68,58 +70,72 @@ class DraftingModel:
         device: str = "cpu",
         template_arguments: Sequence[str] = (),
     ) -> "DraftingModel":
-        """Load a drafter and the bundle of its target, see :func:`find_bundle`; the target itself is not loaded.
+        """Load a drafter and the bundle of its target, but not the target itself.
 
-        ``template_arguments`` are ``name=value`` of the chat template, by default those of the training chats.
+        Args:
+            folder: a training run, or the folder of a drafter.
+            bundle: see :func:`find_bundle`.
+            dtype: the dtype of all weights.
+            device: the device of all weights.
+            template_arguments: ``name=value`` texts for the chat template; by default the arguments
+                of the training chats.
         """
         drafter = load_drafter(folder, dtype, device)
-        drafter.new_context_cache()  # refuses drafters that cannot do without their target
-        found = find_bundle(folder, bundle)
-        frozen = FrozenTarget.load(found, drafter.config.target_layer_inference, dtype).to(device)
+        drafter.new_context_cache()  # Refuses drafters that cannot draft without their target.
+        bundle_folder = find_bundle(folder, bundle)
+        frozen = FrozenTarget.load(bundle_folder, drafter.config.target_layer_inference, dtype).to(
+            device
+        )
         check_target_fits(drafter.config, target_sizes(frozen.config))
         drafter.prepare()
         frozen.prepare()
         recorded: Mapping[str, str] = drafter.config.target
         arguments = choose_template_arguments(template_arguments, {str(folder): recorded})
-        template = ChatTemplate(load_target_tokenizer(found), arguments, str(found))
-        return cls(drafter, frozen, template, load_eos_token_ids(found))
+        template = ChatTemplate(load_target_tokenizer(bundle_folder), arguments, str(bundle_folder))
+        return cls(drafter, frozen, template, load_eos_token_ids(bundle_folder))
 
 
 def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
-    """Find the target's bundle of a drafter: a run of ``moa-data train``, its folder drafter/, or any other folder.
+    """Find the bundle of a drafter's target.
 
-    The bundle is a store or its folder target/; None for the store that the run was trained from.
+    Args:
+        folder: a run of ``moa-data train``, its folder drafter/, or any other folder of a drafter.
+        bundle: a store or its folder target/; None for the store that the run was trained from.
+
+    Raises:
+        RequestInvalid: no bundle was found.
     """
     if bundle is not None:
-        place = Path(bundle).expanduser()
-        for found in (place, place / _BUNDLE):
-            if (found / FROZEN_FILE).is_file():
-                return found
+        base_folder = Path(bundle).expanduser()
+        for bundle_folder in (base_folder, base_folder / _BUNDLE):
+            if (bundle_folder / FROZEN_FILE).is_file():
+                return bundle_folder
         raise RequestInvalid(
-            f"{place} holds no {FROZEN_FILE}; give a store, or its folder target/."
+            f"{base_folder} has no {FROZEN_FILE}; give a store, or its folder target/."
         )
     run = Path(folder).expanduser()
-    for place in (run, run.parent):
-        if (place / _RUN_FILE).is_file():
-            found = (
-                Path(str(read_config_file(place / _RUN_FILE).get("store", ""))).expanduser()
+    for base_folder in (run, run.parent):
+        if (base_folder / _RUN_FILE).is_file():
+            bundle_folder = (
+                Path(str(read_config_file(base_folder / _RUN_FILE).get("store", ""))).expanduser()
                 / _BUNDLE
             )
-            if (found / FROZEN_FILE).is_file():
-                return found
+            if (bundle_folder / FROZEN_FILE).is_file():
+                return bundle_folder
             raise RequestInvalid(
-                f"{place} was trained from {found.parent}, which is not there; give --bundle."
+                f"{base_folder} was trained from {bundle_folder.parent}, which does not exist "
+                "here; give --bundle."
             )
     raise RequestInvalid(
-        f"{run} is not a run, so its store is not known; give --bundle STORE/target."
+        f"{run} is not a training run, so its store is not known; give --bundle STORE/target."
     )
 
 
 class TextDrafter:
-    """Drafts what follows one text after the other."""
+    """Drafts the next tokens of a sequence. It serves several sequences, one after the other."""
 
     def __init__(self, model: DraftingModel) -> None:
-        # W; 0 for one that needs no contexts
+        # The width is W; 0 for a drafter that needs no contexts.
         self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._text: list[int] = []
@@ -127,7 +143,10 @@ class TextDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start a text; contexts that were taken are kept where it begins like the last one."""
+        """Start a sequence and return the number of positions whose contexts are available.
+
+        The contexts in the caches are kept if the sequence begins like the last one.
+        """
         self._sampling = sampling
         self._seed = seed
         self._end_round()
@@ -142,20 +161,20 @@ class TextDrafter:
         return self.n_context
 
     def receive(self, context: Tensor) -> None:
-        """Take the contexts [n, W] of the next n positions."""
+        """Add the contexts [n, W] of the next n positions."""
         self._pending.append(context)
         self.n_context += len(context)
 
     @property
     def n_pending(self) -> int:
-        """Positions whose contexts have arrived and are not in the drafter's caches."""
+        """Positions whose contexts have arrived but are not in the drafter's caches."""
         return self.n_context - self._n_taken
 
     def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
-        """Draft one token that follows committed tokens, the prompt among them, and drafts.
+        """Draft one token after the committed tokens, which include the prompt, and the drafts.
 
-        Returns None where contexts are missing, the drafter drafts no deeper, or known tokens have to be fed first
-        (``is_catching_up``).
+        Returns None if contexts are missing, if the drafter has reached its maximum depth, or if
+        known tokens must be fed first. In the last case ``is_catching_up`` is set.
         """
         newest = self._newest_root(tokens)
         if newest is None:
@@ -171,9 +190,10 @@ class TextDrafter:
                 known = [*tokens[self._root + 1 :], *drafts]
                 n_agreed = 0
             chain = self._chain
-            most = self._model.drafter.config.max_depth
+            max_depth = self._model.drafter.config.max_depth
             assert chain is not None
-            if most is not None and len(known) >= most:  # no further before newer contexts are here
+            # The chain can go deeper only from newer contexts.
+            if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
                 return None
             chain.back_to(n_agreed)
@@ -186,7 +206,7 @@ class TextDrafter:
             return None if self.is_catching_up else self._choose(chain.logits[0], tokens, drafts)
 
     def warm(self, tokens: Sequence[int]) -> None:
-        """Put what has arrived into the drafter's caches, so that drafting can begin at once."""
+        """Put arrived contexts into the drafter's caches, so that drafting can begin at once."""
         newest = self._newest_root(tokens)
         if newest is not None and newest > self._root:
             with torch.inference_mode():
@@ -198,19 +218,21 @@ class TextDrafter:
         self._cache = drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
-        # the last: positions whose contexts have arrived
+        # The position of the round's root (-1: none), and the number of positions whose contexts
+        # are in the drafter's caches, and have arrived.
         self._root, self._n_taken, self.n_context = -1, 0, 0
         self._end_round()
 
     def _end_round(self) -> None:
-        # The latter: whether the last call of next fed known tokens and should be made again.
         self._chain = None
+        # Whether the last call of `next` only fed known tokens, and should be repeated.
         self.is_catching_up = False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """The newest position at which a round can begin, or has begun."""
+        """Return the newest position at which a round can begin or has begun, or None."""
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        if newest < max(1, self._n_taken):  # contexts that were taken cannot be left out again
+        # Contexts in the caches cannot be removed, so a round cannot begin before them.
+        if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest
 
@@ -232,7 +254,7 @@ class TextDrafter:
         self._chain = Chain(drafter, self._model.frozen, self._state, self._cache, features)
 
     def _choose(self, logits: Tensor, tokens: Sequence[int], drafts: Sequence[int]) -> Draft:
-        """Choose as the target would from these logits [V], with the same noise at the same position."""
+        """Choose a token from logits [V] as the target does, with the same noise per position."""
         sampling = self._sampling
         previous = list[int]()
         if sampling.repetition_penalty != 1:
@@ -240,8 +262,8 @@ class TextDrafter:
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
-            # A cautious guess: with the same noise two models agree more often than the likeliest
-            # token is drawn.
+            # A cautious estimate: with the same noise two models agree more often than the most
+            # likely token is drawn.
             return Draft(
                 token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax())
             )

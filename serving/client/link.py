@@ -1,12 +1,11 @@
-"""The connection to a server: one gRPC stream at a time, made again when it ends, in a thread of its own.
+"""The connection to a server: one gRPC stream at a time, with reconnects, in its own thread.
 
-Its user takes events off a queue, in order. Streams are numbered, so that nothing that was meant for one is sent on the
-next.
+The user takes events from a queue, in order. Streams have numbers, so that a message for one stream
+is never sent on the next one.
 """
 
-# gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as
-# a program that uses
-# this client may.
+# This module uses gRPC's blocking interface. The asynchronous interface fails in a process with
+# several event loops, and a program that uses this client may have several.
 
 import contextlib
 import queue
@@ -24,24 +23,25 @@ from ...errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
 from .. import moa_v1_pb2 as pb
 from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 
-# waits between two attempts to connect; each is twice the one before
+# The first and the longest wait between two attempts to connect. Each wait is twice the previous
+# one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# an attempt is given up after this long: a packet of the handshake was lost, or nobody is there
+# Timeout of an attempt to connect. A packet of the handshake may be lost, or no server may be
+# there.
 _CONNECT_S = 5.0
-# gRPC's thread that watches a channel fails, with a traceback on the terminal, if the channel is
-# closed before it has
-# noticed that nobody listens any more.
+# Delay before a channel is closed. gRPC's thread that watches a channel prints a traceback if the
+# channel is closed before the thread has noticed that nobody is subscribed.
 _CLOSED_AFTER_S = 2.0
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
-_FRAME_BYTES = 5  # what gRPC puts before each message
+_FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
     *CLIENT_OPTIONS,
-    # else a new channel inherits the waits of an old one to the same server
+    # Without this a new channel inherits the backoff of an old channel to the same server.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
-# Errors by status; with any other a new attempt may help.
+# Error classes by status. For any other status a new attempt may help.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed
 }
@@ -51,7 +51,11 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 @dataclass(frozen=True)
 class LinkEvent:
-    """A stream is there, has brought a message, or has ended or could not be made (``stream`` 0), as the error says."""
+    """An event of the connection.
+
+    With neither a message nor an error, the stream has started. With a message, the stream has
+    received it. With an error, the stream has ended, or no stream could be made (``stream`` 0).
+    """
 
     stream: int
     message: pb.ServerMessage | None = None
@@ -60,9 +64,10 @@ class LinkEvent:
 
 
 class Link:
-    """Connects to a server while it is wanted, and again whenever the connection ends.
+    """Keeps a connection to a server between `begin` and `end`, and reconnects when it is lost.
 
-    TLS is used with ``https://HOST:PORT`` or a certificate authority, by default those that the system trusts.
+    TLS is used for ``https://HOST:PORT``, or if a certificate authority is given. By default the
+    system's authorities are trusted.
     """
 
     def __init__(self, server: str, token: str = "", ca: str | Path | None = None) -> None:
@@ -71,48 +76,51 @@ class Link:
         is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
         if (separator and scheme not in ("http", "https", "grpc")) or not (host and is_port):
             raise RequestInvalid(
-                f"{server!r} is not the address of a server; give HOST:PORT, or https://HOST:PORT for TLS."
+                f"{server!r} is not the address of a server; give HOST:PORT, or https://HOST:PORT "
+                "for TLS."
             )
         self.address = address
         self._credentials = _credentials(ca) if ca is not None or scheme == "https" else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self.bytes_up = self.bytes_down = 0  # of messages sent and received so far
+        self.bytes_up = self.bytes_down = 0  # Bytes of all messages sent and received so far.
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
-        # Guards all that follows, which the user's threads and the link's own change.
+        # Guards the attributes below, which the user's threads and the link's own thread change.
         self._changed = threading.Condition()
         self._is_wanted = self._is_cut = self._is_closed = False
         self._channel: grpc.Channel | None = None
         self._call: Any = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # number of the stream that is there, 0 for none; of all so far
+        # The number of the current stream (0: none), and the count of all streams so far.
         self._stream = self._n_streams = 0
         self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
-        self._reason = ""  # why the user of this link ended the stream
+        self._reason = ""  # The reason why this side ended the stream.
         self._wait_s = _FIRST_WAIT_S
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
-        """Make a stream, and events of it alone."""
+        """Start connecting, with an empty queue of events."""
         self.end()
         with self._changed:
-            self._changed.wait_for(lambda: self._call is None)  # it ends at once: nothing is wanted
+            # The old stream ends at once, because `end` has cancelled it.
+            self._changed.wait_for(lambda: self._call is None)
             self._events = queue.SimpleQueue()
             self._is_wanted = True
             self._wait_s = _FIRST_WAIT_S
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End the stream; what was sent on it is still delivered where that takes no time."""
+        """End the stream. Messages that were already sent have a moment to be delivered."""
         with self._changed:
             self._is_wanted = False
             self._outbox.put(None)
             call = self._call
         if call is not None:
-            _later(0.2, call.cancel)  # the server ends its half when it has read a Close
+            # The server ends the stream itself when it has read a Close, so cancel later.
+            _later(0.2, call.cancel)
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
-        """Send messages on a stream; if it is gone, they are."""
+        """Send messages on a stream; if the stream has ended, they are dropped."""
         with self._changed:
             if stream != self._stream:
                 return
@@ -122,24 +130,24 @@ class Link:
                 self._outbox.put(data)
 
     def take(self, timeout_s: float) -> list[LinkEvent]:
-        """Return the events so far, in order; waits for one, but not longer than the timeout."""
-        found: list[LinkEvent] = []
+        """Return the events so far, in order; wait for the first one until the timeout."""
+        events: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
-            found.append(
+            events.append(
                 self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
             )
             while True:
-                found.append(self._events.get_nowait())
-        return found
+                events.append(self._events.get_nowait())
+        return events
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
-        """End the stream, and make another one on a new connection after so many seconds at least."""
+        """End the stream, and make another one on a new connection after at least ``wait_s``."""
         with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
 
     def cut(self) -> None:
-        """Close the connection and make none until :meth:`restore`, as if the network were gone."""
+        """Disconnect, as if the network were down, until :meth:`restore`."""
         with self._changed:
             self._is_cut = True
             self._reason = "the network was cut on this side."
@@ -173,14 +181,16 @@ class Link:
             except ServingError as error:
                 self._events.put(LinkEvent(0, error=error))
             with self._changed:
-                self._drop()  # whatever ended the stream, the connection under it is suspect
-                # Random, for clients that a server lost at once shall not come back at once.
+                # Use a new connection, because the old one may be the cause.
+                self._drop()
+                # The wait is random, so that clients that lost a server together do not all
+                # reconnect at the same time.
                 wait_s = self._wait_s * random.uniform(0.8, 1.2)
                 self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _connect(self) -> grpc.Channel:
-        """Return a channel that has spoken with the server; the one of the stream before where it is still good."""
+        """Return a connected channel; the channel of the previous stream if it still exists."""
         with self._changed:
             if self._channel is not None:
                 return self._channel
@@ -190,7 +200,8 @@ class Link:
                 channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
             self._channel = channel
             states = self._states = queue.SimpleQueue()
-        with contextlib.suppress(ValueError):  # it was closed meanwhile
+        # The channel may have been closed meanwhile.
+        with contextlib.suppress(ValueError):
             channel.subscribe(states.put, try_to_connect=True)
         end_s = time.monotonic() + _CONNECT_S
         state: grpc.ChannelConnectivity | None = grpc.ChannelConnectivity.IDLE
@@ -213,7 +224,8 @@ class Link:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
             if "WRONG_VERSION_NUMBER" in reason:
                 return ProtocolMismatch(
-                    f"{self.address} speaks no TLS; leave out --ca, or give it a certificate."
+                    f"{self.address} does not use TLS; leave out --ca, or give the server a "
+                    "certificate."
                 )
             if "certificate" in reason.lower():
                 return ProtocolMismatch(
@@ -227,7 +239,7 @@ class Link:
         return Disconnected(self._reason or f"{self.address} cannot be reached.")
 
     def _run_stream(self, channel: grpc.Channel) -> bool:
-        """Run a stream until it ends; returns whether that was meant."""
+        """Run a stream until it ends; returns whether this side ended it on purpose."""
         with self._changed:
             if self._channel is not channel or not self._is_wanted:
                 return True
@@ -249,7 +261,7 @@ class Link:
         with self._changed:
             self._call = None
             self._stream = 0
-            outbox.put(None)  # ends gRPC's thread that reads it
+            outbox.put(None)  # This ends gRPC's thread that reads the queue.
             was_meant = not self._is_wanted
             events.put(LinkEvent(stream, error=error))
             self._changed.notify_all()
@@ -264,7 +276,7 @@ class Link:
         return _ERRORS.get(failure.code(), Disconnected)(details)
 
     def _drop(self) -> None:
-        """Close the connection and wake all that wait for it; the lock is held."""
+        """Close the connection and wake all waiting threads. The caller holds the lock."""
         channel = self._channel
         self._channel = None
         self._stream = 0
@@ -300,5 +312,5 @@ def _credentials(ca: str | Path | None) -> grpc.ChannelCredentials:
             f"the certificate authority {ca} cannot be read: {error.strerror}."
         ) from error
     if b"-----BEGIN CERTIFICATE-----" not in certificates:
-        raise RequestInvalid(f"{ca} holds no certificate in PEM; give the file of the authority.")
+        raise RequestInvalid(f"{ca} has no certificate in PEM; give the file of the authority.")
     return grpc.ssl_channel_credentials(root_certificates=certificates)

@@ -1,21 +1,26 @@
-"""The state machine of one answer: what is committed, what is drafted, and what the server was asked for.
+"""The state machine of one answer: committed tokens, drafts, and requests to the server.
 
-No I/O and no clock. Messages of the server, drafts and changes of the link go in; messages to send and events come out,
-so that every order of them can be tested. Positions count from 0 over prompt and answer::
+It has no I/O and no clock. The inputs are messages of the server, drafts, and changes of the link.
+The outputs are messages to send and events. So tests can try every order of them. Positions count
+from 0 over prompt and answer::
 
     prompt    committed answer     drafts
-    The cat | sat on             | the  mat    .    It         link up, mode client: the first two are asked for,
-                                   ~~~~~~~~~                   the next one guesses the bonus
-    The cat | sat on the rug     |                             the server says "the rug": one agreed, the rest is wrong
+    The cat | sat on             | the  mat    .    It     link up, mode client: the first two are
+                                   ~~~~~~~~~               being verified, the next one guesses the
+                                                           bonus token
+    The cat | sat on the rug     |                         the server commits "the rug": one draft
+                                                           agreed, the others are wrong
 
-    The cat | sat on             | the  mat    .    It         link down, mode offline: all of them are shown,
-                                   ?????????????????           unverified
-    The cat | sat on             | the  mat    .    It         link up again: one Verify asks for all
-    The cat | sat on the rug     |                             "the" was right (Verified), "mat . It" is taken back
-                                                               (RolledBack), "rug" is the server's (Tokens)
+    The cat | sat on             | the  mat    .    It     link down, mode offline: all drafts are
+                                   ?????????????????       shown as unverified
+    The cat | sat on             | the  mat    .    It     link up again: one Verify for all drafts
+    The cat | sat on the rug     |                         "the" was right (Verified), "mat . It" is
+                                                           taken back (RolledBack), "rug" comes from
+                                                           the server (Tokens)
 
-Whatever the network does, a token is committed once: a message says at which position its tokens begin, so that those
-that are known already are skipped. A connection begins with all committed tokens; what was asked for ends with it.
+Whatever the network does, each token is committed once: a message states the position of its first
+token, and tokens that are already known are skipped. A connection begins by sending all committed
+tokens. When it ends, its open requests are dropped.
 """
 
 import math
@@ -32,22 +37,30 @@ from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import ERRORS, PROTOCOL, n_common
 
-# Events, for what shows the text: a terminal, a web page, a measurement. Tokens have indices in the
-# answer, from 0.
+# The events below are for consumers of the text: a terminal, a web page, a benchmark. Indices of
+# tokens count from 0, the first token of the answer.
 
 ChosenMode = Literal["server", "client"]
-"""Where drafts are made while there is a network: ``server``, which drafts, verifies and streams, or ``client``, which
-drafts on while the server verifies."""
+"""Who drafts while there is a network.
+
+``server``: the server drafts, verifies and streams. ``client``: the client drafts ahead while the
+server verifies."""
 Mode = Literal["server", "client", "offline"]
-"""How tokens come: as chosen, or ``offline``, by the client's drafter without a network."""
+"""How tokens are made: in the chosen mode, or ``offline``, by the client's drafter alone."""
 Kind = Literal["streamed", "accepted", "bonus", "unverified"]
-"""Where a token came from: a run of the server; a draft of the client that the target agreed with; the target's own
-token after those; the client's drafter, not verified yet."""
+"""The origin of a token.
+
+``streamed``: a run of the server. ``accepted``: a draft of the client that the target agreed with.
+``bonus``: the target's own token after the accepted ones. ``unverified``: a draft of the client
+that is not verified yet."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens appended to the answer at ``start``; texts are what each adds to the text, some of them empty."""
+    """Tokens appended to the answer at ``start``.
+
+    ``texts`` has the text that each token adds, which may be empty.
+    """
 
     start: int
     tokens: tuple[int, ...]
@@ -64,14 +77,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """Tokens from index ``stop`` on are taken back: the target disagrees with the first of them."""
+    """Tokens from index ``stop`` on are taken back: the target disagrees with the first one."""
 
     stop: int
 
 
 @dataclass(frozen=True)
 class LinkChanged:
-    """The network went or came back."""
+    """The connection was lost or restored."""
 
     up: bool
     reason: str = ""
@@ -79,7 +92,7 @@ class LinkChanged:
 
 @dataclass(frozen=True)
 class ModeChanged:
-    """Tokens come another way from now on."""
+    """The mode in which the following tokens are made."""
 
     mode: Mode
     reason: str
@@ -87,7 +100,7 @@ class ModeChanged:
 
 @dataclass(frozen=True)
 class Stats:
-    """What was measured so far; times in ms, None before the first measurement."""
+    """Measurements of the answer so far. Times are in ms, and None before the first measurement."""
 
     n_tokens: int
     n_target_calls: int
@@ -103,7 +116,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer has ended: ``stop`` (end of sequence) or ``length`` (the bound on tokens)."""
+    """The answer has ended: ``stop`` (end of sequence) or ``length`` (maximum number of tokens)."""
 
     reason: str
 
@@ -118,33 +131,32 @@ def as_json(event: Event) -> dict[str, Any]:
 
 
 SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""The settings of sampling that the protocol has."""
-# of the chains that a client drafts
+"""The sampling settings that the protocol supports."""
+# The shapes of the chains that a client drafts, for greedy decoding and for sampling.
 GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How an answer is made, and how much of it the client writes offline."""
+    """Settings of one answer, including the limits for writing offline."""
 
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
     seed: int = 0
-    codec: str = "int8"  # of the drafter's contexts on the wire; empty for none
-    max_offline: int = 64  # tokens that are shown unverified
-    # Offline the client stops where the product of the drafter's probabilities since the last
-    # verified token falls
-    # below this: what followed would be taken back almost surely.
+    codec: str = "int8"  # The codec of the drafter's contexts on the wire; empty for no contexts.
+    max_offline: int = 64  # The largest number of tokens that are shown unverified.
+    # Offline the client stops when the product of the drafter's probabilities since the last
+    # verified token falls below this limit. Further tokens would almost surely be taken back.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     mode: Mode = "server"
-    shape: TreeShape = GREEDY_SHAPE  # of the chains that are verified
+    shape: TreeShape = GREEDY_SHAPE  # The shape of the chains that are verified.
     identities: pb.Identities = field(default_factory=pb.Identities)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafted token, and how likely the target chooses it where all before it are right."""
+    """A drafted token, and the probability that it is right if all earlier drafts are right."""
 
     token: int
     probability: float
@@ -153,8 +165,13 @@ class Draft:
 class Session:
     """One answer, from its prompt to its end.
 
-    It begins with the prompt and what of the answer is committed, empty ``texts``, the id that a server gave it before
-    or none, and the number of positions whose contexts the drafter has.
+    Args:
+        tokens: the prompt and the committed tokens of the answer.
+        n_prompt: the number of tokens of the prompt.
+        settings: the settings of the answer.
+        texts: a detokenizer without tokens.
+        session: the id that a server gave to this answer before; empty for none.
+        n_context: the number of positions whose contexts the drafter has.
     """
 
     def __init__(
@@ -172,37 +189,38 @@ class Session:
         self.session = session
         self.mode = settings.mode
         self.shape = settings.shape
-        # Drafted tokens, of which the first n_shown are shown as unverified, and the first n_asked
-        # are being verified.
+        # Drafted tokens. The first n_shown are shown as unverified, the first n_asked are being
+        # verified.
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
         self.n_context = n_context
         self.contexts = list[tuple[pb.Context, int]]()
-        self.finish = ""  # why the answer ended
-        # calls that committed something
+        self.finish = ""  # The reason why the answer ended; empty before.
+        # Counts of target calls that committed tokens, verified chains, tokens that these chains
+        # gave, and shown tokens that were taken back.
         self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
         self._texts = texts
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        # whether there is a connection, and the server has opened the session
+        # Whether there is a connection, and whether the server has opened the session on it.
         self._is_up = self.is_opened = False
-        self.was_opened = False  # on this connection or an earlier one
-        # whether the client writes without the server, and can draft no more
+        self.was_opened = False  # Whether this or an earlier connection has opened the session.
+        # Whether the client writes without the server, and whether it can draft no more.
         self.is_offline = self._is_stuck = False
-        self._has_paused = False  # offline, and said so
-        self._awaited = 0  # sequence number of the Verify that has not been answered
-        self._is_running = False  # whether the server decodes and streams
+        self._has_paused = False  # Whether a pause of offline drafting was reported.
+        self._awaited = 0  # The sequence number of the unanswered Verify; 0 for none.
+        self._is_running = False  # Whether the server decodes and streams.
         self._max_drafts = 1
         self._max_positions = 1 << 31
         if answer := self.tokens[n_prompt:]:
             self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
 
-    # What goes in
+    # Inputs
 
     def link_up(self) -> None:
-        """Start a connection: open the session with all that is committed, and ask for what comes next."""
+        """Start a connection: open the session with all committed tokens, and request more."""
         self._is_up = True
         self.is_opened = False
         self._sequence = 0
@@ -213,20 +231,20 @@ class Session:
         settings = self.settings
         self._send(
             open=pb.Open(
-                protocol=PROTOCOL, session=self.session, identities=settings.identities, tokens=self.tokens,
-                n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens, codec=settings.codec,
-                n_context=self.n_context,
+                protocol=PROTOCOL, session=self.session, identities=settings.identities,
+                tokens=self.tokens, n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens,
+                codec=settings.codec, n_context=self.n_context,
                 sampling=pb.Sampling(
-                    **{name: getattr(settings.sampling, name) for name in SENT_SAMPLING}, seed=settings.seed
+                    **{name: getattr(settings.sampling, name) for name in SENT_SAMPLING},
+                    seed=settings.seed,
                 ),
             )
         )  # fmt: skip
-        # The next request follows at once: waiting for Opened would cost each answer another round
-        # trip.
+        # The next request follows at once, because waiting for Opened would cost a round trip.
         self._proceed()
 
     def link_down(self, reason: str) -> None:
-        """End the connection: forget what was asked for, and go offline."""
+        """End the connection: drop its open requests, and go offline."""
         was_opened = self.is_opened
         self._is_up = False
         self.is_opened = False
@@ -239,7 +257,7 @@ class Session:
         self.stall(reason)
 
     def stall(self, reason: str) -> None:
-        """Go offline: the server has not been heard of for too long. Its next message ends that."""
+        """Go offline, because the server is silent; its next message ends offline mode."""
         if self.is_offline or self.finish or not self.was_opened:
             return
         self.is_offline = True
@@ -252,7 +270,7 @@ class Session:
         self._emit_pause()
 
     def add_draft(self, token: int, probability: float) -> None:
-        """Take the draft that :attr:`wants_draft` asked for."""
+        """Add the draft that :attr:`wants_draft` requested."""
         self.drafts.append(Draft(token, probability))
         if self.is_offline:
             self._show()
@@ -260,15 +278,18 @@ class Session:
         self._proceed()
 
     def no_draft(self) -> None:
-        """Stop drafting until something new is known: the drafter lacks contexts."""
+        """Stop drafting until tokens or contexts arrive, because the drafter lacks contexts."""
         self._is_stuck = True
         self._emit_pause()
         self._proceed()
 
     def receive(self, message: pb.ServerMessage) -> None:
-        """Take a message of the present connection; raises the error that the server tells.
+        """Handle a message of the current connection.
 
-        Disconnected asks for another connection, Overloaded for one after some time.
+        Raises:
+            Disconnected: the caller should reconnect.
+            Overloaded: the caller should reconnect after some time.
+            ServingError: another error that the server reports.
         """
         kind = message.WhichOneof("body")
         if self.finish:
@@ -287,18 +308,18 @@ class Session:
             )
         if self.is_offline and self.is_opened:
             self.is_offline = False
-            self._events.append(ModeChanged(self.mode, "the server is there again"))
+            self._events.append(ModeChanged(self.mode, "the server answers again"))
         if kind == "committed":
             self._commit(message.committed)
         elif kind == "context":
             self._take_context(message.context)
         self._proceed()
 
-    # What comes out
+    # Outputs
 
     @property
     def wants_draft(self) -> bool:
-        """Whether another draft is of use now."""
+        """Whether another draft would be useful now."""
         if (
             self.finish
             or self._is_stuck
@@ -315,31 +336,35 @@ class Session:
             )
         if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        # ahead of its answer: the first of them guesses the token after those that were asked for
+        # Draft ahead while the server verifies. The first of these drafts guesses the bonus token
+        # after the drafts being verified.
         if self._awaited:
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
 
     def take_messages(self) -> list[pb.ClientMessage]:
-        """Return the messages to send, in order, once."""
+        """Return the messages to send, in order; each is returned once."""
         messages = self._outbox
         self._outbox = []
         return messages
 
     def take_events(self) -> list[Event]:
-        """Return what happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events = self._events
         self._events = []
         return events
 
     def take_contexts(self) -> list[tuple[pb.Context, int]]:
-        """Return the contexts that arrived since the last call, each with how many of its first ones were here."""
+        """Return the context messages since the last call.
+
+        With each comes the number of its first positions that were already known.
+        """
         contexts = self.contexts
         self.contexts = []
         return contexts
 
     def ping(self, number: int) -> None:
-        """Ask for a Pong, to measure the round trip and to know that the server is there."""
+        """Request a Pong, to measure the round trip and to check that the server is alive."""
         if self._is_up:
             self._send(ping=pb.Ping(id=number))
 
@@ -365,11 +390,13 @@ class Session:
         tokens = list(message.tokens)
         if known < 0:
             raise Disconnected(
-                f"the server's tokens begin at {message.start}, {len(self.tokens)} are here."
+                f"the server's tokens begin at {message.start}, but only {len(self.tokens)} are "
+                "known."
             )
         if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
             raise Disconnected(
-                f"the server's tokens from {message.start} on differ from those that it sent before."
+                f"the server's tokens from {message.start} on differ from those that it sent "
+                "before."
             )
         if message.answers and message.answers == self._awaited:
             if self.n_asked:
@@ -394,8 +421,8 @@ class Session:
         n_known = self.n_context - context.start
         if n_known < 0 or context.start + context.n_positions > len(self.tokens):
             raise Disconnected(
-                f"the server sent {context.n_positions} contexts from position {context.start} on; {self.n_context} "
-                f"contexts and {len(self.tokens)} tokens are here."
+                f"the server sent {context.n_positions} contexts from position {context.start} on, "
+                f"but {self.n_context} contexts and {len(self.tokens)} tokens are known."
             )
         if n_known < context.n_positions:
             self.contexts.append((context, n_known))
@@ -411,7 +438,7 @@ class Session:
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
-        """Commit tokens: drafts that agree stay, from the first that does not they are taken back."""
+        """Commit tokens: keep the drafts that agree, and take back all others."""
         n_agreed = n_common(new, [draft.token for draft in self.drafts])
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):
@@ -429,7 +456,7 @@ class Session:
             self._emit_tokens(start, rest, kinds[n_seen:])
 
     def _take_back(self) -> None:
-        """Drop all drafts, in sight of the user those that were shown."""
+        """Drop all drafts, and emit RolledBack if some of them were shown."""
         if self.n_shown:
             stop = len(self.tokens) - self.n_prompt
             self._texts.truncate(stop)
@@ -445,7 +472,7 @@ class Session:
             self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
     def _emit_pause(self) -> None:
-        """Say once why the client shows no further tokens offline."""
+        """Report once why the client shows no further tokens offline."""
         if not self.is_offline or self._has_paused or self.wants_draft:
             return
         self._has_paused = True
@@ -455,11 +482,11 @@ class Session:
         ):
             why = "the draft of the answer is complete"
         elif n_drafts >= self.settings.max_offline:
-            why = "no more may be shown unverified"
+            why = "the limit of unverified tokens is reached"
         elif self._is_stuck:
-            why = "the drafter lacks contexts of the server"
+            why = "the drafter needs contexts from the server"
         else:
-            why = "the drafter is too unsure of what follows"
+            why = "the drafter is too unsure of the next token"
         self._events.append(
             ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}")
         )
@@ -484,10 +511,11 @@ class Session:
     # Requests
 
     def _proceed(self) -> None:
-        """Ask the server for what comes next, unless it still owes an answer."""
+        """Send the next request to the server, unless it still owes an answer."""
         if not self._is_up or self.finish or self._awaited or self._is_running:
             return
-        if self.n_shown:  # what was written offline is verified at once, and only then streamed on
+        # Tokens that were shown offline are verified in one call, before the server streams on.
+        if self.n_shown:
             self._verify()
         elif self.mode == "server":
             self._is_running = True
@@ -496,7 +524,10 @@ class Session:
             self._verify()
 
     def _verify(self) -> None:
-        """Ask for one target call over the drafts; the last token needs none."""
+        """Request one target call over the drafts.
+
+        The last token of the answer needs no draft, because the call gives one token of its own.
+        """
         n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
         tokens = [draft.token for draft in self.drafts][:n_asked]
         self._awaited = self._send(verify=pb.Verify(start=len(self.tokens), tokens=tokens))
@@ -513,5 +544,7 @@ class Session:
 
     def _send(self, **body: object) -> int:
         self._sequence += 1
-        self._outbox.append(pb.ClientMessage(sequence=self._sequence, **body))  # type: ignore[arg-type]
+        self._outbox.append(
+            pb.ClientMessage(sequence=self._sequence, **body)  # type: ignore[arg-type]
+        )
         return self._sequence

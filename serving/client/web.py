@@ -1,8 +1,8 @@
-"""The web page of a client: shows an answer as it comes, and has a switch that cuts the network.
+"""The web page of a client: streams an answer, and has a switch that cuts the network.
 
-The client's own process serves it: a browser cannot run the drafter, and only what runs on this side of a cut can still
-show text. It answers only requests whose ``Host`` and ``Origin`` are its own, so that no other web page can ask on the
-user's behalf, not even by rebinding a name.
+The client's own process serves the page. A browser cannot run the drafter, and after a cut only a
+local process can still show text. The server accepts only requests whose ``Host`` and ``Origin``
+are its own, so that no other web page can send requests for the user, even with DNS rebinding.
 """
 
 import asyncio
@@ -29,13 +29,15 @@ from .session import OnEvent, as_json
 _PAGE = Path(__file__).with_name("page") / "index.html"
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; form-action "
+    "'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 _MAX_PROMPT_CHARS = 100_000
-_LOOK_EVERY_S = 0.02  # how often a page is told what is new; events come from other threads
+# The interval of polling for new events, which other threads append.
+_LOOK_EVERY_S = 0.02
 
 
 class _Ask(BaseModel):
@@ -47,10 +49,10 @@ class _Network(BaseModel):
 
 
 class EventLog:
-    """The events of the present answer, for pages that come late, reload or have lost their connection.
+    """The events of the current answer, for pages that open late, reload or reconnect.
 
-    Items are JSON objects with ``t``, the seconds since the answer began, numbered through all answers. They may be
-    appended from any thread.
+    Items are JSON objects with ``t``, the seconds since the start of the answer. Their numbers
+    continue over all answers. Any thread may append items.
     """
 
     def __init__(self) -> None:
@@ -59,10 +61,11 @@ class EventLog:
         self._first = 0
         self._began = time.monotonic()
         self.is_closed = False
-        self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
+        # Identifies this process, because event numbers of another run are not valid here.
+        self._run = secrets.token_hex(8)
 
     def begin(self, *items: dict[str, Any]) -> None:
-        """Forget the last answer, and start another with these items."""
+        """Forget the last answer, and start a new one with these items."""
         with self._lock:
             self._first += len(self._items)
             self._items.clear()
@@ -76,7 +79,7 @@ class EventLog:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
     async def follow(self, last_id: str) -> AsyncIterator[str]:
-        """Yield all items of the present answer after an id as server-sent events, and then as they come."""
+        """Yield the current answer's items after an id as server-sent events, and then new ones."""
         run, _, after = last_id.partition("-")
         last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:
@@ -90,10 +93,13 @@ class EventLog:
 
 
 class ChatPage(AbstractContextManager["ChatPage"]):
-    """Serves the page at http://127.0.0.1:``port`` from a thread of its own, within a ``with`` statement.
+    """Serves the page at http://127.0.0.1:``port`` from its own thread, as a context manager.
 
-    ``answer`` answers a prompt, one at a time and each in a new thread, and reports events; its errors are shown.
-    ``set_network`` cuts the connection to the server, or lets it be made again.
+    Args:
+        answer: answers a prompt and reports events. It is called for one prompt at a time, each in
+            a new thread. The page shows its errors.
+        set_network: cuts the connection to the server (False) or restores it (True).
+        port: the port; 0 for any free port.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             self._listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise OptionInvalid(
-                f"The page cannot use port {port}: {error.strerror}. Give --web another."
+                f"The page cannot use port {port}: {error.strerror}. Give --web another port."
             ) from error
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
@@ -131,7 +137,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
-        # An answer that is being made continues in its thread.
+        # An answer in progress continues in its thread.
         self._server.should_exit = self._log.is_closed = True
         self._thread.join()
         self._listener.close()
@@ -167,7 +173,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         @app.post("/ask", status_code=202)
         def ask(body: _Ask) -> Response:
             if not self._asking.acquire(blocking=False):
-                return _refuse(409, "An answer is being made. Wait for its end.")
+                return _refuse(409, "An answer is in progress. Wait for its end.")
             self._log.begin({"type": "Began", "prompt": body.prompt}, self._network())
             threading.Thread(
                 target=self._ask, args=(body.prompt,), name="answer", daemon=True
@@ -190,7 +196,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             self._log.append({"type": "Failed", "message": first_line(error)})
         except BaseException:
             self._log.append(
-                {"type": "Failed", "message": "The client failed; its terminal says why."}
+                {"type": "Failed", "message": "The client failed; its terminal shows the error."}
             )
             raise
         finally:

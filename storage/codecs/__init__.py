@@ -1,4 +1,5 @@
-"""Codecs turn the values of a field into one or more stored arrays, each an ordinary Zarr array, and back.
+"""Codecs convert the values of a field to one or more stored arrays, and back.
 
-``registry`` finds them by name. How a stored array becomes bytes is the same for all, see ``parts.chunk``.
+Each stored array is an ordinary Zarr array. All codecs store the bytes of an array in the same way,
+see ``storage.chunk``. ``registry`` finds a codec by its name.
 """

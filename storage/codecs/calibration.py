@@ -1,11 +1,14 @@
-"""What a transform codec learns from a sample: means, principal components, predictions, and the metric of errors.
+"""Learns a transform codec from a sample: means, principal components, predictions, error metrics.
 
-A *part* of a field is quantised on its own: the keys (before RoPE), the values, or a hidden state. A *group* is a run
-of layers that share one basis. The sample waits on disk, one part of one group is in memory at a time: 2 GB of 8 for
-16 layers of an 8B target and 30,000 tokens::
+A *part* of a field is quantised separately: the keys (before RoPE), the values, or a hidden state.
+A *group* is a run of consecutive layers that share one basis. The sample is on disk, and only one
+part of one group is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, this
+takes 2 GB instead of 8 GB::
 
-    one sequence             parts: keys and values of each group      the disk                    memory, part by part
-    [n_tokens, *token_shape] -> float32 [n_tokens, width] each      -> a file without a name   ->  rows of all sequences
+    one sequence                 [n_tokens, *token_shape]
+    -> parts of each group       float32 [n_tokens, width] each
+    -> disk                      a temporary file without a name
+    -> memory, part by part      the rows of all sequences
 """
 
 import math
@@ -21,16 +24,17 @@ from array_api_compat import array_namespace, to_device
 from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 
-# moves a NumPy array to where large products run; see ``codecs.field.Learning``
+# Moves a NumPy array to the device of large products, see ``codecs.field.Learning``.
 Place = Callable[[np.ndarray], Array]
 
-MAX_COMPONENTS = 4_096  # kept of one part of one group
-MAX_FEATURES = 512  # that a token's keys and values are predicted from
-# of the widest part whose axes come from the covariance; wider ones take subspace iteration
+MAX_COMPONENTS = 4_096  # Largest number of components of one part of one group.
+MAX_FEATURES = 512  # Largest number of token features that keys and values are predicted from.
+# Largest width whose axes are computed from the covariance. Wider parts use subspace iteration.
 EXACT_WIDTH = 8_192
-# of the widest part whose covariance is decomposed in float64; wider ones take half the time
+# Largest width whose covariance is decomposed in float64. Wider parts use float32, which takes half
+# the time.
 _PRECISE_WIDTH = 2_048
-_POWER_ITERATIONS = 4  # rounds of subspace iteration
+_POWER_ITERATIONS = 4  # Rounds of subspace iteration.
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
 _FEATURE_RIDGE = 1e-3
@@ -38,36 +42,43 @@ _VOCABULARY_BLOCK = 1 << 16
 
 
 class Kept(NamedTuple):
-    """Where an array of float32 lies in the file of a :class:`Sample`."""
+    """Offset and shape of a float32 array in the file of a :class:`Sample`."""
 
     offset_bytes: int
     shape: tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """Sequences of one part, one after the other: ``values`` float32 [n_tokens, width], and the tokens of each."""
+    """The concatenated sequences of one part of one group.
+
+    ``values`` are float32 [n_tokens, width], and ``lengths`` are the numbers of tokens per
+    sequence.
+    """
 
     values: np.ndarray
     lengths: Sequence[int]
 
     @property
     def sequences(self) -> list[np.ndarray]:
-        """The views of ``values``, one for each sequence."""
+        """Views of ``values``, one per sequence."""
         return np.split(self.values, np.cumsum(self.lengths)[:-1])
 
 
 class Sample:
-    """Sequences of a field, cut into groups and parts, in a file without a name, which is gone when it is closed."""
+    """Sequences of a field, cut into groups and parts, in a temporary file without a name.
+
+    The file is deleted when it is closed.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.lengths: list[int] = []
-        # int [n_tokens] of each sequence; empty where they are not used
+        # Token ids of each sequence, int [n_tokens]; empty if the codec does not use them.
         self.tokens: list[np.ndarray] = []
         self._kept: list[list[list[Kept]]] = []
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (`close` closes it)
 
     def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
-        """Add a sequence: for each group, for each part, float32 [n_tokens, width]."""
+        """Add a sequence, given as float32 [n_tokens, width] for each part of each group."""
         self.lengths.append(len(groups[0][0]))
         self._kept.append([[self.keep(part) for part in parts] for parts in groups])
         if tokens is not None:
@@ -75,28 +86,28 @@ class Sample:
 
     def rows(self, group: int, part: int, chosen: Sequence[int]) -> Rows:
         """Read some sequences of one part of one group."""
-        kept = [self._kept[i][group][part] for i in chosen]
+        entries = [self._kept[i][group][part] for i in chosen]
         lengths = [self.lengths[i] for i in chosen]
-        rows = Rows(np.empty((sum(lengths), kept[0].shape[1]), np.float32), lengths)
-        for one, out in zip(kept, rows.sequences, strict=True):
-            out[...] = self.read(one)
+        rows = Rows(np.empty((sum(lengths), entries[0].shape[1]), np.float32), lengths)
+        for entry, out in zip(entries, rows.sequences, strict=True):
+            out[...] = self.read(entry)
         return rows
 
     def keep(self, array: np.ndarray) -> Kept:
-        """Write an array of float32."""
-        kept = Kept(self._file.seek(0, os.SEEK_END), array.shape)
+        """Append a float32 array to the file."""
+        entry = Kept(self._file.seek(0, os.SEEK_END), array.shape)
         self._file.write(np.ascontiguousarray(array, np.float32).data.cast("B"))
-        return kept
+        return entry
 
     def read(self, kept: Kept) -> np.ndarray:
-        """Read an array that was kept."""
+        """Read an array that :meth:`keep` wrote."""
         self._file.seek(kept.offset_bytes)
         return np.frombuffer(self._file.read(4 * math.prod(kept.shape)), np.float32).reshape(
             kept.shape
         )
 
     def close(self) -> None:
-        """Free the disk space."""
+        """Close the file, which frees its disk space."""
         self._file.close()
 
 
@@ -106,9 +117,15 @@ def on_host(array: Array) -> np.ndarray:
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the means of whole sequences: [n_tokens, width] each -> float32 [EARLY_POSITIONS + 1, width].
+    """Compute one mean per early position, and one mean of all later positions.
 
-    A position that no sequence reaches takes the mean of all later ones.
+    An early position that no sequence reaches gets the mean of the later positions.
+
+    Args:
+        sequences: Whole sequences, [n_tokens, width] each.
+
+    Returns:
+        float32 [EARLY_POSITIONS + 1, width], the mean of the later positions last.
     """
     width = sequences[0].shape[1]
     sums = np.zeros((EARLY_POSITIONS + 1, width))
@@ -126,9 +143,13 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
-    """Return the root mean square of each layer of a part over that of all layers: float32 [width].
+    """Compute the root mean square (RMS) of each layer of a part, relative to that of all layers.
 
-    Errors of values over this scale are relative to their layer: layers with small values lose no more than others.
+    Values are divided by this scale before errors are measured. So the error of each layer is
+    relative to its size, and a layer with small values does not lose more precision than others.
+
+    Returns:
+        float32 [width], the scale of each value's layer.
     """
     energies = np.zeros(n_layers)
     for values in sample.sequences:
@@ -145,13 +166,15 @@ def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
 def learn_basis(
     sample: Rows, metric: np.ndarray | None, scale: np.ndarray, place: Place = np.asarray
 ) -> Basis:
-    """Learn the mean and the principal components of a part, from the largest variance down.
+    """Learn the means and the principal components of a part, sorted by falling variance.
 
     Args:
-        sample: each sequence from position 0 on; its values are changed in place.
-        metric: [width, width], symmetric and positive semidefinite; an error ``e`` counts ``e @ metric @ e``. None for
-            the sum of squares of errors over the scale. The components are the principal ones in this metric.
+        sample: Sequences, each from position 0 on. Their values are changed in place.
+        metric: [width, width], symmetric and positive semidefinite. The components are principal
+            components in this metric: an error ``e`` costs ``e @ metric @ e``. None if an error
+            costs the sum of squares of ``e / scale``.
         scale: [width], see :func:`layer_scale`.
+        place: Moves an array to the device of large products.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
@@ -159,7 +182,7 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(sample.values, place).T * scale
-        # Half precision in the store: analysis must use the same rounded axes as synthesis.
+        # The store holds the axes in float16. Analysis must use the same rounded axes as synthesis.
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, place)
     weighted = on_host(place(sample.values) @ place(on_host(factor).astype(np.float32)))
@@ -172,25 +195,34 @@ def learn_basis(
 
 
 def metric_scale(metric: np.ndarray) -> float:
-    """Return what an error of 1 in one dimension counts on average; bases are in the metric divided by this."""
+    """Compute the average cost of an error of 1 in one dimension.
+
+    Bases are learned in the metric divided by this scale.
+    """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
 
 def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
-    """Return the features of each token that its keys and values are predicted from: float16 [vocab_size, n].
+    """Compute the features of each token from which its keys and values are predicted.
 
-    The first layer's keys and values are a function of the normalised embedding of the token, and those of the other
-    layers depend on it in part.
+    The first layer's keys and values are a function of the token's normalised embedding. Those of
+    the other layers partly depend on it.
 
     Args:
-        embeddings: float32 [vocab_size, width], or what gives their rows by slices and by arrays of ids.
-        tokens: int [n_tokens], of the sample; the features are those that differ most among them.
+        embeddings: float32 [vocab_size, width], or an object that returns rows for slices and for
+            arrays of ids.
+        tokens: int [n_tokens], tokens of the sample. The features are the directions of the largest
+            variance among these tokens.
+        place: Moves an array to the device of large products.
+
+    Returns:
+        float16 [vocab_size, n_features].
     """
     axes = None
     if embeddings.shape[1] > MAX_FEATURES:
         axes = place(principal_axes(_normalised(embeddings[tokens]), place, MAX_FEATURES))
     blocks = []
-    # the whole table in float32 is 2 GB for Llama-3-8B
+    # In blocks, because the whole table in float32 takes 2 GB for Llama-3-8B.
     for start in range(0, len(embeddings), _VOCABULARY_BLOCK):
         unit = _normalised(embeddings[start : start + _VOCABULARY_BLOCK])
         blocks.append((unit if axes is None else on_host(place(unit) @ axes)).astype(np.float16))
@@ -205,9 +237,15 @@ def _normalised(embeddings: np.ndarray) -> np.ndarray:
 def learn_regression(
     features: Sequence[np.ndarray], sample: Rows, place: Place = np.asarray
 ) -> np.ndarray:
-    """Return the linear prediction of a part, by ridge regression: float32 [n_features, width], rounded to float16.
+    """Learn a linear prediction of a part by ridge regression.
 
-    The features are float32 [n_tokens, n_features] of each sequence of the sample.
+    Args:
+        features: float32 [n_tokens, n_features] for each sequence of the sample.
+        sample: The values to predict.
+        place: Moves an array to the device of large products.
+
+    Returns:
+        float32 [n_features, width], rounded to the precision of float16.
     """
     n_features = features[0].shape[1]
     n_tokens, width = sample.values.shape
@@ -227,10 +265,14 @@ def learn_regression(
 def principal_axes(
     rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None
 ) -> np.ndarray:
-    """Return the principal axes of rows [n, width] around zero, by falling variance: float32 [width, n_axes].
+    """Compute the principal axes of rows [n, width] around zero, sorted by falling variance.
 
-    Exact up to ``EXACT_WIDTH``, beyond it by subspace iteration from a fixed start, with n axes at most. They are
-    orthonormal, and the largest entry of each is positive.
+    The axes are exact up to ``EXACT_WIDTH``. Wider rows use subspace iteration from a fixed start,
+    which gives at most n axes.
+
+    Returns:
+        float32 [width, n_axes]. The axes are orthonormal, and the largest entry of each is
+        positive.
     """
     n, width = rows.shape
     max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
@@ -269,9 +311,14 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 
 
 def _metric_factor(metric: np.ndarray, place: Place) -> Array:
-    """Factor a metric, regularised: float64 [width, width], lower triangular; times its transpose it is the metric."""
-    # Cholesky, since an eigendecomposition of a part of 16,384 takes some ten minutes and thrice
-    # the memory.
+    """Compute the Cholesky factor of a regularised metric, divided by its scale.
+
+    Returns:
+        float64 [width, width], lower triangular. The factor times its transpose is the regularised
+        metric.
+    """
+    # An eigendecomposition of a part of width 16,384 takes about ten minutes and three times the
+    # memory.
     even = (1 - _METRIC_RIDGE) / metric_scale(metric) * np.asarray(metric, np.float64)
     even += even.T
     even /= 2
@@ -283,14 +330,20 @@ def _metric_factor(metric: np.ndarray, place: Place) -> Array:
 def logit_metric(
     hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, place: Place = np.asarray
 ) -> np.ndarray:
-    """Return how errors of the last hidden state change the target's next-token distribution: float64 [width, width].
+    """Measure how errors of the last hidden state change the target's next-token distribution.
 
-    To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of Kullback-Leibler
-    divergence on average: the metric is the mean over tokens of ``head.T @ (diag(p) - p p.T) @ head``.
+    To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of
+    Kullback-Leibler divergence on average. The metric is the mean over tokens of
+    ``head.T @ (diag(p) - p p.T) @ head``.
 
     Args:
         hidden: float32 [n_tokens, width], inputs of the LM head (after the final norm).
         head: float32 [vocab_size, width].
+        batch_tokens: Number of tokens whose logits are in memory at once.
+        place: Moves an array to the device of large products.
+
+    Returns:
+        The metric, float64 [width, width].
     """
     placed = place(head)
     xp = array_namespace(placed)

@@ -1,26 +1,30 @@
-"""How a token's components become bytes: quantised codes, several of them to a byte, in arrays of like statistics.
+"""Converts the components of tokens to bytes: quantised codes, packed, and sorted into arrays.
 
 ::
 
-    parts -> minus the mean -> times the basis -> quantise -> digits -> runs of bytes -> arrays, or pieces of one array
+    parts -> subtract the mean -> multiply by the basis -> quantise -> digits
+          -> runs of bytes with similar statistics -> arrays, or pieces of one array
 
-*Packing.* A Huffman code spends at least one bit on a symbol, so codes of few levels are packed: five codes of three
-levels are one symbol of 243 values, and cost as little as 0.2 bit each. Of the numbers of levels that pack alike only
-the largest odd one is used, as levels that never occur cost nothing. A code ``q`` in
-``-(levels - 1) / 2 .. (levels - 1) / 2`` is the digit ``q mod levels``, so that zero, the most frequent one, is zero in
-the byte as well, as the padding between sequences is. Codes of ``WIDE_LEVELS`` levels do not fit a byte; they are two
-digits: ``q = low + 255 * high``.
+*Packing.* A Huffman code spends at least one bit on a symbol, so codes with few levels are packed:
+five codes of three levels are one symbol with 243 values, and cost as little as 0.2 bit each.
+Several numbers of levels allow the same number of codes per byte. Only the largest odd one of them
+is used, because levels that never occur cost nothing. A code ``q`` is between
+``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit ``q mod levels``, so that
+the most frequent code, zero, is a zero in the byte, as the padding between sequences is. Codes with
+``WIDE_LEVELS`` levels do not fit into a byte. They are stored as two digits:
+``q = low + 255 * high``.
 
-*Runs and pieces.* A run is codes of like statistics and one number of levels. In a narrow group of layers each run is a
-stored array of its own. The runs of a wide group stand side by side in one array and are cut into pieces of equal
-width; each piece is an inner chunk with a Huffman code of its own, and a group begins with a new piece, so that a
-reader of some layers reads theirs only::
+*Runs and pieces.* A run is a range of codes with similar statistics and the same number of levels.
+In a narrow group of layers each run is a stored array. The runs of a wide group are side by side in
+one array, and cut into pieces of equal width. Each piece is an inner chunk with its own Huffman
+code. Each group starts with a new piece, so that a reader of some layers reads only the pieces of
+their groups::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
 
-A piece that holds the end of one run and the start of the next costs more than two apart would: little where a group
-has many pieces, up to 10 % of the bytes where it has few.
+A piece that holds the end of one run and the start of the next costs more than two separate pieces.
+This costs little if a group has many pieces, and up to 10 % of the bytes if it has few.
 """
 
 from collections.abc import Sequence
@@ -35,16 +39,20 @@ from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
 from .field import Codes, Layers, placed
 
 EARLY_POSITIONS = 8
-"""Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
+"""Number of positions that have a mean of their own.
 
-# number of levels of a digit -> digits in one byte
+These positions are attention sinks, or hold the constant start of a chat template.
+"""
+
+# Number of levels of a digit -> number of digits per byte.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
-WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # levels of a code that is stored as two digits
+WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # Levels of a code that is stored as two digits.
 
-# bytes of codes per token that groups must have on average for their runs to be joined
+# Smallest average size of a group, in bytes of codes per token, for which runs are joined in one
+# array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -53,26 +61,28 @@ _WIDE_PIECE = 192
 
 @dataclass(frozen=True)
 class Basis:
-    """A mean and axes for one part of one group."""
+    """The means and axes of one part of one group.
 
-    # float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones
+    ``components = (values - mean) @ analysis``, and ``values = components @ synthesis + mean``.
+    """
+
+    # float32 [EARLY_POSITIONS + 1, width]. Row p belongs to position p, the last row to all later
+    # positions.
     mean: np.ndarray
-    # float32 [n_components, width]; components times this, plus the mean, are the values
-    synthesis: np.ndarray
-    # float32 [width, n_components]; values without the mean, times this, are the components
-    analysis: np.ndarray
-    # float32 [width]: axes that are orthonormal for values over this. None for axes that were
-    # learned in a metric.
+    synthesis: np.ndarray  # float32 [n_components, width]
+    analysis: np.ndarray  # float32 [width, n_components]
+    # float32 [width]. The axes are orthonormal for values divided by this scale. None if the axes
+    # were learned in a metric.
     scale: np.ndarray | None = None
 
     @classmethod
     def scaled(cls, mean: np.ndarray, synthesis: np.ndarray, scale: np.ndarray) -> "Basis":
-        """Make a basis whose axes are orthonormal for values over a scale: ``synthesis`` over the scale."""
+        """Make a basis with the axes ``synthesis / scale``, orthonormal for ``values / scale``."""
         return cls(mean, synthesis, np.ascontiguousarray((synthesis / np.square(scale)).T), scale)
 
 
 def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
-    """Return the row of ``Basis.mean`` for consecutive positions: int32 [n_tokens]."""
+    """Return the row of ``Basis.mean`` for each of consecutive positions: int32 [n_tokens]."""
     return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(
         np.int32
     )
@@ -80,18 +90,22 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CodeColumns:
-    """The codes of one token in one group of layers, in the order in which they are stored: arrays [n_columns]."""
+    """Describes the codes of one token in one group of layers, in their stored order.
 
-    part: np.ndarray  # int32, part of the field: 0 keys, 1 values; 0 for hidden states
-    # int32, row of the part's basis; two columns of one component are its two digits
+    All arrays have the shape [n_columns].
+    """
+
+    part: np.ndarray  # int32, part of the field: 0 for keys, 1 for values; 0 for hidden states.
+    # int32, row of the component in the part's basis. If two columns have the same component, they
+    # are its two digits.
     component: np.ndarray
-    array: np.ndarray  # int32, run; not falling
-    levels: np.ndarray  # int32, of the digit
-    step: np.ndarray  # float32, of the component's quantiser
-    is_high: np.ndarray  # float32, 1 for the high digit of a wide code
-    rounding: np.ndarray  # float32, as the two below see ``fit``
-    shift_one: np.ndarray
-    shift_more: np.ndarray
+    array: np.ndarray  # int32, number of the run. It never decreases from one column to the next.
+    levels: np.ndarray  # int32, number of levels of the digit.
+    step: np.ndarray  # float32, step of the component's quantiser.
+    is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
+    rounding: np.ndarray  # float32, see ``fit``.
+    shift_one: np.ndarray  # float32, see ``fit``.
+    shift_more: np.ndarray  # float32, see ``fit``.
 
     def table(self) -> np.ndarray:
         """Return all columns as one float32 array [n_columns, 9]."""
@@ -107,7 +121,7 @@ class CodeColumns:
 
     @property
     def limit(self) -> np.ndarray:
-        """The largest magnitude of the component's code: int32 [n_columns]."""
+        """Largest magnitude of the code of each column's component: int32 [n_columns]."""
         component = (self.part.astype(np.int64) << 20) + self.component
         is_wide = np.isin(component, component[self.is_high > 0])
         return np.where(is_wide, (WIDE_LEVELS - 1) // 2, (self.levels - 1) // 2).astype(np.int32)
@@ -115,54 +129,74 @@ class CodeColumns:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """What is learned for one group of layers: a basis of each part, and the codes of all parts."""
+    """The learned state of one group of layers: a basis per part, and the codes of all parts."""
 
     bases: tuple[Basis, ...]
     columns: CodeColumns
-    # Of each part, float32 [n_features, width]: features times this are subtracted from the values
-    # before the basis.
-    # Empty where nothing is predicted.
+    # A matrix per part, float32 [n_features, width]. The prediction, features times this matrix, is
+    # subtracted from the values before the basis is applied. Empty if nothing is predicted.
     regressions: tuple[np.ndarray, ...] = ()
 
 
 def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
-    """Quantise components that are divided by their steps, [n, n_components], to codes as floats of the same shape."""
+    """Quantise components, which the caller has divided by their steps.
+
+    Args:
+        scaled: [n, n_components].
+        rounding: [n_components], see ``fit``.
+        limit: [n_components], the largest magnitude of a code.
+
+    Returns:
+        The codes as floats, [n, n_components].
+    """
     xp = array_namespace(scaled)
     codes = xp.floor(xp.abs(scaled) + rounding)
-    codes = xp.where(scaled < 0, -codes, codes)  # xp.sign looks for NaN, by a mask as index
+    # Not by xp.sign, because it treats NaN separately, with a mask as an index.
+    codes = xp.where(scaled < 0, -codes, codes)
     return xp.minimum(xp.maximum(codes, -limit), limit)
 
 
 def split_wide(codes: Array) -> tuple[Array, Array]:
-    """Split codes of ``WIDE_LEVELS`` levels, -1912 to 1912, into digits: low (-127 to 127) and high (-7 to 7)."""
+    """Split codes of ``WIDE_LEVELS`` levels (-1912 to 1912) into two digits.
+
+    Returns:
+        The low digits (-127 to 127) and the high digits (-7 to 7).
+    """
     high = (codes + LOW_LEVELS // 2) // LOW_LEVELS
     return codes - high * LOW_LEVELS, high
 
 
 def pack(codes: Array, levels: int) -> Array:
-    """Pack integers [n, n_codes] into bytes, the last one of a row filled up with zero codes: uint8 [n, n_bytes]."""
+    """Pack integer codes [n, n_codes] into bytes: uint8 [n, n_bytes].
+
+    The last byte of a row is padded with codes of zero.
+    """
     xp = array_namespace(codes)
     per_byte = CODES_PER_BYTE[levels]
     digits = xp.astype(codes % levels, xp.uint8)
     packed = digits[:, 0::per_byte]
-    for place in range(1, per_byte):
-        more = digits[:, place::per_byte] * levels**place
+    for digit in range(1, per_byte):
+        more = digits[:, digit::per_byte] * levels**digit
         width = more.shape[1]
         packed = xp.concat([packed[:, :width] + more, packed[:, width:]], axis=1)
     return packed
 
 
 def unpack_table(levels: int) -> np.ndarray:
-    """Return the codes of every byte: int16 [256, CODES_PER_BYTE[levels]].
+    """Return the codes of each value of a byte: int16 [256, CODES_PER_BYTE[levels]].
 
-    Bytes that :func:`pack` never writes map to codes in range as well, so that no byte makes a reader fail.
+    Values that :func:`pack` never writes are mapped to valid codes too, so that a reader cannot
+    fail.
     """
     digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
     return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
 
 
 class _Run(NamedTuple):
-    """The columns ``first`` to ``last`` of a group, and the array uint8 [token, byte] that their bytes make."""
+    """The columns ``first`` to ``last`` of a group, and the stored array of their bytes.
+
+    The array is uint8 [token, byte].
+    """
 
     array: StoredArray
     levels: int
@@ -171,7 +205,10 @@ class _Run(NamedTuple):
 
 
 class GroupTransform:
-    """One group's transform with its constants on each device; ``arrays`` are those of its runs."""
+    """The transform of one group of layers, with copies of its constants on each device.
+
+    ``arrays`` are the stored arrays of its runs.
+    """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
         self.fit = fit
@@ -186,11 +223,15 @@ class GroupTransform:
         self._constants: dict[str, dict[str, Any]] = {}
 
     def encode(self, parts: Sequence[Array], features: Array | None = None) -> dict[str, Array]:
-        """Encode a whole sequence: array name -> uint8 [n_tokens, n_bytes].
+        """Encode a whole sequence.
 
         Args:
-            parts: float32 [n_tokens, width] each, from position 0 on.
-            features: float32 [n_tokens, n_features] of the tokens; needed where the fit has regressions.
+            parts: float32 [n_tokens, width] per part, from position 0 on.
+            features: float32 [n_tokens, n_features] of the tokens; required if the fit has
+                regressions.
+
+        Returns:
+            Array name -> uint8 [n_tokens, n_bytes].
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
@@ -206,8 +247,8 @@ class GroupTransform:
                 parts, constants["mean"], constants["analysis"], strict=True
             )
         ]
-        # Parts lie one after the other so far; the stored order puts codes of like statistics
-        # together.
+        # The columns are sorted by part. Sort them by the stored order, in which codes with similar
+        # statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -218,14 +259,27 @@ class GroupTransform:
 
     def decode(
         self,
-        codes: Codes,  # array name -> uint8 [at least n_tokens, n_bytes]
+        codes: Codes,
         first_position: int,
         n_tokens: int,
-        n_layers: int,  # layers of the group; the width of each part is divided by it
-        layers: Layers,  # the group's layers wanted, counted from its first
-        features: Array | None = None,  # as given to :meth:`encode`, for these tokens
+        n_layers: int,
+        layers: Layers,
+        features: Array | None = None,
     ) -> list[Array]:
-        """Decode consecutive tokens: each part's values, float32 [n_tokens, width, or its share of chosen layers]."""
+        """Decode consecutive tokens.
+
+        Args:
+            codes: Array name -> uint8 [at least n_tokens, n_bytes].
+            first_position: Position of the first token.
+            n_tokens: Number of tokens.
+            n_layers: Number of layers of the group.
+            layers: Layers to decode, counted from the first layer of the group; None for all.
+            features: The features that :meth:`encode` takes, for these tokens.
+
+        Returns:
+            The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the width
+            is that of these layers only.
+        """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
@@ -236,16 +290,16 @@ class GroupTransform:
             if constants["regression"]
             else ("mean", "synthesis")
         )
-        for part, own in enumerate(constants["own"]):
+        for part, column_ids in enumerate(constants["own"]):
             matrices = [constants[name][part] for name in names]
             if layers is not None:
                 matrices = [_of_layers(xp, matrix, n_layers, layers) for matrix in matrices]
             mean = matrices[0]
-            product = xp.take(columns, own, axis=1) @ matrices[1]
+            product = xp.take(columns, column_ids, axis=1) @ matrices[1]
             if constants["regression"]:
                 product = product + features @ matrices[2]
-            # Most reads begin after the early positions: one row for all tokens then costs no
-            # gather.
+            # Most reads start after the early positions. Then all tokens have the same mean, and no
+            # gather is needed.
             late = (
                 mean[EARLY_POSITIONS, :]
                 if first_position >= EARLY_POSITIONS
@@ -255,40 +309,47 @@ class GroupTransform:
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
-        """Decode the first components of each part, side by side: float32 [n_tokens, n_components]."""
+        """Decode the first components of each part, at most ``max_components``.
+
+        Returns:
+            The components of all parts side by side, float32 [n_tokens, n_components].
+        """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        # of components without a high digit
+        # Append a column of zeros, for components that have no high digit.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
-        found = [
+        components = [
             xp.take(columns, low[:max_components], axis=1)
             + xp.take(columns, high[:max_components], axis=1)
             for low, high in zip(constants["low"], constants["high"], strict=True)
         ]
-        return xp.concat(found, axis=1)
+        return xp.concat(components, axis=1)
 
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
-        """Look up what each code of each token adds to its component: float32 [n_tokens, n_columns]."""
+        """Look up the decoded value of each code of each token: float32 [n_tokens, n_columns].
+
+        The value of a component is the sum of the values of its columns.
+        """
         like = codes[self._runs[0].array.name]
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table look-up undoes packing, shift and step at once: a row of the table is a value of
-        # a byte.
+        # One table lookup undoes packing, shift and step together. The table has one row per value
+        # of each byte.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
             rows = codes[run.array.name][:n_tokens]
-            at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
+            table_rows = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
             values = xp.reshape(
-                xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1])
+                xp.take(table, table_rows, axis=0), (n_tokens, rows.shape[1] * table.shape[1])
             )
             looked_up.append(values[:, : run.last - run.first])
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the constants as arrays of the namespace and device of ``like``."""
+        """Return the constants in the namespace and on the device of ``like``."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -303,23 +364,25 @@ class GroupTransform:
     def _make_constants(self) -> dict[str, Any]:
         columns = self.fit.columns
         bases = self.fit.bases
-        own = [np.flatnonzero(columns.part == part).astype(np.int32) for part in range(len(bases))]
-        component = [columns.component[ids] for ids in own]
+        column_ids = [
+            np.flatnonzero(columns.part == part).astype(np.int32) for part in range(len(bases))
+        ]
+        component = [columns.component[ids] for ids in column_ids]
         to_stored = np.empty(len(columns.part), np.int32)
-        to_stored[np.concatenate(own)] = np.arange(len(columns.part), dtype=np.int32)
+        to_stored[np.concatenate(column_ids)] = np.arange(len(columns.part), dtype=np.int32)
         return {
             "mean": [basis.mean for basis in bases],
-            # Steps are divided out here and multiplied in by the tables, so that a product ends in
-            # codes.
+            # The analysis is divided by the steps, so that its product gives codes before rounding.
+            # The tables of decoding multiply by the steps.
             "analysis": [
                 np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
-                for basis, c, ids in zip(bases, component, own, strict=True)
+                for basis, c, ids in zip(bases, component, column_ids, strict=True)
             ],
             "synthesis": [
                 np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)
             ],
             "regression": list(self.fit.regressions),
-            "own": own,
+            "own": column_ids,
             "low": [self._digits(part, is_high=False) for part in range(len(bases))],
             "high": [self._digits(part, is_high=True) for part in range(len(bases))],
             "to_stored": to_stored,
@@ -333,15 +396,22 @@ class GroupTransform:
         }
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Find the column of one digit of each component of a part: the number of columns where it has none."""
+        """Find the column of the low or high digit of each component of a part.
+
+        The result is the number of columns for a component that has no such digit.
+        """
         columns = self.fit.columns
-        at = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
-        found = np.full(len(self.fit.bases[part].synthesis), len(columns.part), np.int32)
-        found[columns.component[at]] = at
-        return found
+        column_ids = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
+        digit_columns = np.full(len(self.fit.bases[part].synthesis), len(columns.part), np.int32)
+        digit_columns[columns.component[column_ids]] = column_ids
+        return digit_columns
 
     def _table(self, run: _Run) -> np.ndarray:
-        """Compute the components that each value of each byte decodes to: float32 [n_bytes * 256, codes of a byte]."""
+        """Compute the decoded values of each value of each byte of a run.
+
+        Returns:
+            float32 [n_bytes * 256, codes per byte].
+        """
         columns = self.fit.columns
         n_bytes = run.array.row_shape[0]
         per_byte = CODES_PER_BYTE[run.levels]
@@ -359,14 +429,24 @@ class GroupTransform:
 
 
 def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
-    """Take the columns of some layers: [rows, width] -> [rows, width * len(layers) / n_layers]."""
+    """Take the columns of some layers from a matrix whose columns are sorted by layer.
+
+    The shape changes from [rows, width] to [rows, width * len(layers) / n_layers].
+    """
     by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
     ids = placed(np.asarray(layers, np.int32), matrix)
     return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
 
 
 def piece_bytes(widths: Sequence[int]) -> int:
-    """Choose the width of pieces for groups of so many bytes per token; 0 to leave the runs apart."""
+    """Choose the width of pieces in bytes.
+
+    Args:
+        widths: Bytes per token of each group.
+
+    Returns:
+        0 if each run shall be a stored array of its own.
+    """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
         return 0
@@ -374,10 +454,14 @@ def piece_bytes(widths: Sequence[int]) -> int:
 
 
 class Pieces:
-    """Joins the rows of runs into pieces of one stored array, uint8 [token, piece, byte], and splits them again."""
+    """Joins the rows of runs into pieces of one stored array, and splits them again.
+
+    The stored array is uint8 [token, piece, byte].
+    """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        self._runs = runs  # of each group, the arrays uint8 [token, byte] that its runs would be
+        # The runs of each group, as arrays uint8 [token, byte]. They are not stored as such.
+        self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]
         self.array = StoredArray(
@@ -390,7 +474,14 @@ class Pieces:
         return [piece for group in groups for piece in range(firsts[group], firsts[group + 1])]
 
     def join(self, codes: Codes) -> Array:
-        """Join the rows of all runs, uint8 [n_tokens, n_bytes] each: uint8 [n_tokens, n_pieces, n_bytes]."""
+        """Join the rows of all runs into pieces.
+
+        Args:
+            codes: Array name -> uint8 [n_tokens, bytes of the run].
+
+        Returns:
+            uint8 [n_tokens, n_pieces, n_bytes].
+        """
         columns: list[Array] = []
         for group, n_pieces in zip(self._runs, self._n_pieces, strict=True):
             columns += [codes[run.name] for run in group]
@@ -402,14 +493,22 @@ class Pieces:
         return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
 
     def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:
-        """Return the rows of each run of some groups, given their pieces: uint8 [n_tokens, n_bytes] by run."""
+        """Split the pieces of some groups into the rows of their runs.
+
+        Args:
+            rows: uint8 [n_tokens, n_pieces, n_bytes], the pieces of these groups only.
+            groups: The groups.
+
+        Returns:
+            Array name -> uint8 [n_tokens, bytes of the run].
+        """
         flat = array_namespace(rows).reshape(rows, (rows.shape[0], rows.shape[1] * self._n_bytes))
         codes = {}
         first = 0
         for group in groups:
-            at = first * self._n_bytes
+            offset = first * self._n_bytes
             for run in self._runs[group]:
-                codes[run.name] = flat[:, at : at + run.row_bytes]
-                at += run.row_bytes
+                codes[run.name] = flat[:, offset : offset + run.row_bytes]
+                offset += run.row_bytes
             first += self._n_pieces[group]
         return codes

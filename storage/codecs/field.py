@@ -1,4 +1,7 @@
-"""The contract of field codecs, which turn a field's values into rows of stored arrays and back; and lossless."""
+"""The interface of field codecs, and the lossless codec.
+
+A field codec encodes the values of a field to rows of stored arrays, and decodes them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +15,19 @@ from ...errors import StoreError
 from ...text import Progress
 from ..schema import Array, FieldSpec, StoredArray
 
-Codes = Mapping[str, Array]  # name of a stored array -> rows of it
-Layers = list[int] | None  # the chosen layers in the order wanted; None for all
+Codes = Mapping[str, Array]  # Name of a stored array -> its rows.
+Layers = list[int] | None  # The layers to read, in this order; None for all.
 
 
 def placed(array: np.ndarray, like: Array) -> Array:
-    """Copy an array of the host to the namespace and device of ``like``, without waiting for a CUDA device."""
+    """Copy an array of the host to the namespace and device of ``like``.
+
+    The copy does not synchronize with a CUDA device.
+    """
     xp = array_namespace(like)
     if getattr(like, "is_cuda", False):
-        # A copy from memory that is not pinned would wait until the device has done all that it was
-        # asked for before.
+        # A copy from memory that is not pinned would wait for all work that was queued on the
+        # device before.
         return xp.asarray(array).pin_memory().to(device(like), non_blocking=True)
     return xp.asarray(array, device=device(like))
 
@@ -29,22 +35,22 @@ def placed(array: np.ndarray, like: Array) -> Array:
 class FieldCodec:
     """The codec of one field.
 
-    ``encode`` and ``decode`` follow the device of what they are given and have one definition for NumPy and torch.
+    ``encode`` and ``decode`` run on the device of their inputs. NumPy and torch share one
+    implementation.
     """
 
-    # Whether the one stored array is the field itself, bit for bit; such a field is read and
-    # written in its storage
-    # dtype without ``encode`` and ``decode``, at any positions.
+    # Whether the only stored array is the field itself, bit for bit. Such a field is read and
+    # written in its storage dtype, at any positions, without ``encode`` and ``decode``.
     is_identity = False
-    # the codecs that it is predicted from, in the order of their features
+    # Codecs of the fields that this field is predicted from, in the order of their features.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
         self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()
     ) -> None:
-        # what is stored, in the order in which it is written
+        # The stored arrays, in the order in which they are written.
         self.spec, self.arrays = spec, tuple(arrays)
-        # per value that the stored arrays take after the byte chain, at most
+        # Upper bound of the stored bits per value, after the byte chain.
         self.expected_bits = expected_bits
 
     @property
@@ -53,21 +59,29 @@ class FieldCodec:
         return False
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
+        """Return the settings that ``store.json`` records for this field.
+
+        A different setting means different stored bytes.
+        """
         raise NotImplementedError
 
     def encode(
         self, values: Array, tokens: Array | None = None, features: Array | None = None
     ) -> dict[str, Array]:
-        """Encode one whole sequence, position 0 first, of finite values; ``StoreCodec.encode`` encodes all its fields.
+        """Encode one whole sequence, from position 0 on.
+
+        ``StoreCodec.encode`` encodes all fields of a sequence.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
-            tokens: int [n_tokens], its token ids; needed where the codec ``needs_tokens``.
-            features: float32 [n_tokens, n_features], ``as_features`` of the ``sources`` side by side.
+                All values must be finite.
+            tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
+            features: float32 [n_tokens, n_features], ``as_features`` of the ``sources`` side by
+                side.
 
         Returns:
-            Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
+            Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device
+            of ``values``.
         """
         raise NotImplementedError
 
@@ -77,49 +91,62 @@ class FieldCodec:
         """Decode consecutive tokens of one sequence.
 
         Args:
-            codes: the rows of ``arrays_of(layers)`` and of all arrays of its ``sources`` that cover the tokens, from
-                ``first_position`` on, with the indices of ``indices_of`` along axis 1; where a codec ``needs_tokens``,
-                also ``"tokens"``, int [at least n_tokens].
-            first_position: position of the first token in its sequence, a multiple of 64.
+            codes: The rows of ``arrays_of(layers)``, and of all arrays of the ``sources``, that
+                cover the tokens. They start at ``first_position``, and have the indices of
+                ``indices_of`` along axis 1. If a codec ``needs_tokens``, also ``"tokens"``, int [at
+                least n_tokens].
+            first_position: Position of the first token in its sequence, a multiple of 64.
+            n_tokens: Number of tokens.
+            layers: The layers to decode; None for all.
 
         Returns:
-            float32 [n_tokens, *token_shape], with ``len(layers)`` layers where some are chosen.
+            float32 [n_tokens, *token_shape]. If ``layers`` are given, the layer axis has the length
+            ``len(layers)``.
         """
         raise NotImplementedError
 
     def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
-        """Return those of ``arrays`` that decoding these layers needs."""
+        """Return the arrays of ``arrays`` that are needed to decode these layers."""
         return self.arrays
 
     def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
-        """Return the indices along axis 1 of an array that decoding these layers needs; None for whole rows."""
+        """Return the indices along axis 1 of an array that are needed to decode these layers.
+
+        None means whole rows.
+        """
         return None if array.layer_axis is None else layers
 
     def arrays_read(self, layers: Layers = None) -> tuple[StoredArray, ...]:
-        """Return the arrays that decoding these layers reads: its own, and those of its sources."""
+        """Return all arrays that are read to decode these layers, those of the sources included."""
         of_sources = (array for source in self.sources for array in source.arrays_read())
         return tuple(dict.fromkeys([*self.arrays_of(layers), *of_sources]))
 
     def with_sources(self) -> "list[FieldCodec]":
-        """List the codecs that decoding the field takes: those of all that it is predicted from, then itself."""
+        """List the codecs that are needed to decode the field.
+
+        The codecs of all fields that it is predicted from, directly or indirectly, come first.
+        """
         return list(
             dict.fromkeys(
-                [*(one for source in self.sources for one in source.with_sources()), self]
+                [*(codec for source in self.sources for codec in source.with_sources()), self]
             )
         )
 
     def check_finite(self, values: Array) -> None:
-        """Raise StoreError where a value is NaN or infinite; this waits for the device of the values."""
+        """Raise StoreError if a value is NaN or infinite.
+
+        This synchronizes with the device of the values.
+        """
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
             raise StoreError(
-                f"Field {self.spec.name!r} has NaN or infinite values, which only codec lossless holds. Extract with "
-                "it, or drop the sequence."
+                f"Field {self.spec.name!r} has NaN or infinite values. Only codec lossless can "
+                "store them. Extract with it, or drop the sequence."
             )
 
 
-# Upper estimates of stored bits per raw bit: in bfloat16 KV measures 0.66 to 0.70 and hidden states
-# up to 0.70.
+# Upper estimates of stored bits per raw bit. Measured values in bfloat16 are 0.66 to 0.70 for KV,
+# and up to 0.70 for hidden states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
     "float16": 0.90,
@@ -130,7 +157,7 @@ _STORED_FRACTION = {
 
 
 class LosslessCodec(FieldCodec):
-    """Stores a field in its storage dtype: the stored array is the field itself, which nothing encodes or decodes."""
+    """Stores a field in its storage dtype: the stored array is the field itself."""
 
     is_identity = True
 
@@ -151,13 +178,13 @@ class LosslessCodec(FieldCodec):
 
 @dataclass(frozen=True)
 class Learning:
-    """How codecs learn; none of it is recorded."""
+    """Settings of learning, which the store does not record."""
 
-    # Where the sample waits on disk, in files without names; None for the system's temporary
+    # Folder for the sample, in temporary files without names. None for the system's temporary
     # folder.
     folder: Path | None = None
-    # Moves an array to where large products and decompositions run, e.g. to a GPU as a torch
+    # Moves an array to the device of large products and decompositions, e.g. to a GPU as a torch
     # tensor.
     place: Callable[[np.ndarray], Array] = lambda array: array
-    # called with (steps done, steps in all, message)
+    # Called with (steps done, all steps, message).
     progress: Progress = lambda n_done, n_all, message: None

@@ -1,19 +1,20 @@
-"""``int8``: each value is a small whole number times a scale that several values share.
+"""``int8``: each value is an 8-bit integer times a scale that several values share.
 
-===========  =======================================================  ==============================================
-values       one scale for                                            why
-===========  =======================================================  ==============================================
-keys         a channel over 64 tokens                                 some channels are much larger than others
-values       a token and head                                         no channel stands out
-hidden       a channel over 64 tokens                                 some channels are larger by orders of magnitude
-===========  =======================================================  ==============================================
+===========  ==============================  ==================================================
+values       one scale per                   reason
+===========  ==============================  ==================================================
+keys         channel and block of 64 tokens  Some channels are much larger than others.
+values       token and head                  No channel is much larger than others.
+hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
+===========  ==============================  ==================================================
 
-Since the byte chain entropy-codes the codes, neither groups of 32 nor clipping the largest values pays: both move along
-the same curve of bits against error. A scale is a bfloat16 with two bits of mantissa, rounded up: it takes 4 to 5 bits
-after entropy coding, where a full mantissa would take 10 and gain nothing, because a coarser step also needs fewer bits
-for the codes.
+The byte chain entropy-codes the integers. So groups of 32 values, or clipping the largest values,
+would gain nothing: both only move along the same curve of bits against error. A scale is a bfloat16
+with two bits of mantissa, rounded up. It takes 4 to 5 bits after entropy coding. A full mantissa
+would take 10 bits and gain nothing, because a coarser step also needs fewer bits for the integers.
 
-NumPy and torch share one definition, with operations that round alike everywhere, so that codes are bit-equal.
+NumPy and torch share one implementation. It uses only operations that round in the same way
+everywhere, so that codes are bit-equal.
 """
 
 from typing import Any, NamedTuple
@@ -35,18 +36,18 @@ from ..schema import (
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-LARGEST_CODE = 127.0  # of the largest value of a group
-# Tokens that share a scale per channel: as many as sequences are aligned to, so that no block has
-# two of them.
+LARGEST_CODE = 127.0  # Code of the largest value of a group.
+# Number of tokens that share a scale per channel. Sequences are aligned to this number, so that no
+# block holds tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
-_BITS = 7.9  # measured per value after the byte chain, scales included, rounded up
-_SCALE_STEP = 1 << 21  # of float32 bits: two bits of mantissa stay
+_BITS = 7.9  # Measured bits per value after the byte chain, scales included, rounded up.
+_SCALE_STEP = 1 << 21  # Rounding step of float32 bits that keeps two bits of mantissa.
 _SMALLEST_NORMAL = 2.0**-126
 
 
 class _Part(NamedTuple):
-    """The arrays of values that are quantised in one way: the keys, the values, or a hidden state."""
+    """The stored arrays of the keys, of the values, or of a hidden state."""
 
     codes: StoredArray
     scale: StoredArray
@@ -57,17 +58,18 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises one field: keys and values, their widths equal or not, or another [token, width]."""
+    """Quantises a KV field, whose widths may differ, or a field [token, width]."""
 
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
         if not self._is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(
-                f"Codec {INT8!r} knows kv and [token, width], not {spec.name!r} {spec.axes}."
+                f"Codec {INT8!r} supports kv and [token, width], not {spec.name!r} {spec.axes}."
             )
         shape = spec.token_shape
         axes = spec.axes[1:]
-        parts = {f"{spec.name}/": (shape[-1], True)}  # -> width, whether it has a scale per channel
+        # Prefix of array names -> width, and whether there is a scale per channel.
+        parts = {f"{spec.name}/": (shape[-1], True)}
         if self._is_kv:
             width = shape[3] if spec.key_width is None else spec.key_width
             others = width if spec.key_width is None else shape[2] - width
@@ -75,7 +77,8 @@ class Int8Codec(FieldCodec):
             axes = (*axes[:2], axes[-1])
             parts = {f"{spec.name}/key_": (width, True), f"{spec.name}/value_": (others, False)}
         self._parts = [
-            _part(name, (*shape[:-1], width), axes, each) for name, (width, each) in parts.items()
+            _part(name, (*shape[:-1], width), axes, is_per_channel)
+            for name, (width, is_per_channel) in parts.items()
         ]
         super().__init__(spec, _BITS, [array for part in self._parts for array in part])
 
@@ -101,8 +104,8 @@ class Int8Codec(FieldCodec):
         elif self._is_kv:
             parts = [values[..., :width], values[..., width:]]
         encoded: dict[str, Array] = {}
-        for part, own in zip(self._parts, parts, strict=True):
-            encoded |= _encode(xp, part, own)
+        for part, part_values in zip(self._parts, parts, strict=True):
+            encoded |= _encode(xp, part, part_values)
         return encoded
 
     @override
@@ -135,13 +138,13 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     axis = 1 if part.is_per_channel else -1
     scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
-    # Where the scale is zero, so is every code: the values are too small for any scale.
+    # If the scale is zero, the values are too small for any scale, and all codes are zero.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
-    # to nearest, ties to even, in NumPy and torch alike
+    # Both NumPy and torch round to nearest, ties to even.
     codes = xp.astype(xp.round(scaled), xp.int8)
     if part.is_per_channel:
         codes = xp.reshape(codes, (-1, *values.shape[1:]))[:n_tokens, ...]
-    # the upper half of a float32 is a bfloat16
+    # The upper half of a float32 is a bfloat16.
     bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)
     return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
 
@@ -159,7 +162,10 @@ def _decode(part: _Part, codes: Codes, n_tokens: int) -> Array:
 
 
 def _to_blocks(xp: Any, values: Array) -> Array:
-    """Cut tokens into blocks, the last one filled up with zeros: [n, ...] -> [n_blocks, BLOCK_TOKENS, ...]."""
+    """Cut tokens into blocks, and pad the last block with zeros.
+
+    The shape changes from [n, ...] to [n_blocks, BLOCK_TOKENS, ...].
+    """
     n_missing = -values.shape[0] % BLOCK_TOKENS
     if n_missing:
         zeros = xp.zeros((n_missing, *values.shape[1:]), dtype=values.dtype, device=device(values))
@@ -168,8 +174,12 @@ def _to_blocks(xp: Any, values: Array) -> Array:
 
 
 def _scale(xp: Any, largest: Array) -> Array:
-    """Return the scale for groups with this largest magnitude: two bits of mantissa, 0 below the normal numbers."""
-    # By a product: dividing by a constant is a product on some devices and a division on others.
+    """Compute the scales of groups from their largest magnitudes.
+
+    A scale has two bits of mantissa. It is 0 if it would be below the normal numbers.
+    """
+    # A product and not a division, because some devices replace a division by a constant by a
+    # product, and others do not.
     bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

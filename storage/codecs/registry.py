@@ -1,4 +1,4 @@
-"""Codecs by name: the field codec of each field of a store, what it has learned, and its record in ``store.json``."""
+"""The codec of a store by its name: its field codecs, their learned state, and its record."""
 
 import contextlib
 import hashlib
@@ -21,10 +21,10 @@ from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, sid
 LOSSLESS = "lossless"
 TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
-# The basis with further fields while they are added; it is renamed to the former once store.json
+# The new basis while fields are added to a store. It is renamed to BASIS_NAME after store.json
 # holds its hash.
 NEXT_BASIS_NAME = "next-basis.safetensors"
-_MAX_BASIS_BYTES = 16 << 30  # that of a target of 405B with all options has 5 GB
+_MAX_BASIS_BYTES = 16 << 30  # The basis of a 405B target with all options has 5 GB.
 _LAYER = "hidden/layer_"
 _LAST_LAYER = 1 << 20
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
@@ -34,12 +34,14 @@ class StoreCodec:
     """The codecs of all fields of a store.
 
     Args:
-        name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
-        specs: the store's fields. Fields of integers are lossless in every codec.
-        sources: field -> the fields that it is predicted from; None to predict what the name calls for.
+        name: E.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
+        specs: The store's fields. Fields of integers are lossless in every codec.
+        sources: Field -> the fields that it is predicted from. None for the predictions that the
+            codec's name asks for.
 
     Raises:
-        CodecUnknown: no codec has that name, it does not take a field, or it needs a field that the store lacks.
+        CodecUnknown: No codec has this name, the codec does not support a field, or it needs a
+            field that the store does not have.
     """
 
     def __init__(
@@ -62,13 +64,13 @@ class StoreCodec:
         for field, codec in self.fields.items():
             if codec.needs_tokens and not has_tokens:
                 raise CodecUnknown(
-                    f"Codec {name!r} predicts {field!r} from tokens, but the store has no field {TOKENS!r} of int32 "
-                    f"[token]. Leave out `,tokens`."
+                    f"Codec {name!r} predicts {field!r} from tokens, but the store has no field "
+                    f"{TOKENS!r} of int32 [token]. Leave out `,tokens`."
                 )
 
     @classmethod
     def open(cls, manifest: StoreManifest, store: StorePath) -> "StoreCodec":
-        """Return the codec of a store, with what it has learned."""
+        """Return the codec of a store, with its learned state."""
         try:
             codec = cls(
                 str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest)
@@ -82,39 +84,52 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return the codec of some of the fields; what they have learned is shared."""
+        """Return the codec of some of the fields, which shares their learned state."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
 
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """Field -> the fields that it is predicted from, of those that are."""
-        found = {
-            name: tuple(one.spec.name for one in codec.sources)
+        """Sources of each predicted field: field -> the fields that it is predicted from."""
+        source_names = {
+            name: tuple(source.spec.name for source in codec.sources)
             for name, codec in self.fields.items()
         }
-        return {name: names for name, names in found.items() if names}
+        return {name: names for name, names in source_names.items() if names}
 
     def with_sources(self, name: str) -> list[str]:
-        """List the fields that decoding a field takes: those that it is predicted from, their own sources, and it."""
+        """List the fields that are needed to decode a field.
+
+        These are its sources, their sources, and the field itself.
+        """
         return [codec.spec.name for codec in self.fields[name].with_sources()]
 
     @property
     def in_order(self) -> list[str]:
-        """All fields, each after those that it is predicted from."""
+        """All fields. Each field follows the fields that it is predicted from."""
         return list(
             dict.fromkeys(
-                one for name in self.fields for one in self.with_sources(name) if one in self.fields
+                needed
+                for name in self.fields
+                for needed in self.with_sources(name)
+                if needed in self.fields
             )
         )
 
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
     ) -> dict[str, dict[str, Array]]:
-        """Encode fields of one whole sequence, as ``FieldCodec.encode`` does: field -> array name -> rows.
+        """Encode fields of one whole sequence, see ``FieldCodec.encode``.
 
-        With a field that is predicted from others, these must be given too. To refuse NaN waits for the values' device.
+        Args:
+            values: Field -> values. If a field is predicted from others, these must be given too.
+            tokens: The token ids of the sequence.
+            is_finite: Whether all values are known to be finite. If not, they are checked, which
+                synchronizes with their device.
+
+        Returns:
+            Field -> array name -> rows.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
@@ -122,9 +137,9 @@ class StoreCodec:
         used = {name for names in sources.values() for name in names}
         for name in (name for name in self.in_order if name in values):
             names = sources.get(name, ())
-            # else the codec says what it lacks
+            # If sources are missing, the field's codec raises an error that names them.
             has_all = bool(names) and set(names) <= offered.keys()
-            features = side_by_side([offered[one] for one in names]) if has_all else None
+            features = side_by_side([offered[source] for source in names]) if has_all else None
             if not is_finite:
                 self.fields[name].check_finite(values[name])
             encoded[name] = self.fields[name].encode(values[name], tokens, features)
@@ -142,19 +157,22 @@ class StoreCodec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every field comes back bit for bit."""
+        """Whether every field is decoded bit for bit."""
         return all(codec.is_identity for codec in self.fields.values())
 
     @property
     def learned(self) -> dict[str, TransformCodec]:
-        """The field codecs that learn from a sample: ``calibrate`` them before ``describe`` and ``files``."""
+        """The field codecs that learn from a sample.
+
+        They must have learned before ``describe`` and ``files`` are called.
+        """
         return {
             name: codec for name, codec in self.fields.items() if isinstance(codec, TransformCodec)
         }
 
     @property
     def joint(self) -> list[str]:
-        """The joint hidden states as they are predicted from each other: from the lowest layer to the last state."""
+        """The joint hidden states in the order of prediction, from the lowest to the last state."""
         names = [
             name
             for name, codec in self.learned.items()
@@ -164,7 +182,10 @@ class StoreCodec:
         return sorted(names, key=lambda name: layers.get(name, _LAST_LAYER))
 
     def describe(self) -> dict[str, Any]:
-        """Return the record of the codec in ``store.json``; a change of any value changes the bytes."""
+        """Return the record of the codec in ``store.json``.
+
+        A different value means different stored bytes.
+        """
         settings = {
             name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity
         }
@@ -174,32 +195,36 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # The hash ties the parts to the basis that they were encoded with.
+            # The hash links the parts of the store to the basis that they were encoded with.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of the store's ``codec/``; empty where nothing is learned."""
+        """Return the files of the store's ``codec/`` folder; empty if no codec learns."""
         if not self.learned:
             return {}
         states = [(name, codec.state()) for name, codec in self.learned.items()]
         arrays = {
-            f"{name}:{key}": np.ascontiguousarray(own)
+            f"{name}:{key}": np.ascontiguousarray(array)
             for name, state in states
-            for key, own in state.items()
+            for key, array in state.items()
         }
         # Sorted, so that equal states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
-        """Load a basis that :meth:`files` gave; raises ValueError for any other content."""
+        """Load a basis that :meth:`files` returned.
+
+        Raises:
+            ValueError: The content is not such a basis.
+        """
         try:
             arrays = safetensors.numpy.load(content)
-        # KeyError: a dtype that numpy does not have
+        # A dtype that NumPy does not have raises KeyError.
         except (safetensors.SafetensorError, KeyError) as error:
             raise ValueError(f"not a safetensors file: {error}") from error
-        # Sources first: how many features they have decides the shapes of what is predicted from
-        # them.
+        # Load sources first: their number of features determines the shapes of the regressions that
+        # use them.
         for name in (name for name in self.in_order if name in self.learned):
             prefix = f"{name}:"
             self.learned[name].load_state(
@@ -209,23 +234,28 @@ class StoreCodec:
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         got = ""
-        # Where fields were added, a kill came before the new basis was renamed, or it is being
-        # renamed meanwhile.
+        # When fields are added, the process may be killed before it renames the new basis, or it
+        # may rename it while this loop runs.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
                 if (got := hashlib.sha256(content).hexdigest()) == expected_sha256:
                     break
         else:
-            what = f"has sha256 {got}, store.json says {expected_sha256}" if got else "is missing"
-            raise StoreDamaged(f"{path} {what}: nothing can be decoded without it. {_RESTORE}")
+            problem = (
+                f"has sha256 {got}, store.json says {expected_sha256}" if got else "is missing"
+            )
+            raise StoreDamaged(f"{path} {problem}: nothing can be decoded without it. {_RESTORE}")
         try:
             self.load(content)
         except ValueError as error:
             raise StoreDamaged(f"{path}: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Choose what hidden states are predicted from, as the name says: keys and values, then the state below."""
+        """Choose the sources of hidden states that the codec's name asks for.
+
+        These are keys and values, then the state below.
+        """
         kv = [name for name, codec in self.learned.items() if codec.is_kv]
         sources: dict[str, list[str]] = {}
         for name, codec in self.learned.items():
@@ -233,8 +263,9 @@ class StoreCodec:
                 continue
             if not kv:
                 raise CodecUnknown(
-                    f"Codec {self.name!r} predicts {name!r} from keys and values, but the store has no field 'kv' that "
-                    "is transform coded. Leave out `,from-kv`, or store kv too."
+                    f"Codec {self.name!r} predicts {name!r} from keys and values, but the store "
+                    "has no field 'kv' that is transform coded. Leave out `,from-kv`, or store kv "
+                    "too."
                 )
             sources[name] = list(kv)
         for above, below in zip(self.joint[1:], self.joint, strict=False):
@@ -242,20 +273,28 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Let a hidden state be predicted from other fields; raises CodecUnknown where that cannot be."""
-        own = self.learned.get(field)
+        """Make other fields the sources of a hidden state.
+
+        Raises:
+            CodecUnknown: The field cannot be predicted from these fields.
+        """
+        codec = self.learned.get(field)
         sources = [self.learned[name] for name in names if name in self.learned]
-        if own is None or own.is_kv or len(sources) < len(names):
+        if codec is None or codec.is_kv or len(sources) < len(names):
             raise CodecUnknown(
                 f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}."
             )
-        if any(own in source.with_sources() for source in sources):
+        if any(codec in source.with_sources() for source in sources):
             raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
-        own.sources = tuple(sources)
+        codec.sources = tuple(sources)
 
 
 def read_basis(path: StorePath) -> bytes:
-    """Return the content of a file of ``codec/``; no bytes, which no hash fits, where it is too long to be one."""
+    """Read a file of the store's ``codec/`` folder.
+
+    Returns:
+        The content, or no bytes if the file is too large to be a basis. Then no hash can match.
+    """
     try:
         return read_file(path, _MAX_BASIS_BYTES)
     except ValueError:
@@ -264,16 +303,18 @@ def read_basis(path: StorePath) -> bytes:
 
 def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     settings = manifest.codec.get("transform")
-    found = {}
+    sources = {}
     for name, of in settings.items() if isinstance(settings, Mapping) else ():
         if isinstance(of, Mapping) and "predicted_from" in of:
             names = of["predicted_from"]
-            found[str(name)] = [str(one) for one in (names if isinstance(names, list) else [names])]
-    return found
+            sources[str(name)] = [
+                str(source) for source in (names if isinstance(names, list) else [names])
+            ]
+    return sources
 
 
 def _settings(name: str) -> TransformSettings | None:
-    """Read the name of a codec; None for one without settings."""
+    """Parse the name of a codec; None for a codec without settings."""
     if name in (LOSSLESS, INT8):
         return None
     if name.split(":")[0] != TRANSFORM:

@@ -2,25 +2,33 @@
 
 ::
 
-    keys    -> undo RoPE -------------+
-    values  --------------------------+-> minus the mean -> times the basis -> quantise -> several codes to a byte
-    hidden  --------------------------+                                                  -> arrays of similar statistics
+    keys    -> undo RoPE ---+
+    values  ----------------+-> subtract the mean -> multiply by the basis -> quantise
+    hidden  ----------------+-> pack several codes per byte -> arrays of similar statistics
 
-Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
-rotation of the keys at the positions that are read. Where values are predicted, from tokens or from other fields as
-they decode, the prediction is subtracted before the mean and added after it: one more matrix product.
+Decoding takes one table lookup per byte, and one matrix product per part and group of layers. Then
+it adds the mean, and rotates the keys at the positions that are read. If values are predicted, from
+tokens or from the decoded values of other fields, the prediction is subtracted before the mean and
+added after it. This takes one more matrix product.
 
-Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
-same information about a token, so that a basis over all of them (``@all``) needs less than half the bits of a basis per
-layer (``@layer``); but a reader of one layer reads the codes of all layers of its group. Without a scope a group's keys
-are up to 4,096 numbers wide. No basis is wider than 16,384: ``@all`` makes equal groups below it.
+The *scope* selects which layers share a basis. It trades stored bytes for the cost of reading one
+layer. Layers hold similar information about a token, so a basis over all of them (``@all``) needs
+less than half the bits of a basis per layer (``@layer``). But a reader of one layer must read the
+codes of all layers of its group. Without a scope, the keys of a group are up to 4,096 numbers wide.
+No basis is wider than 16,384 numbers. If ``@all`` would exceed this width, it makes several equal
+groups.
 
-``,tokens`` predicts keys and values from the token ids; the basis then holds up to 1,024 bytes more for each token
-of the vocabulary (131 MB for Llama 3). ``,from-kv`` predicts hidden states from the keys and values of their token, as
-these decode: they are linear in what their layer reads of the residual stream. ``,joint`` predicts each hidden state
-from the one stored below it, the last one from the highest layer that is stored, and with ``,tokens`` but no
-``,from-kv`` the lowest from the tokens; a decoder layer adds little to the residual stream. A reader of a predicted
-field also reads the codes of what it is predicted from.
+Predictions:
+
+- ``,tokens`` predicts keys and values from the token ids. The basis then takes up to 1,024 more
+  bytes per token of the vocabulary (131 MB for Llama 3).
+- ``,from-kv`` predicts hidden states from the decoded keys and values of their token. Keys and
+  values are a linear function of what their layer reads from the residual stream.
+- ``,joint`` predicts each hidden state from the one stored below it, and the last hidden state from
+  the highest stored layer, because a decoder layer adds little to the residual stream. With
+  ``,tokens`` but without ``,from-kv``, it also predicts the lowest hidden state from the tokens.
+
+A reader of a predicted field must also read the codes of its sources.
 """
 
 import math
@@ -51,24 +59,21 @@ from .field import Codes, FieldCodec, Layers, Learning, placed
 from .fit import fit_groups
 
 AUTO_GROUP_WIDTH = 4_096
-# Widest part of one group. A wider basis would keep too small a share of its components, and see
-# fewer tokens than it
-# has dimensions: for 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one
-# basis.
+# Largest width of one part of one group. A wider basis would keep too small a share of its
+# components, and learn from fewer tokens than it has dimensions. For 32 layers of width 1,024 at 1
+# bit per value, two groups have a 30 % lower error than one basis.
 MAX_BASIS_WIDTH = 16_384
-# Bits per value of a layer's output for each bit per value of keys and values, where the codec's
-# name gives no other.
+# Default bits per value of hidden states, relative to those of keys and values.
 HIDDEN_BITS_RATIO = 1.7
-# Bits per value of the last hidden state above those of keys and values, likewise. Teacher
-# distributions come from it,
-# and it is a small share of a store with keys and values: 1.7 times their bits left a KL of 0.04
-# nats on a real model.
+# Smallest default difference between the bits per value of the last hidden state and those of keys
+# and values. Teacher distributions are computed from the last hidden state, and it is a small share
+# of a store with keys and values. The ratio of 1.7 alone gave a KL of 0.04 nats on a real model.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
-# Components of keys and values that hidden states are predicted from, at most: equal shares of all
-# parts of all groups,
-# the leading ones. As many more would double the regression of an 8B model for little. Part of the
-# format of stores.
+# Largest number of leading components of keys and values from which hidden states are predicted.
+# Each part of each group contributes the same number. Twice as many components would double the
+# size of the regression of an 8B model, and improve it little. This number is part of the format of
+# stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -83,31 +88,37 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class TransformSettings:
-    """The settings that the name of a transform codec spells."""
+    """The settings in the name of a transform codec."""
 
-    kv_bits: float  # stored bits per value of keys and values
-    hidden_bits: float | None = None  # of hidden states; None to choose, see ``bits``
-    group_layers: int | None = None  # layers that share a basis; 0 for all, None to choose by width
-    # keys and values are predicted from the target's embeddings of the tokens
+    kv_bits: float  # Stored bits per value of keys and values.
+    hidden_bits: float | None = None  # Stored bits per value of hidden states. None: see ``bits``.
+    # Number of layers that share a basis; 0 for all, None to choose it by their width.
+    group_layers: int | None = None
+    # Whether keys and values are predicted from the target's embeddings of the tokens.
     from_tokens: bool = False
-    from_kv: bool = False  # hidden states are predicted from keys and values
-    is_joint: bool = False  # hidden states are predicted from each other
+    from_kv: bool = False  # Whether hidden states are predicted from keys and values.
+    is_joint: bool = False  # Whether hidden states are predicted from each other.
 
     @classmethod
     def parse(cls, name: str) -> "TransformSettings":
-        """Read a name of :data:`TRANSFORM_GRAMMAR`; bits are 0.05 to 10."""
+        """Parse a name of the form :data:`TRANSFORM_GRAMMAR`.
+
+        Raises:
+            ValueError: The name has another form, or bits are outside 0.05 to 10.
+        """
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(
-                f"Codec {name!r} is not {TRANSFORM_GRAMMAR}, in this order; for example transform:1.0, "
-                "transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
+                f"Codec {name!r} is not {TRANSFORM_GRAMMAR}, in this order; for example "
+                "transform:1.0, transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
             )
         kv_bits = float(match["kv"])
         hidden_bits = float(match["hidden"]) if match["hidden"] else None
         for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
             if not 0.05 <= bits <= MAX_BITS:
                 raise ValueError(
-                    f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above."
+                    f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use codec "
+                    "lossless for more bits."
                 )
         group_layers = {None: None, "all": 0, "layer": 1}.get(
             match["scope"], int(match["layers"] or 0)
@@ -128,7 +139,7 @@ class TransformSettings:
         )
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
-        """Return the layers that share a basis, given the width of one layer's keys."""
+        """Return the number of layers that share a basis, given the width of one layer's keys."""
         max_layers = MAX_BASIS_WIDTH // layer_width
         if self.group_layers is None:
             return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
@@ -138,26 +149,29 @@ class TransformSettings:
         size = min(self.group_layers, n_layers)
         if size > max_layers:
             raise ValueError(
-                f"a basis for {size} layers of {layer_width:,} keys is {size * layer_width:,} wide, above "
-                f"{MAX_BASIS_WIDTH:,}; the widest scope is @group{max_layers}."
+                f"a basis for {size} layers with {layer_width:,} keys each is "
+                f"{size * layer_width:,} wide, above {MAX_BASIS_WIDTH:,}; the widest scope is "
+                f"@group{max_layers}."
             )
         return size
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """A target's rotary position embedding (RoPE): undoing the rotation of keys, and redoing it.
+    """A target's rotary position embedding (RoPE), which rotates keys or undoes their rotation.
 
-    Keys without it spread over far fewer directions: the same content at two positions is then the same vector. The
-    rotation is the one of Llama and its relatives in ``transformers``: dimension ``i`` turns with dimension
-    ``i + rotary_dim / 2`` by ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
-    for YaRN and LongRoPE). Dimensions beyond ``rotary_dim`` are not rotated (partial rotary embedding).
+    Without RoPE, keys spread over far fewer directions, because the same content has the same key
+    at two positions. The rotation is that of Llama and related models in ``transformers``:
+    dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by ``position * inv_freq[i]``,
+    and the result is multiplied by an attention scaling (1 except for YaRN and LongRoPE).
+    Dimensions beyond ``rotary_dim`` are not rotated (partial rotary embedding).
     """
 
-    # radians per position, float32 [rotary_dim / 2], or [n_layers, ...] where layers differ
+    # Radians per position, float32 [rotary_dim / 2], or [n_layers, rotary_dim / 2] if layers
+    # differ.
     inv_freq: np.ndarray
-    scaling: np.ndarray  # factor on rotated dimensions, float32 [] or [n_layers]
-    # Namespace and device -> cosine and sine of positions from 0 on.
+    scaling: np.ndarray  # Factor of rotated dimensions, float32 [] or [n_layers].
+    # Namespace, device and direction -> cosine and sine of the positions from 0 on.
     _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -168,25 +182,33 @@ class Rope:
             or not (np.isfinite(self.scaling) & (self.scaling > 0)).all()
         ):
             raise ValueError(
-                "inv_freq must be finite, and scaling finite and positive. Read both from the target."
+                "inv_freq must be finite, and scaling finite and positive. Read both from the "
+                "target."
             )
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
-        """Raise ValueError if this is not a rotation of keys of ``head_dim`` in so many layers."""
+        """Raise ValueError if the rotation does not fit this number of layers and size of keys."""
         half = self.inv_freq.shape[-1:]
         if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
             raise ValueError(
-                f"inv_freq has shape {self.inv_freq.shape}, keys of {head_dim} in {n_layers} layers"
+                f"inv_freq has shape {self.inv_freq.shape}, which does not fit keys of {head_dim} "
+                f"in {n_layers} layers"
             )
         if self.scaling.shape not in ((), (n_layers,)):
-            raise ValueError(f"scaling has shape {self.scaling.shape}, there are {n_layers} layers")
+            raise ValueError(
+                f"scaling has shape {self.scaling.shape}, which does not fit {n_layers} layers"
+            )
 
     def rotate(
         self, keys: Array, first_position: int = 0, layers: Layers = None, undo: bool = False
     ) -> Array:
-        """Rotate keys [n_tokens, n_layers, n_kv_heads, head_dim] at consecutive positions, or undo that.
+        """Rotate keys at consecutive positions, or undo their rotation.
 
-        ``layers``: the target's layer of each index of axis 1; None for all in order.
+        Args:
+            keys: [n_tokens, n_layers, n_kv_heads, head_dim].
+            first_position: Position of the first token.
+            layers: The target's layer of each index of axis 1; None for all layers in order.
+            undo: Whether to undo the rotation.
         """
         xp = array_namespace(keys)
         half = self.inv_freq.shape[-1]
@@ -200,17 +222,21 @@ class Rope:
     def _tables(
         self, first: int, stop: int, layers: Layers, undo: bool, like: Array
     ) -> list[Array]:
-        """Return cosine and sine of positions, times the scaling: float32 [n_tokens, n_layers or 1, 1, half]."""
+        """Return cosine and sine of the angles, each multiplied by the scaling.
+
+        Both are float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
+        """
         if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # Kept where all layers share them, so that nothing is computed and copied to a device for
-        # the next sequence.
+        # All layers share these tables. They are cached, so that the next sequence neither computes
+        # them nor copies them to a device.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # not from `_kept`, where another thread may put shorter ones
+        # Do not read them from `_kept` again: another thread may have replaced them by shorter
+        # ones.
         return [table[first:stop] for table in tables]
 
     def _compute(
@@ -222,7 +248,7 @@ class Rope:
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling
-        # In float64: angles of late positions have too few digits in float32.
+        # In float64, because angles of late positions would have too few digits in float32.
         angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(
             np.float64
         )
@@ -232,11 +258,16 @@ class Rope:
 
 
 class TransformCodec(FieldCodec):
-    """Transform coding of one field; it must learn, by :class:`Observation` or :meth:`load_state`, before it encodes.
+    """Transform coding of one field.
+
+    The codec must learn by :class:`Observation`, or load its state by :meth:`load_state`, before it
+    encodes or decodes.
 
     Args:
-        spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
-        rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
+        spec: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state [token, width].
+        settings: The settings in the codec's name.
+        rope: The target's rotation. Without it, keys are coded as they are, which takes twice the
+            bits. It is ignored for hidden states.
     """
 
     sources: "Sequence[TransformCodec]"
@@ -248,56 +279,60 @@ class TransformCodec(FieldCodec):
         super().__init__(spec, settings.bits(spec))
         if spec.layers is not None:
             raise ValueError(
-                f"transform codecs take no groups of layers such as {spec.name!r}. Take lossless or int8."
+                f"transform codecs do not support groups of layers such as {spec.name!r}. Use "
+                "lossless or int8."
             )
         if not self.is_kv and len(spec.token_shape) != 1:
             raise ValueError(
-                f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}."
+                f"Transform codecs support kv and hidden states, not {spec.name!r} with axes "
+                f"{spec.axes}."
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None
-        # Metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each,
-        # e.g.
-        # ``calibration.logit_metric`` for ``hidden/last``. None for relative error.
+        # Metrics of errors, [width, width] for each part of each group that :meth:`parts` returns.
+        # An example is ``calibration.logit_metric`` for ``hidden/last``. None for relative errors.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
-        # The target's input embeddings [vocab_size, width]; learning needs them where
+        # The target's input embeddings [vocab_size, width], required for learning if the codec
         # ``needs_tokens``.
         self.embeddings: Array | None = None
         self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
         self._feature_tables: dict[str, Array] = {}
         self._groups: list[GroupTransform] = []
-        # n_parts: that each group is cut into, keys and values, or the hidden state.
+        # ``n_parts`` is the number of parts of each group: keys and values, or the hidden state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # Numbers of one token in one part of one layer.
+        # How many numbers a token has in one part of one layer.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise ValueError(
-                f"field {spec.name!r} has {self.layer_width:,} numbers a token in a layer, above {MAX_BASIS_WIDTH:,}, "
-                "the widest basis. Use lossless or int8."
+                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, above "
+                f"{MAX_BASIS_WIDTH:,}, the width of the widest basis. Use lossless or int8."
             )
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
-        # The layers of each group; of a hidden state one group of one layer.
+        # The layers of each group. A hidden state has one group of one layer.
         self.groups = [
             list(layers[first : first + size]) for first in range(0, self._n_layers, size)
         ]
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the field is predicted from the tokens: keys and values, and the first of joint hidden states."""
+        """Whether the field is predicted from the tokens.
+
+        Keys and values can be, and the lowest of joint hidden states.
+        """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
 
     @property
     def n_features(self) -> int:
-        """Columns of :meth:`as_features`."""
+        """Number of columns of :meth:`as_features`."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         leading = [
-            min(self._max_leading, len(one.synthesis))
+            min(self._max_leading, len(basis.synthesis))
             for group in self._groups
-            for one in group.fit.bases
+            for basis in group.fit.bases
         ]
         return sum(leading) + self._n_token_features
 
@@ -307,7 +342,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Components of each part of each group that other fields are predicted from, at most."""
+        """Largest number of components per part and group that other fields are predicted from."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @override
@@ -331,11 +366,13 @@ class TransformCodec(FieldCodec):
         }
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what was learned, which is stored in the store's ``codec/``: float16 and float32 arrays.
+        """Return the learned state, which is stored in the store's ``codec/`` folder.
 
-        ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``CodeColumns``) and
-        ``g/p/mean``, ``synthesis``, ``regression``, and what gives the analysis: ``analysis`` itself where the basis
-        was learned in a metric, else ``scale`` (see ``Basis``).
+        The state consists of float16 and float32 arrays: ``rope/*``, ``tokens/features``,
+        ``g/columns`` for group g (the fields of ``CodeColumns``), and ``g/p/mean``,
+        ``g/p/synthesis`` and ``g/p/regression`` for part p of group g. If the basis was learned in
+        a metric, there is also ``g/p/analysis``, otherwise ``g/p/scale``, from which the analysis
+        is computed (see ``Basis``).
         """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
@@ -359,10 +396,14 @@ class TransformCodec(FieldCodec):
         return state
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load what :meth:`state` returned, after the sources; raises ValueError where it does not fit the field."""
+        """Load a state that :meth:`state` returned. The sources must be loaded first.
+
+        Raises:
+            ValueError: The state does not fit the field.
+        """
         try:
             if self.is_kv and "rope/inv_freq" in state:
-                # A scaling that all layers share is stored as an array of one number.
+                # If all layers share a scaling, it is stored as an array of one number.
                 scaling = np.asarray(state["rope/scaling"]).reshape(-1)
                 self.rope = Rope(
                     state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling
@@ -380,11 +421,11 @@ class TransformCodec(FieldCodec):
                 for group, layers in enumerate(self.groups)
             ]
             if not any(len(fit.columns.part) for fit in fits):
-                raise ValueError("it has no columns")
+                raise ValueError("the state has no columns")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
-                f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
-                "folder from a copy."
+                f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore "
+                "the store's codec/ folder from a copy."
             ) from error
         self.take_over(fits, features)
 
@@ -411,7 +452,7 @@ class TransformCodec(FieldCodec):
                     Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis)))
                 )
                 continue
-            # Bases of earlier releases have no scale, which is then 1.
+            # Bases of earlier releases have no scale. It is 1.
             has_scale = f"{group}/{part}/scale" in state
             scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
             bases.append(Basis.scaled(mean, synthesis, scale))
@@ -424,7 +465,8 @@ class TransformCodec(FieldCodec):
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
             raise ValueError(
-                f"{group}/columns has parts, components, levels or runs that this release does not write"
+                f"{group}/columns has parts, components, levels or runs that this release does not "
+                "write"
             )
         if not np.isfinite(table).all():
             raise ValueError(f"{group}/columns has numbers that are not finite")
@@ -435,7 +477,12 @@ class TransformCodec(FieldCodec):
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
-        """Use what was learned from here on: a fit of each group, and features float16 [vocab_size, n_features]."""
+        """Use a new learned state from now on.
+
+        Args:
+            fits: A fit per group.
+            features: The features of each token, float16 [vocab_size, n_features]; None for none.
+        """
         self._features = features
         self._feature_tables = {}
         prefix = f"{self.spec.name}/codes_"
@@ -464,16 +511,17 @@ class TransformCodec(FieldCodec):
         tokens: Array | None = None,
         features: Array | None = None,
     ) -> dict[str, Array]:
-        """Encode one whole sequence as :meth:`parts` gives it."""
+        """Encode one whole sequence that :meth:`parts` has cut into groups and parts."""
         first = groups[0][0]
         if not self.sources:
             features = self._features_of(tokens, len(first), first)
         elif features is None:
             names = " and ".join(repr(source.spec.name) for source in self.sources)
             raise ValueError(
-                f"Field {self.spec.name!r} is predicted from {names}: encode them together by StoreCodec.encode."
+                f"Field {self.spec.name!r} is predicted from {names}: encode them together by "
+                "StoreCodec.encode."
             )
-        # One dictionary for all groups: array names have the group's number.
+        # All groups share one dictionary, because array names contain the number of the group.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
@@ -495,32 +543,35 @@ class TransformCodec(FieldCodec):
         layers: Layers,
         features: Array | None,
     ) -> Array:
-        """Decode as :meth:`decode` does, with the features of the ``sources`` where they are known."""
+        """Decode as :meth:`decode` does.
+
+        ``features`` are those of the ``sources``; None to decode them.
+        """
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         elif features is None:
             features = side_by_side(
-                [one.as_features(codes, first_position, n_tokens) for one in self.sources]
+                [source.as_features(codes, first_position, n_tokens) for source in self.sources]
             )
         codes = self._split(codes, layers)
         if not self.is_kv:
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
-        # Group after group, since a group has one basis; the layers are put in the order wanted at
-        # the end.
+        # Decode group by group, because each group has its own basis. At the end, put the layers in
+        # the requested order.
         chosen = list(range(self._n_layers)) if layers is None else layers
         decoded = []
         order = []
         for group in self._groups_of(layers):
             members = self.groups[group]
-            at = [i for i, layer in enumerate(chosen) if layer in members]
-            local = [chosen[i] - members[0] for i in at]
+            indices = [i for i, layer in enumerate(chosen) if layer in members]
+            local = [chosen[i] - members[0] for i in indices]
             selection = None if local == list(range(len(members))) else local
             parts = groups[group].decode(
                 codes, first_position, n_tokens, len(members), selection, features
             )
-            decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
-            order += at
+            decoded.append(self._assemble(parts, first_position, [chosen[i] for i in indices]))
+            order += indices
         xp = array_namespace(decoded[0])
         joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
         if order == sorted(order):
@@ -530,20 +581,26 @@ class TransformCodec(FieldCodec):
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
     ) -> Array:
-        """Decode what the fields that are predicted from this one see: float32 [n_tokens, n_features].
+        """Decode the features that other fields are predicted from: float32 [n_tokens, n_features].
 
-        A hidden state as it decodes. Of keys and values the leading components (:data:`KV_FEATURES`), and the features
-        of the tokens that they are themselves predicted from: keys and values before RoPE are linear in these.
-        Features of the ``sources`` are decoded where they are not given.
+        For a hidden state, the features are its decoded values. For keys and values, they are the
+        leading components (:data:`KV_FEATURES`), and the features of the tokens from which keys and
+        values are predicted. Keys and values before RoPE are a linear function of both.
+
+        Args:
+            codes: See :meth:`decode`.
+            first_position: See :meth:`decode`.
+            n_tokens: See :meth:`decode`.
+            features: Features of the ``sources``; None to decode them.
         """
         if not self.is_kv:
             return self._decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
-        found = [
+        components = [
             transform.leading(codes, n_tokens, self._max_leading) for transform in self._learned()
         ]
-        return side_by_side(found if of_tokens is None else [*found, of_tokens])
+        return side_by_side(components if of_tokens is None else [*components, of_tokens])
 
     @override
     def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
@@ -559,7 +616,10 @@ class TransformCodec(FieldCodec):
         return self._pieces.of_groups(self._groups_of(layers))
 
     def parts(self, values: Array) -> list[list[Array]]:
-        """Cut a sequence into groups and parts, with keys before RoPE: [n_tokens, width] each."""
+        """Cut a sequence into groups, and each group into parts, with keys before RoPE.
+
+        Each part is [n_tokens, width].
+        """
         if not self.is_kv:
             return [[values]]
         xp = array_namespace(values)
@@ -578,7 +638,7 @@ class TransformCodec(FieldCodec):
         ]
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Put groups and parts of a sequence together: the inverse of :meth:`parts`."""
+        """Join the groups and parts of a sequence. This is the inverse of :meth:`parts`."""
         if not self.is_kv:
             return groups[0][0]
         joined = [
@@ -588,7 +648,11 @@ class TransformCodec(FieldCodec):
         return array_namespace(*joined).concat(joined, axis=1)
 
     def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
-        """Put the decoded keys and values of some layers together: [n_tokens, len(layers), n_kv_heads, 2, head_dim]."""
+        """Rotate the decoded keys of some layers, and join them with the values.
+
+        Returns:
+            [n_tokens, len(layers), n_kv_heads, 2, head_dim].
+        """
         _, n_heads, _, head_dim = self.spec.token_shape
         xp = array_namespace(*parts)
         keys, others = (
@@ -598,32 +662,38 @@ class TransformCodec(FieldCodec):
         return xp.stack([keys, others], axis=3)
 
     def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
-        """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
+        """Look up the features of tokens on the device of ``like``.
+
+        Returns:
+            float32 [n_tokens, n_features], or None if the codec has no features of tokens.
+        """
         if self._features is None:
             return None
         if tokens is None or len(tokens) < n_tokens:
             raise ValueError(
-                f"The codec of field {self.spec.name!r} predicts from tokens: it needs those of the {n_tokens} tokens "
-                f"of the values, got {'none' if tokens is None else len(tokens)}."
+                f"The codec of field {self.spec.name!r} predicts from tokens: it needs the "
+                f"{n_tokens} token ids of the values, got "
+                f"{'none' if tokens is None else len(tokens)}."
             )
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = placed(self._features, like)
-        # the table stays on the device, ids are small
+        # The table stays on the device. The ids are copied to it, because they are small.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
-        # An id outside the vocabulary would stop a whole CUDA device.
+        # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
+        # device is unusable.
         ids = xp.minimum(
             xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1)
         )
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Return the rows of each run of the groups that hold these layers."""
+        """Split pieces into the rows of each run of the groups that contain these layers."""
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # A batch that several fields share holds all pieces, even where this field needs fewer.
+        # A batch that several fields share holds all pieces, even if this field needs fewer.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -638,13 +708,16 @@ class TransformCodec(FieldCodec):
     def _learned(self) -> list[GroupTransform]:
         if not self._groups:
             raise ValueError(
-                f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first."
+                f"The codec of field {self.spec.name!r} has not learned yet; calibrate it first."
             )
         return self._groups
 
 
 class Observation(Sample):
-    """The sample of one field that a transform codec learns from; it grows sequence by sequence, on disk."""
+    """The sample of one field from which a transform codec learns.
+
+    It is on disk, and grows by one sequence at a time.
+    """
 
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
         super().__init__(learning.folder)
@@ -653,11 +726,17 @@ class Observation(Sample):
         self._features: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
-        """Add a sequence: float32 [n_tokens, *token_shape], with its token ids where the codec ``needs_tokens``."""
+        """Add a sequence.
+
+        Args:
+            values: float32 [n_tokens, *token_shape].
+            tokens: The token ids; required if the codec ``needs_tokens``.
+        """
         codec = self._codec
         if codec.needs_tokens and (tokens is None or codec.embeddings is None):
             raise ValueError(
-                f"Codec {codec.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens."
+                f"The codec of field {codec.spec.name!r} predicts from tokens: calibrate it with "
+                "embeddings and tokens."
             )
         values = np.asarray(values, np.float32)
         codec.check_finite(values)
@@ -665,53 +744,56 @@ class Observation(Sample):
             self.add(codec.parts(values), tokens if codec.needs_tokens else None)
 
     def values(self) -> np.ndarray:
-        """Read all tokens of a hidden state's sample: float32 [n_tokens, width]."""
+        """Read all tokens of the sample of a hidden state: float32 [n_tokens, width]."""
         return self.rows(0, 0, range(len(self.lengths))).values
 
     def learn(
         self, features: Sequence[np.ndarray] | None = None, bits: float | None = None
     ) -> None:
-        """Let the codec learn from what was observed; the same sample gives the same state.
+        """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
             features: :meth:`as_features` of the field's ``sources``, side by side.
-            bits: that a token of the field may take; None for what the codec's name says.
+            bits: Budget of bits per token of the field. None for that of the codec's name.
         """
         codec = self._codec
         if not self.lengths:
             raise StoreError(
-                f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none."
+                f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got "
+                "none."
             )
         table = None
-        given = features if codec.sources else None
+        sample_features = features if codec.sources else None
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(
                 codec.embeddings, np.concatenate(self.tokens), self._learning.place
             )
-            given = [table[ids].astype(np.float32) for ids in self.tokens]
+            sample_features = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
         n_layers = [len(group) for group in codec.groups]
-        fits = fit_groups(self, n_layers, codec.n_parts, bits, codec.metrics, given, self._learning)
+        fits = fit_groups(
+            self, n_layers, codec.n_parts, bits, codec.metrics, sample_features, self._learning
+        )
         codec.take_over(fits, table)
         self._features = features
 
     def as_features(self) -> list[np.ndarray]:
         """Return ``TransformCodec.as_features`` of each sequence, after :meth:`learn`."""
         codec = self._codec
-        place = self._learning.place
-        found = []
+        move = self._learning.place
+        all_features = []
         for i, n_tokens in enumerate(self.lengths):
             groups = [
-                [place(self.rows(group, part, [i]).values) for part in range(codec.n_parts)]
+                [move(self.rows(group, part, [i]).values) for part in range(codec.n_parts)]
                 for group in range(len(codec.groups))
             ]
             tokens = self.tokens[i] if self.tokens else None
-            features = None if self._features is None else place(self._features[i])
-            # Decoded codes and not the exact values, since those are what a reader will have.
+            features = None if self._features is None else move(self._features[i])
+            # Use decoded codes instead of the exact values, because a reader has only those.
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
-            found.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
-        return found
+            all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
+        return all_features
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array:

@@ -1,4 +1,4 @@
-"""Reading a store: sequences and batches as NumPy arrays, by byte ranges, what it holds, and what of it is damaged.
+"""Reads a store as NumPy arrays, verifies it, and summarizes what it holds.
 
-Nothing here changes a file.
+Nothing in this package changes a file.
 """

@@ -1,10 +1,17 @@
-"""Many ranges of stored arrays at once, at the speed of the disk; grids and indexes of shards are read once and kept.
+"""Reads many ranges of stored arrays in one call, at the speed of the disk.
 
-Reading a batch has three steps. *Plan*: which inner chunks are wanted, each once even if several ranges share it, and
-which of them lie next to each other in a file. *Fetch*: the kernel is asked to read all of it ahead before the first
-chunk is decoded (a remote file system gets all requests of a window at once). *Decode*: threads take reads from one
-queue, check the checksum of each chunk and decode it, straight into the caller's array wherever the chunk's values lie
-there contiguously. Reading and decoding run outside Python's interpreter lock.
+Array grids and shard indexes are read once and then kept in memory.
+
+Reading a batch has three steps:
+
+1. *Plan*: list the inner chunks that the ranges need. A chunk that several ranges share is read
+   once, and chunks that are adjacent in a file are merged into one read.
+2. *Fetch*: ask the kernel to read all these bytes ahead before the first chunk is decoded. A remote
+   file system receives all requests of a window at once.
+3. *Decode*: threads take reads from one queue, verify the checksum of each chunk and decode it. A
+   chunk is decoded directly into the caller's array if its values are contiguous there.
+
+Reading and decoding run without Python's global interpreter lock.
 """
 
 import math
@@ -28,25 +35,36 @@ from ..paths import RemotePath, StorePath, threads
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-# stored bytes that are fetched from a remote file system before they are decoded
+# Size of a window: stored bytes that are fetched from a remote file system before they are decoded.
 REMOTE_WINDOW_BYTES = 64 << 20
 
 MAX_SHARDS_AT_ONCE = 128
-"""Files that one call has read ahead before it decodes; more than are held open would be opened twice."""
+"""Number of shards that are prefetched before decoding starts.
+
+It must not exceed the limit on open files (``backend.MAX_OPEN_FILES``). Otherwise a shard is closed
+after its prefetch and has to be opened again.
+"""
 
 _MAX_HELPERS = 32
 
 MAX_SHARDS = 4096
-"""Shards whose indexes a reader keeps: each has 16 bytes per inner chunk, 128 KiB for a shard of 2 GiB."""
+"""Number of shard indexes that a reader caches.
+
+An index takes 16 bytes per inner chunk, which is 128 KiB for a shard of 2 GiB.
+"""
 _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."
 
 
 class ShardReader:
-    """A shard and its index; safe in threads and after a fork. StoreDamaged for no such file, or a damaged index.
+    """An open shard and its index. It can be used by several threads and after a fork.
 
     Args:
-        n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
-        record: size and checksum of the file, as its commit has them.
+        n_rows: number of chunk rows that must be present. The last shard has fewer than
+            ``rows_per_shard``.
+        record: size and checksum of the file, from its commit.
+
+    Raises:
+        StoreDamaged: the file is missing, or its index is damaged.
     """
 
     def __init__(
@@ -63,7 +81,7 @@ class ShardReader:
         self.file: LocalFile | RemoteFile = (
             RemoteFile(path, record, cache) if isinstance(path, RemotePath) else LocalFile(path)
         )
-        # Int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
+        # Int64 [n_rows, chunks_per_row, 2]: the offset of each inner chunk and its size in bytes.
         self.index = self._read_index(n_rows, record.bytes)
 
     def _read_index(self, n_rows: int, file_bytes: int) -> np.ndarray:
@@ -83,7 +101,7 @@ class ShardReader:
                 f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
-        # Offsets are compared before they are added: a sum could wrap around.
+        # Check each value alone before checking the sum, because the uint64 sum could overflow.
         offset = index[..., 0]
         n_bytes = index[..., 1]
         if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool(
@@ -101,7 +119,10 @@ class ShardReader:
             raise StoreDamaged(f"{self.path} is missing. {_REPAIR}") from error
 
     def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Return bytes of the file in this thread's scratch memory: valid until the thread's next call."""
+        """Read bytes of the file into a scratch buffer of this thread.
+
+        The returned array is valid until the same thread calls this method again.
+        """
         raw = scratch_bytes("raw", n_bytes)
         if (n_read := self._read_into(offset, raw)) < n_bytes:
             raise StoreDamaged(
@@ -110,18 +131,28 @@ class ShardReader:
         return raw
 
     def decode(self, data: np.ndarray, row: int, column: int, out: np.ndarray) -> None:
-        """Check one inner chunk as it is stored, uint8 [n_bytes], and decode it into a C-contiguous array."""
+        """Verify one inner chunk and decode it.
+
+        Args:
+            data: the stored bytes of the chunk, uint8 [n_bytes].
+            row: row of the chunk in the shard, for error messages.
+            column: column of the chunk in the shard, for error messages.
+            out: C-contiguous array that receives the values.
+        """
         try:
             decode_chunk(data, out)
         except StoreDamaged as error:
             grid = self.grid
             layers = f", layers from {column * grid.chunk_layers}" if len(grid.shape) > 2 else ""
-            where = f"tokens from {row * grid.chunk_tokens} of the shard{layers}"
-            raise StoreDamaged(f"{self.path}: {error} ({where}). {_REPAIR}") from error
+            position = f"tokens from {row * grid.chunk_tokens} of the shard{layers}"
+            raise StoreDamaged(f"{self.path}: {error} ({position}). {_REPAIR}") from error
 
 
 class PartShards:
-    """Finds stored arrays' shards and counts stored bytes read of them; safe in threads and after a fork."""
+    """Opens the shards of stored arrays and counts the stored bytes that are read from them.
+
+    It can be used by several threads and after a fork.
+    """
 
     def __init__(
         self,
@@ -138,35 +169,40 @@ class PartShards:
         )
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
-        # Not of a method, which would keep this object, and with it all open files, until the
-        # garbage is collected.
+        # The cache wraps a function, because a cached method would hold a reference to this object.
+        # That cycle would keep all files open until the garbage collector runs.
         self._open = lru_cache(MAX_SHARDS)(
             partial(_open, self._folder, commits, self._grids, cache)
         )
 
     def grid(self, array: StoredArray) -> ArrayGrid:
-        """Return the grid of an array, which all parts share; StoreDamaged where its metadata is not as declared."""
-        if array.name not in self._grids:  # read twice where threads meet
+        """Return the grid of an array. All parts share it.
+
+        Raises:
+            StoreDamaged: the array's Zarr metadata contradicts the manifest.
+        """
+        # Two threads may both read the metadata here. They get equal grids.
+        if array.name not in self._grids:
             grid = read_grid(self._folder, array, self._n_parts, self._longest_part)
             self._grids[array.name] = array, grid
         return self._grids[array.name][1]
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        """Return the shard of that number, its index read and checked."""
+        """Return an open shard of a part. Its index has been read and verified."""
         self.grid(array)
         return self._open(part, array.name, number)
 
     @property
     def n_bytes_read(self) -> int:
-        """Stored bytes of all chunks that the calling thread has read so far."""
+        """Number of stored bytes in all chunks that the calling thread has read so far."""
         return self._n_bytes_by_thread[get_ident()]
 
     def count_bytes(self, n_bytes: int) -> None:
-        """Add to what the calling thread has read."""
+        """Add to the number of bytes that the calling thread has read."""
         self._n_bytes_by_thread[get_ident()] += n_bytes
 
     def close(self) -> None:
-        """Close all files; asking for a shard opens it again."""
+        """Close all files. A later call of :meth:`shard` opens its file again."""
         self._open.cache_clear()
 
 
@@ -191,22 +227,25 @@ def _open(
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a stored array, counted from the beginning of the part, and where they go."""
+    """A request for the rows [start, stop) of a stored array, and the buffer that receives them.
+
+    Rows are counted from the beginning of the part.
+    """
 
     part: int
     array: StoredArray
     start: int
     stop: int
-    # [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype.
-    # Rows beyond ``stop -
-    # start`` may be overwritten: with room for the whole last chunk it is decoded in place.
+    # Buffer in the array's dtype, [at least stop - start, *row_shape]. If ``layers`` is given, axis
+    # 1 has length ``len(layers)``. Rows from ``stop - start`` on may be overwritten: if the buffer
+    # has room for the whole last chunk, that chunk is decoded in place.
     out: np.ndarray
-    # along the layer (or piece) axis, not negative, as wanted; None for all
+    # Non-negative indices along the layer (or piece) axis, in the requested order. None means all.
     layers: tuple[int, ...] | None = None
 
 
 class _Destination(NamedTuple):
-    """Where rows [low, high) of a shard go: to ``out[: high - low]``."""
+    """The target of rows [low, high) of a shard. They are written to ``out[: high - low]``."""
 
     low: int
     high: int
@@ -215,7 +254,7 @@ class _Destination(NamedTuple):
 
 @dataclass
 class _ShardPlan:
-    """What is wanted of one shard: row of inner chunks -> destinations of its rows."""
+    """The rows requested from one shard. ``wanted`` maps a chunk row to its destinations."""
 
     part: int
     array: StoredArray
@@ -226,28 +265,37 @@ class _ShardPlan:
 
 @dataclass
 class _Column:
-    """A column of inner chunks, and which of its layers go where."""
+    """A column of inner chunks, and the positions in ``out`` that its layers are written to."""
 
     number: int
-    # first and last + 1 layer of ``out`` that the whole chunk fills in order, or None
+    # [start, stop) along the layer axis of ``out`` if the whole chunk fills this range in order.
+    # None if single layers are copied.
     span: tuple[int, int] | None
-    pairs: list[tuple[int, int]]  # (layer within the chunk, layer of ``out``) if span is None
+    # Pairs (layer within the chunk, layer of ``out``). Used only if span is None.
+    pairs: list[tuple[int, int]]
 
 
 @dataclass
 class _Read:
-    """Neighbouring inner chunks of one shard, fetched by one read."""
+    """Inner chunks that are adjacent in one shard and are fetched by one read."""
 
     reader: ShardReader
     offset: int
     n_bytes: int
-    # (bytes from ``offset`` on, bytes, row, column, destinations) of each.
+    # For each chunk: (start in bytes after ``offset``, size in bytes, row, column, destinations).
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    data: np.ndarray | None = None  # the bytes, where they were fetched before
+    # The bytes of a remote file once they are fetched. None for a local file.
+    data: np.ndarray | None = None
 
 
 def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
-    """Fill the ``out`` of every range, no two of which may share memory, by so many threads, the caller's included."""
+    """Fill the ``out`` buffer of every range.
+
+    Args:
+        shards: the shards of the store.
+        ranges: the rows to read. Their buffers must not share memory.
+        n_threads: number of threads that decode, including the caller's thread.
+    """
     plans = _plan_shards(shards, ranges)
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
         reads = [
@@ -262,9 +310,14 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
-    """Call every item of ``work``, in any order and at the same time; the first error ends the others and is raised.
+    """Call every item of ``work`` in a thread pool, in any order.
 
-    ``n_threads``: threads that take part, the caller's included. Helpers that are busy elsewhere are not waited for.
+    The first error drops the items that have not started, and is raised. If the threads of the pool
+    are busy with other work, the calling thread does not wait for them to become free.
+
+    Args:
+        work: functions that may run at the same time.
+        n_threads: number of threads that are used, including the caller's thread.
     """
     queue = deque(work)
 
@@ -285,39 +338,41 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     try:
         take_turns()
     finally:
-        # One that has not begun yet is not needed any more; the others still write into the
-        # caller's arrays.
-        begun = [helper for helper in helpers if not helper.cancel()]
-        wait(begun)
-    for helper in begun:
+        # The queue is empty now. Helpers that have not started are cancelled. Helpers that have
+        # started must finish before the return, because they write into the caller's arrays.
+        started = [helper for helper in helpers if not helper.cancel()]
+        wait(started)
+    for helper in started:
         helper.result()
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardPlan]:
-    # By layers too: columns of chunks are planned for a whole shard at a time.
+    # The key includes the layers, because the columns of chunks are chosen once for each plan.
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
         grid = shards.grid(item.array)
         shard_rows = grid.shard_shape[0]
         chunk_rows = grid.chunk_tokens
-        at = item.start
-        while at < item.stop:
-            number = at // shard_rows
+        position = item.start
+        while position < item.stop:
+            number = position // shard_rows
             base = number * shard_rows
-            until = min(item.stop, base + shard_rows)
+            next_position = min(item.stop, base + shard_rows)
             key = (item.part, item.array.name, number, item.layers)
             plan = plans.get(key)
             if plan is None:
                 plan = plans[key] = _ShardPlan(item.part, item.array, number, item.layers)
-            destination = _Destination(at - base, until - base, item.out[at - item.start :])
+            destination = _Destination(
+                position - base, next_position - base, item.out[position - item.start :]
+            )
             for row in range(destination.low // chunk_rows, -(-destination.high // chunk_rows)):
                 plan.wanted.setdefault(row, []).append(destination)
-            at = until
+            position = next_position
     return list(plans.values())
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Say which columns hold the layers, and where each layer goes."""
+    """Return the chunk columns that hold the layers, and the target of each layer."""
     if layers is None:
         return [
             _Column(c, (c * chunk_layers, (c + 1) * chunk_layers), []) for c in range(n_columns)
@@ -334,18 +389,18 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
 
 
 def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
-    """Open the shard and group chunks that lie next to each other in it."""
+    """Open the shard and merge chunks that are adjacent in its file into reads."""
     reader = shards.shard(plan.part, plan.array, plan.number)
     columns = _columns(plan.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
         return
-    # In the order of the file, so that neighbours become one read.
+    # Visit the chunks in file order, so that adjacent chunks can be merged.
     rows = sorted(plan.wanted)
-    places = reader.index[np.ix_(rows, [column.number for column in columns])].tolist()
+    chunk_ranges = reader.index[np.ix_(rows, [column.number for column in columns])].tolist()
     read: _Read | None = None
-    for row, row_places in zip(rows, places, strict=True):
+    for row, row_chunk_ranges in zip(rows, chunk_ranges, strict=True):
         destinations = plan.wanted[row]
-        for column, (offset, n_bytes) in zip(columns, row_places, strict=True):
+        for column, (offset, n_bytes) in zip(columns, row_chunk_ranges, strict=True):
             if (
                 read
                 and offset == read.offset + read.n_bytes
@@ -362,7 +417,10 @@ def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Cut the reads where fetched bytes would take too much memory; local files need no windows."""
+    """Split reads of remote files into windows of limited size, since a window is held in memory.
+
+    Local files are read by the decoding threads, so their reads are not split.
+    """
     window: list[_Read] = []
     n_bytes = 0
     for read in reads:
@@ -378,9 +436,10 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 
 
 def _fetch_ahead(reads: list[_Read]) -> None:
-    """Request all bytes before the first chunk is decoded."""
+    """Fetch remote bytes, and ask the kernel to read local bytes ahead."""
     remote: list[tuple[_Read, RemoteFile]] = []
-    with suppress(*MISSING):  # a local file that is missing is named when it is read
+    # A missing local file raises an error with its name later, when the file is read.
+    with suppress(*MISSING):
         for read in reads:
             file = read.reader.file
             if isinstance(file, RemoteFile):
@@ -389,21 +448,21 @@ def _fetch_ahead(reads: list[_Read]) -> None:
                 file.prefetch(read.offset, read.offset + read.n_bytes)
     if remote:
         try:
-            found = fetch_ranges(
+            fetched = fetch_ranges(
                 [(file, read.offset, read.offset + read.n_bytes) for read, file in remote]
             )
         except FileNotFoundError as error:
             raise StoreDamaged(
-                f"{error} is missing since the store was opened. Restore it."
+                f"{error} was deleted after the store was opened. Restore it."
             ) from error
-        for (read, _), data in zip(remote, found, strict=True):
+        for (read, _), data in zip(remote, fetched, strict=True):
             read.data = np.frombuffer(data, np.uint8)
 
 
 def _decode(read: _Read) -> None:
     raw = read.reader.read_bytes(read.offset, read.n_bytes) if read.data is None else read.data
-    for at, n_bytes, row, column, destinations in read.chunks:
-        _place(read.reader, raw[at : at + n_bytes], row, column, destinations)
+    for start, n_bytes, row, column, destinations in read.chunks:
+        _place(read.reader, raw[start : start + n_bytes], row, column, destinations)
     read.data = None
 
 
@@ -418,8 +477,8 @@ def _place(
     row_start = row * grid.chunk_tokens
     chunk_rows = grid.chunk_tokens
     if len(destinations) == 1 and column.span is not None and destinations[0].low <= row_start:
-        at = row_start - destinations[0].low
-        target = destinations[0].out[at : at + chunk_rows]
+        first_row = row_start - destinations[0].low
+        target = destinations[0].out[first_row : first_row + chunk_rows]
         if grid.chunks_per_row > 1 or target.ndim > 1:
             target = target[:, column.span[0] : column.span[1]]
         if target.shape == grid.chunk_shape and target.flags.c_contiguous:

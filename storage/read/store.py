@@ -1,4 +1,7 @@
-"""Reading a store: sequences, fields, layers and token slices as NumPy arrays. Needs neither torch nor the target."""
+"""Reads sequences, fields, layers and token slices of a store as NumPy arrays.
+
+It needs neither torch nor the target model.
+"""
 
 import os
 import tempfile
@@ -40,30 +43,37 @@ _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
 
 class ActivationStore:
-    """A store opened for reading: lazy, safe in threads and after a fork, and picklable (it opens itself again).
+    """A store that is opened for reading.
 
-    Opening checks the schema version, the plan against the commits, and that every committed file exists with its
-    committed size; reading checks the checksum of each chunk. ``verify_store`` checks the rest.
+    Values are read lazily. A store can be used by several threads and after a fork. It can be
+    pickled; unpickling opens the store again.
+
+    Opening checks the schema version, compares the plan with the commits, and checks that every
+    committed file exists and has its committed size. Reading verifies the checksum of each chunk.
+    ``verify_store`` checks the rest.
 
     Args:
         path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
-        require_complete: refuse a store of which planned parts have no commit.
-        parts: see only these parts; the others may be damaged. None for all.
-        cache: keeps on a local disk what is read of a remote store; default: what ``MOA_DATA_CACHE_DIR`` names.
+        require_complete: raise an error if a planned part has no commit.
+        parts: open only these parts. The others may be damaged. None opens all parts.
+        cache: local disk cache for the bytes that are read from a remote store. By default the
+            environment variable ``MOA_DATA_CACHE_DIR`` names its folder. None disables it.
         checks_sizes: compare the size of every file with its commit when the store is opened.
 
     Attributes:
-        sequences: the committed sequences in plan order (columns of ``plan.PLAN_SCHEMA``).
-        commits: part -> its commit, for committed parts.
+        sequences: the committed sequences in plan order, with the columns of ``plan.PLAN_SCHEMA``.
+        commits: the commit of each committed part, by part number.
 
     Raises:
-        StoreError: not a store, another schema version, incomplete with ``require_complete``, or damaged.
+        StoreError: the path is not a store, the store has another schema version or is damaged, or
+            it is incomplete and ``require_complete`` is set.
 
     Example::
 
         store = ActivationStore("store")
-        tokens = store.read(0, "tokens")                                # int32 [n_tokens]
-        kv = store.read(0, "kv", layers=[-1], tokens=slice(0, 128))     # uint16 [128, 1, n_kv_heads, 2, head_dim]
+        tokens = store.read(0, "tokens")  # int32 [n_tokens]
+        # uint16 [128, 1, n_kv_heads, 2, head_dim]
+        kv = store.read(0, "kv", layers=[-1], tokens=slice(0, 128))
     """
 
     def __init__(
@@ -85,23 +95,24 @@ class ActivationStore:
         for key in ("n_sequences", "n_parts"):
             if (expected := getattr(self.manifest, key)) != (counted := plan_counts(plan)[key]):
                 raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
-                    "Restore the two files from one copy."
+                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says "
+                    f"{expected}. Restore the two files from one copy."
                 )
         self.commits = read_commits(
             self.path, range(self.manifest.n_parts) if parts is None else parts
         )
         planned = part_counts(plan, self.manifest.alignment_tokens)
-        # One listing instead of a request for each file.
+        # For a remote store, get the sizes by one listing instead of one request per file.
         listed = listed_sizes(self.path / PARTS_NAME) if checks_sizes else {}
         for part, commit in self.commits.items():
-            # Before anything is read: arrays are as long as the plan says, and a damaged one may
-            # say gigabytes.
+            # Check the plan before any array is allocated. Array lengths come from the plan, and a
+            # damaged plan may ask for gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
                 raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} gives part {part} {expected} tokens, padding included, its commit "
-                    f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
-                    "and run extract again: it redoes that part."
+                    f"{self.path / PLAN_NAME} gives part {part} {expected} tokens, padding "
+                    f"included, but its commit says {commit.allocated_tokens}. Restore "
+                    f"{PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} and run "
+                    "extract again: it redoes that part."
                 )
             for _, error in find_size_damage(
                 self.path / PARTS_NAME, commit.files if checks_sizes else {}, listed
@@ -110,8 +121,9 @@ class ActivationStore:
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
             raise StoreError(
-                f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have no commit, the first "
-                f"is part {pending[0]}. Run the same extract command again to write them."
+                f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have "
+                f"no commit, the first is part {pending[0]}. Run the same extract command again to "
+                "write them."
             )
         committed = np.isin(
             numbers(plan, "part"), np.fromiter(self.commits, np.int32, len(self.commits))
@@ -130,7 +142,7 @@ class ActivationStore:
         return len(self._parts)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Read all fields of one sequence; :meth:`read` reads one, or a part of it."""
+        """Read all fields of one sequence. Use :meth:`read` to read one field or a slice of it."""
         return {name: self.read(i, name) for name in self.fields}
 
     def __repr__(self) -> str:
@@ -139,8 +151,9 @@ class ActivationStore:
             for f in self.fields.values()
         ]
         return (
-            f"ActivationStore({str(self.path)!r}: {len(self):,} sequences, {self._n_tokens.sum():,} tokens, "
-            f"{len(self.commits)} of {self.manifest.n_parts} parts; {'; '.join(shapes)})"
+            f"ActivationStore({str(self.path)!r}: {len(self):,} sequences, "
+            f"{self._n_tokens.sum():,} tokens, {len(self.commits)} of {self.manifest.n_parts} "
+            f"parts; {'; '.join(shapes)})"
         )
 
     def __enter__(self) -> "ActivationStore":
@@ -151,7 +164,10 @@ class ActivationStore:
 
     @property
     def target_path(self) -> Path:
-        """Local folder of the target bundle: config, tokenizer and frozen weights; of a remote store, a copy."""
+        """Local folder of the target bundle, which holds config, tokenizer and frozen weights.
+
+        The bundle of a remote store is downloaded on first use.
+        """
         folder = self.path / TARGET_NAME
         if self._download is None:
             if isinstance(folder, Path):
@@ -167,16 +183,20 @@ class ActivationStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every committed sequence: int32 [len(self)]."""
+        """Number of tokens of every committed sequence, int32 [len(self)]."""
         return np.asarray(self._n_tokens)
 
     @property
     def n_bytes_read(self) -> int:
-        """Stored bytes of all chunks that the calling thread has read so far."""
+        """Number of stored bytes in all chunks that the calling thread has read so far."""
         return self._shards.n_bytes_read
 
     def refuse_groups(self, what: str) -> None:
-        """Refuse keys and values by groups of layers, which something does not take."""
+        """Raise SelectionInvalid if the store has keys and values by groups of layers.
+
+        Args:
+            what: the option that does not support such stores. The error asks to leave it out.
+        """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
                 f"{self.path} has keys and values by groups of layers. Leave out {what}."
@@ -192,17 +212,20 @@ class ActivationStore:
         """Read a field of one sequence.
 
         Args:
-            i: index into ``sequences``; negative counts from the end.
-            field: name, e.g. ``"kv"``.
-            layers: layers to read, in the order given; None for all. Only for fields with a layer axis.
-            tokens: slice of the sequence's tokens with step 1; None for all.
+            i: index into ``sequences``. A negative index counts from the end.
+            field: name of the field, e.g. ``"kv"``.
+            layers: layers to read, in this order. None reads all layers. Only fields with a layer
+                axis accept it.
+            tokens: slice of the sequence's tokens, with step 1. None reads all tokens.
 
         Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``schema.to_float32``).
+            Array [n_tokens, *token_shape] in the storage dtype. A bfloat16 value is returned as its
+            bits in uint16; ``schema.to_float32`` converts them.
 
         Raises:
-            SelectionInvalid: no such field, sequence or layer, or a step other than 1.
-            StoreDamaged: a checksum is wrong, a file is gone, or a token id is none of the target's.
+            SelectionInvalid: the field, sequence or layer does not exist, or the step is not 1.
+            StoreDamaged: a checksum is wrong, a file is missing, or a token id is not in the
+                target's vocabulary.
         """
         spec = self._field(field)
         codec = self.codec.fields[field]
@@ -223,9 +246,10 @@ class ActivationStore:
         layers: slice | Sequence[int] | None = None,
         tokens: slice | None = None,
     ) -> dict[str, np.ndarray]:
-        """Read the ``codes`` that ``codec.fields[field].decode`` takes; the arguments are those of :meth:`read`.
+        """Read the stored rows that ``codec.fields[field].decode`` takes as ``codes``.
 
-        The rows begin at the last multiple of 64 tokens at or before the first token.
+        The arguments are the same as for :meth:`read`. The rows begin at the first token, rounded
+        down to a multiple of 64 tokens if the codec is lossy.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
@@ -233,14 +257,18 @@ class ActivationStore:
         return self._read_codes(i, codec, base, stop, chosen)
 
     def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
-        """Return the first token whose rows are read, the first one wanted, and where both end."""
+        """Resolve a token slice.
+
+        Returns:
+            The first token that is read, the first token that was requested, and the end of both.
+        """
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
         if step != 1:
             raise SelectionInvalid(
                 f"Token slices must have step 1, got {step}. Slice the result instead."
             )
-        # Codecs decode from positions that are multiples of 64; what is stored as it is can be read
-        # from any.
+        # Lossy codecs decode only from positions that are multiples of 64 tokens. A field that is
+        # stored unchanged can be read from any position.
         base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
         return base, start, max(start, stop)
 
@@ -263,22 +291,29 @@ class ActivationStore:
         n_threads: int = 1,
         decoded: bool = True,
     ) -> dict[str, np.ndarray]:
-        """Read fields of several sequences into right-padded arrays: much faster than one sequence after the other.
+        """Read fields of several sequences into right-padded arrays.
+
+        This is much faster than reading one sequence after the other.
 
         Args:
-            sequences: indices into ``sequences``, in the order wanted; one may appear twice.
-            out: field -> the caller's array, [n_sequences, at least the longest, *token_shape] in the storage dtype,
-                to be filled; reuse it, for fresh memory costs more than reading. None for new arrays.
-            layers: as in :meth:`read`, for those of the fields that have layers; or those of each field by its name.
-            n_threads: threads that decode, the caller's included.
-            decoded: False for the rows of the stored arrays instead, under the arrays' names (in ``out`` too).
+            sequences: indices into ``sequences``, in the requested order. An index may be repeated.
+            fields: name of a field, or names of several fields.
+            out: buffers to fill, by field name. A buffer has the storage dtype and the shape
+                [n_sequences, at least the longest sequence, *token_shape]. Reuse the buffers,
+                because allocating memory costs more than reading. None allocates new arrays.
+            layers: layers to read, as in :meth:`read`. They apply to all requested fields that have
+                a layer axis. A mapping gives the layers of each field by its name.
+            n_threads: number of threads that decode, including the caller's thread.
+            decoded: if False, return the rows of the stored arrays without decoding them. The
+                result and ``out`` then have the names of the stored arrays.
 
         Returns:
-            Field -> array. Sequence b lies in ``[b, :n_tokens]``; what follows is zero.
+            Arrays by field name. Sequence b is in ``[b, :n_tokens]``; the padding after it is zero.
 
         Raises:
-            SelectionInvalid: no such field, sequence or layer, or an array of ``out`` is missing or does not fit.
-            StoreDamaged: as by :meth:`read`.
+            SelectionInvalid: a field, a sequence or a layer does not exist, or a buffer in ``out``
+                is missing or does not fit.
+            StoreDamaged: as in :meth:`read`.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]
@@ -287,7 +322,7 @@ class ActivationStore:
         batch: dict[str, np.ndarray] = {}
         ranges: list[RowRange] = []
         as_stored: list[tuple[FieldCodec, Layers]] = []
-        undone: list[Callable[[], None]] = []
+        decode_tasks: list[Callable[[], None]] = []
         for spec in specs:
             wanted = layers.get(spec.name) if isinstance(layers, Mapping) else layers
             chosen = layer_indices(spec, wanted if spec.layer_axis == 1 or not has_layers else None)
@@ -298,9 +333,9 @@ class ActivationStore:
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
             buffer = batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
             for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
-                codes, own = self._plan_codes(i, codec, 0, n_tokens, chosen)
-                ranges += own
-                undone.append(
+                codes, field_ranges = self._plan_codes(i, codec, 0, n_tokens, chosen)
+                ranges += field_ranges
+                decode_tasks.append(
                     partial(
                         decode_tokens, codec, codes, 0, 0, n_tokens, chosen, buffer[b, :n_tokens]
                     )
@@ -311,21 +346,22 @@ class ActivationStore:
             ranges += [
                 self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)
             ]
-        # All fields in one plan, so that the disk sees all requests at once; codecs follow when the
-        # bytes are there.
+        # One plan covers all fields, so that the disk gets all requests at once. The lossy codecs
+        # run after all bytes are read.
         read_ranges(self._shards, ranges, n_threads)
-        run_in_threads(undone, n_threads)
+        run_in_threads(decode_tasks, n_threads)
         block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
         for name, buffer in batch.items():
-            # the last chunk may have been decoded over the padding
+            # Clear the padding, because the last chunk may have been decoded into it.
             for b, n_tokens in enumerate(lengths):
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
         self._check_tokens(rows, batch)
         return batch
 
     def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Raise StoreDamaged for token ids that the target does not have."""
-        # Looking them up would end a process, or a whole CUDA device.
+        """Raise StoreDamaged if a token id is not in the target's vocabulary."""
+        # An embedding lookup of such an id would crash the process, or fail a CUDA assertion that
+        # makes the whole device unusable.
         tokens = arrays.get(TOKENS)
         vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
         if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -334,12 +370,16 @@ class ActivationStore:
             if ids.min() < 0 or ids.max() >= vocab_size:
                 raise StoreDamaged(
                     f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
-                    f"{self.sequences['source_row'][i]}) has token ids {ids.min()} to {ids.max()}, which lie outside "
-                    f"the vocabulary of {vocab_size}. Run `moa-data verify`, and extract again."
+                    f"{self.sequences['source_row'][i]}) has token ids {ids.min()} to {ids.max()}, "
+                    f"which lie outside the vocabulary of {vocab_size}. Run `moa-data verify`, and "
+                    "extract again."
                 )
 
     def close(self) -> None:
-        """Close all files, and delete the copy of a remote target bundle; reading opens and copies them again."""
+        """Close all files, and delete the downloaded copy of a remote target bundle.
+
+        The store stays usable: a later read opens its files again.
+        """
         self._shards.close()
         if self._download is not None:
             self._download.cleanup()
@@ -355,20 +395,25 @@ class ActivationStore:
     def _sequence(self, i: int) -> int:
         if not isinstance(i, SupportsIndex):
             raise SelectionInvalid(
-                f"{i!r} is not the number of a sequence. Read one by store[0], a field of it by read(0, 'kv')."
+                f"{i!r} is not the number of a sequence. Read a sequence by store[0], or a field "
+                "of it by store.read(0, 'kv')."
             )
         if not -len(self) <= i < len(self):
             raise SelectionInvalid(
-                f"{self.path} has {len(self)} committed sequences, and {i} is not the number of one."
+                f"{self.path} has {len(self)} committed sequences, so {i} is not a valid index."
             )
         return i % len(self)
 
     def _plan_codes(
         self, i: int, codec: FieldCodec, start: int, stop: int, layers: Layers
     ) -> tuple[dict[str, np.ndarray], list[RowRange]]:
-        """Return buffers for the rows that decode the tokens [start, stop) of a sequence, and what fills them."""
+        """Allocate the code buffers for tokens [start, stop) of a sequence.
+
+        Returns:
+            Buffers by array name, and the row ranges that fill them.
+        """
         arrays = codec.arrays_read(layers)
-        if any(one.needs_tokens for one in codec.with_sources()):
+        if any(source.needs_tokens for source in codec.with_sources()):
             arrays = (*arrays, _TOKENS_ARRAY)
         codes: dict[str, np.ndarray] = {}
         ranges = []
@@ -388,7 +433,7 @@ class ActivationStore:
         stop: int,
         out: np.ndarray,
     ) -> RowRange:
-        """Return what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
+        """Return the row range that reads tokens [start, stop) of a sequence into ``out``."""
         first_row = int(self._first_tokens[i]) // array.block_tokens
         rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
         return RowRange(
@@ -416,20 +461,26 @@ def read_manifest(store: StorePath) -> StoreManifest:
 
 
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
-    """Read the manifest, and the codec with what it has learned, of one and the same moment."""
-    while True:  # an addition replaces both files, one after the other
+    """Read a manifest and the learned codec state that belongs to it."""
+    # An addition of fields replaces both files one after the other. Retry if it replaces the basis
+    # between the two reads.
+    while True:
         manifest = read_manifest(store)
         check_manifest(store)
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            # else fields were added, and with them the basis was replaced
+            # The error is real only if the manifest has not changed since it was read.
             if read_manifest(store) == manifest:
                 raise
 
 
 def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Layers:
-    """Return non-negative layer indices, or None for all layers in order; SelectionInvalid where there are none."""
+    """Convert a layer selection to non-negative indices. None means all layers in order.
+
+    Raises:
+        SelectionInvalid: the field has no layer axis, or a layer does not exist.
+    """
     if layers is None:
         return None
     if spec.layer_axis != 1:
@@ -455,25 +506,34 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
 
 
 def token_shape(spec: FieldSpec, layers: Layers) -> tuple[int, ...]:
-    """Return the shape of one token's values with these layers."""
+    """Return the shape of one token's values for the selected layers."""
     return spec.token_shape if layers is None else (len(layers), *spec.token_shape[1:])
 
 
 def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
-    """Return the shape of one row of a stored array with some indices along axis 1; None for whole rows."""
+    """Return the shape of one row of a stored array for selected indices along axis 1.
+
+    None selects whole rows.
+    """
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
 def shared_arrays(
     fields: Iterable[tuple[FieldCodec, Layers]],
 ) -> dict[StoredArray, list[int] | None]:
-    """Return the arrays that some layers of several fields are decoded from -> indices along axis 1; None for all."""
-    found: dict[StoredArray, list[int] | None] = {}
+    """Return the stored arrays that decoding the selected layers of several fields reads.
+
+    Returns:
+        The indices that are read along axis 1, by array. None means all of them.
+    """
+    indices_by_array: dict[StoredArray, list[int] | None] = {}
     for codec, layers in fields:
         for array in codec.arrays_read(layers):
             indices = codec.indices_of(array, layers)
-            found[array] = indices if found.get(array, indices) == indices else None
-    return found
+            indices_by_array[array] = (
+                indices if indices_by_array.get(array, indices) == indices else None
+            )
+    return indices_by_array
 
 
 def decode_tokens(
@@ -485,7 +545,10 @@ def decode_tokens(
     layers: Layers,
     out: np.ndarray,
 ) -> None:
-    """Decode the tokens [start, stop) of a sequence into ``out`` from rows that begin at ``base``, a multiple of 64."""
+    """Decode tokens [start, stop) of a sequence into ``out``.
+
+    The rows in ``codes`` begin at token ``base``, which is a multiple of 64.
+    """
     if layers == []:
         return
     values = codec.decode(codes, base, stop - base, layers)[start - base :]
@@ -495,7 +558,14 @@ def decode_tokens(
 def batch_buffer(
     out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """Return the caller's buffer of a field or stored array, or a new one: [n_sequences, at least n_rows, ...]."""
+    """Return the caller's buffer for a field or stored array, or allocate one if ``out`` is None.
+
+    Args:
+        out: the caller's buffers by name, each [n_sequences, at least n_rows, ...].
+        name: name of the field or stored array.
+        shape: smallest allowed shape, [n_sequences, n_rows, ...].
+        dtype: dtype of the buffer.
+    """
     if out is None:
         return np.empty(shape, dtype)
     if name not in out:

@@ -1,7 +1,7 @@
-"""Checks a whole store: every file, every chunk, every count, every value; or sums up what it holds.
+"""Checks the files, chunks, counts and values of a store, or summarizes what it holds.
 
-A check walks over the parts once: the values of each are decoded while its files are in the page cache. A summary is
-made of manifest, plan and commits alone; it opens no shard.
+A check visits each part once, so that its values are decoded while its files are still in the page
+cache. A summary reads only the manifest, the plan and the commits. It opens no shard.
 """
 
 import math
@@ -34,33 +34,33 @@ from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
-SLICE_BYTES = 32 << 20  # raw bytes that one thread holds at a time
+SLICE_BYTES = 32 << 20  # Raw bytes that a thread decodes at a time.
 Depth = Literal["sizes", "checksums", "values"]
-"""What is checked of each file: its size, also the checksum of its bytes, or also every value that it holds."""
+"""How a file is checked: by its size, also by its checksum, or also by decoding all its values."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or that could not be checked and may be whole."""
+    """Damage to one file, or a failure to check it."""
 
-    part: int | None  # number of the part, or None for what belongs to the whole store
-    path: str  # the file, relative to the store
+    part: int | None  # Number of the part. None for a file of the whole store.
+    path: str  # The file, relative to the store.
     message: str
-    # why the machine refused to check it; None for damage
+    # The error that prevented the check, so that the file may be intact. None for damage.
     error: OSError | MemoryError | None = None
 
 
 @dataclass
 class VerifyReport:
-    """The outcome of a check; both lists of findings are in order of parts."""
+    """The result of a check. Both lists of findings are sorted by part."""
 
     damages: list[Finding] = field(default_factory=list)
-    unchecked: list[Finding] = field(default_factory=list)  # what could not be checked
-    commits: dict[int, PartCommit] = field(default_factory=dict)  # the commits that can be read
-    n_parts: int = 0  # committed parts
-    # planned parts without a commit; the store is incomplete, which is not damage
+    unchecked: list[Finding] = field(default_factory=list)  # Failures to check a file.
+    commits: dict[int, PartCommit] = field(default_factory=dict)  # All commits that can be read.
+    n_parts: int = 0  # Number of committed parts.
+    # Number of planned parts without a commit. They make the store incomplete, not damaged.
     n_pending_parts: int = 0
-    # whether the target bundle, which an extraction writes, has no commit
+    # Whether the store was made by an extraction and its target bundle has no commit.
     lacks_target: bool = False
     n_sequences: int = 0
     n_tokens: int = 0
@@ -72,23 +72,23 @@ class VerifyReport:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all files of committed parts."""
+        """Total size in bytes of all files of committed parts."""
         return sum(commit.stored_bytes for commit in self.commits.values())
 
     @property
     def missing(self) -> str:
-        """What of the plan is still to be written, in words; empty for a complete store."""
+        """A text that says what is still to be written. It is empty for a complete store."""
         return missing_text(
             self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target
         )
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Sort findings into damages and what could not be checked."""
+        """Add findings to ``damages`` or ``unchecked``."""
         for finding in findings:
             (self.unchecked if finding.error else self.damages).append(finding)
 
     def check_complete(self, store: StorePath) -> None:
-        """Raise StorageUnavailable if something could not be checked."""
+        """Raise StorageUnavailable if a file could not be checked."""
         if self.unchecked:
             first = self.unchecked[0]
             n_files = len({item.path for item in self.unchecked})
@@ -97,14 +97,17 @@ class VerifyReport:
 
 
 def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
-    """Return in words what of a plan is still to be written; empty where nothing is."""
-    what = [f"{n_pending} of {n_planned} parts"] if n_pending else []
-    what += ["the target bundle"] if lacks_target else []
-    return f"{' and '.join(what)} still to be written" if what else ""
+    """Return a text that says what is still to be written. It is empty for a complete store."""
+    pending = [f"{n_pending} of {n_planned} parts"] if n_pending else []
+    pending += ["the target bundle"] if lacks_target else []
+    return f"{' and '.join(pending)} still to be written" if pending else ""
 
 
 def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
-    """Whether the target bundle is still to be written; stores that no extraction made need none."""
+    """Return whether the target bundle is still to be written.
+
+    Only stores that were made by an extraction need a target bundle.
+    """
     return "target_layers" in manifest.extraction and not backend.exists(
         schema.target_commit_path(store)
     )
@@ -116,21 +119,31 @@ def verify_store(
     n_threads: int | None = None,
     values: bool = True,
 ) -> VerifyReport:
-    """Check everything that a store promises.
+    """Check a whole store.
 
-    File sizes and checksums against the commits, shard indexes, the checksum of every chunk, counts against the plan,
-    response masks against their counts, token ids against the vocabulary, and that every value is finite. Damage, and
-    what the machine kept from being checked, is listed and not raised. If store.json, plan.parquet or the codec is
-    damaged, nothing else is checked.
+    The check verifies that:
+
+    - file sizes and checksums match the commits,
+    - shard indexes and the checksums of all chunks are correct,
+    - counts match the plan, and response masks match their counts,
+    - token ids are in the vocabulary,
+    - every value is finite.
+
+    Damage and failures to check a file are listed in the report and not raised. If store.json,
+    plan.parquet or the codec is damaged, nothing else is checked.
 
     Args:
-        progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
-        n_threads: threads that checksum and decode; default: one per core, at most 16.
-        values: also decode every value, which takes several times the time of comparing all bytes.
+        path: the store's folder, or its URL.
+        progress: called with the number of bytes that are done. If values are decoded, checking a
+            file counts half of its bytes, and decoding its values counts the other half.
+        n_threads: number of threads that compute checksums and decode. The default is one per core,
+            at most 16.
+        values: also decode every value. This takes several times as long as comparing all bytes.
 
     Raises:
-        StorageUnavailable: a file without which nothing else can be checked could not be read.
-        StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json.
+        StorageUnavailable: a file that is needed for all other checks could not be read.
+        StoreDamaged: store.json or plan.parquet cannot be read, and the store has no
+            commits/store.json.
     """
     store = backend.open_path(path)
     with backend.check_guard(store):
@@ -165,10 +178,16 @@ def verify_commits(
     progress: Progress | None = None,
     n_threads: int | None = None,
 ) -> VerifyReport:
-    """Check what has a commit, parts and target bundle, in a store whose manifest, plan and codec are whole.
+    """Check the committed parts and the target bundle of a store.
+
+    The store's manifest, plan and codec must be undamaged.
 
     Args:
+        store: the store's path.
         planned: the counts of each planned part (``plan.part_counts``).
+        depth: how thoroughly files are checked.
+        progress: called with the number of bytes that are done.
+        n_threads: number of threads. The default is one per core, at most 16.
     """
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
     with backend.check_guard(store), ThreadPoolExecutor(n_threads) as pool:
@@ -188,7 +207,8 @@ class _Verification:
         self.progress = progress
         self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
-        # Of parts; only sizes may come from a list, which may be older than the files.
+        # Sizes of the parts' files, from one listing of a remote store. A listing may be older than
+        # the files, so it is used only if sizes alone are checked.
         self.listed = backend.listed_sizes(store / schema.PARTS_NAME) if depth == "sizes" else {}
         self.report = VerifyReport()
         self.done_bytes = 0.0
@@ -213,7 +233,11 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """List what the block raises: errors of the store as damage, others as what could not be checked."""
+        """Report errors of the block.
+
+        A StoreError is reported as damage. An OSError or MemoryError is reported as a failure to
+        check the file.
+        """
         try:
             yield
         except StoreError as error:
@@ -224,7 +248,7 @@ class _Verification:
             )
 
     def _read_commits(self, planned: Sequence[Mapping[str, int]]) -> None:
-        """Read the commits of all parts, and say where they contradict the plan."""
+        """Read the commits of all parts, and report those that contradict the plan."""
         reads = backend.reads_of(
             schema.commit_path(self.store, part) for part in range(len(planned))
         )
@@ -244,7 +268,7 @@ class _Verification:
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
     def _check_parts(self) -> None:
-        """Check part by part: all files, then, if they are whole, all values."""
+        """Check part by part: first all files, then all values if the files are undamaged."""
         commits = self.report.commits
         folder = self.store / schema.PARTS_NAME
         decodes = self.depth == "values"
@@ -282,21 +306,21 @@ class _Verification:
         listed = {} if part is None else self.listed
 
         def check(name: str, record: FileRecord) -> list[Finding]:
-            where = name_below(self.store, folder / name)
+            path = name_below(self.store, folder / name)
             try:
                 for _, wrong in find_size_damage(folder, {name: record}, listed):
-                    return [Finding(part, where, str(wrong))]
+                    return [Finding(part, path, str(wrong))]
                 got = record.crc32 if self.depth == "sizes" else backend.file_crc32(folder / name)
-            # a missing file is damage, other refusals are not
+            # A missing file is damage. Any other OSError means that the file could not be checked.
             except (StoreError, *backend.MISSING) as error:
-                return [Finding(part, where, str(error))]
+                return [Finding(part, path, str(error))]
             except (OSError, MemoryError) as error:
-                return [Finding(part, where, backend.reason(error), error)]
+                return [Finding(part, path, backend.reason(error), error)]
             if got == record.crc32:
                 return []
             return [
                 Finding(
-                    part, where, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}"
+                    part, path, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}"
                 )
             ]
 
@@ -326,51 +350,55 @@ class _Verification:
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
-    who = f"sequence {row['sequence_id']} (source row {row['source_row']})"
+    sequence_name = f"sequence {row['sequence_id']} (source row {row['source_row']})"
     part = row["part"]
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]
-        found: dict[str, str] = {}
+        messages: dict[str, str] = {}
         try:
             if spec.name == "response_mask":
                 mask = reader.read(i, name)
                 n_masked = int(mask.sum(dtype=np.int64))
                 if mask.max(initial=0) > 1:
-                    found[name] = "the response mask has values above 1"
+                    messages[name] = "the response mask has values above 1"
                 elif n_masked != (n_planned := row["n_response_tokens"]):
-                    found[name] = (
+                    messages[name] = (
                         f"response mask counts {n_masked} tokens, the plan says {n_planned}"
                     )
             else:
                 for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
-                    where = ", ".join(
+                    position = ", ".join(
                         f"{axis} {index}" for axis, index in zip(array.axes, first, strict=True)
                     )
-                    shown = (
+                    layer_text = (
                         f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
                         if layers
                         else ""
                     )
-                    found[array.name] = (
-                        f"{n_bad} values are NaN or infinite{shown}; the first at {where}"
+                    messages[array.name] = (
+                        f"{n_bad} values are NaN or infinite{layer_text}; the first at {position}"
                     )
         except StoreError as error:
-            found = {name: str(error)}
+            messages = {name: str(error)}
         except (OSError, MemoryError) as error:
             yield Finding(part, f"{schema.PARTS_NAME}/{name}", backend.reason(error), error)
             continue
-        for array_name, message in found.items():
-            yield Finding(part, f"{schema.PARTS_NAME}/{array_name}", f"{who}: {message}")
+        for array_name, message in messages.items():
+            yield Finding(part, f"{schema.PARTS_NAME}/{array_name}", f"{sequence_name}: {message}")
 
 
 def _non_finite(
     reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec
 ) -> Iterator[tuple[schema.StoredArray, int, list[int], list[int]]]:
-    """Read what is stored of a field; yield (array, values, first index, layers) for arrays that are not finite."""
-    found: dict[schema.StoredArray, tuple[int, list[int], set[int]]] = {}
+    """Read the stored arrays of a field and find those that have NaN or infinite values.
+
+    Yields:
+        (array, number of such values, index of the first one, layers that have them).
+    """
+    bad_arrays: dict[schema.StoredArray, tuple[int, list[int], set[int]]] = {}
     spec = codec.spec
-    # Slices of a sequence, so that threads stay small; at multiples of the tokens of any codec's
-    # blocks.
+    # Read a sequence in slices, to bound the memory of each thread. Slices begin at multiples of
+    # the alignment, which every codec's block size divides.
     step = (
         max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
     )
@@ -383,13 +411,13 @@ def _non_finite(
             if finite.all():
                 continue
             bad = np.argwhere(~finite)
-            n_before, first, layers = found.get(array, (0, bad[0].tolist(), set[int]()))
+            n_before, first, layers = bad_arrays.get(array, (0, bad[0].tolist(), set[int]()))
             if not n_before:
                 first[0] += start // array.block_tokens
             if array.layer_axis is not None:
                 layers |= set(np.unique(bad[:, array.layer_axis]).tolist())
-            found[array] = n_before + len(bad), first, layers
-    for array, (n_bad, first, layers) in found.items():
+            bad_arrays[array] = n_before + len(bad), first, layers
+    for array, (n_bad, first, layers) in bad_arrays.items():
         yield array, n_bad, first, [spec.layer_numbers[layer] for layer in sorted(layers)]
 
 
@@ -398,17 +426,17 @@ def _non_finite(
 
 @dataclass(frozen=True)
 class FieldSummary:
-    """The sizes of a field over all committed parts; raw bytes are those of the tokens, without padding."""
+    """The size of a field over all committed parts."""
 
     spec: schema.FieldSpec
-    raw_bytes: int
+    raw_bytes: int  # Uncompressed size of all tokens, without padding.
     stored_bytes: int
-    arrays: Mapping[schema.StoredArray, int]  # stored array -> bytes
+    arrays: Mapping[schema.StoredArray, int]  # Stored bytes of each array.
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What ``inspect`` shows; counts are of committed parts."""
+    """The summary that ``inspect`` shows. All counts are over the committed parts."""
 
     path: StorePath
     manifest: schema.StoreManifest
@@ -420,17 +448,18 @@ class StoreSummary:
     n_response_tokens: int
     raw_bytes: int
     stored_bytes: int
-    ratio: float  # NaN, as the next one, while nothing is committed
-    bytes_per_token: float
-    lengths: tuple[list[int], list[int]]  # see :func:`length_histogram`
+    ratio: float  # stored_bytes / raw_bytes. NaN if no part is committed.
+    bytes_per_token: float  # Stored bytes per token. NaN if no part is committed.
+    lengths: tuple[list[int], list[int]]  # See :func:`length_histogram`.
     has_target: bool
-    missing: str  # what of the plan is still to be written, in words; empty for a complete store
-    # fields that an addition has written to some parts only -> how many parts
+    # A text that says what is still to be written. Empty for a complete store.
+    missing: str
+    # Number of parts that have each field of an unfinished addition.
     unfinished: Mapping[str, int]
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
-    """Summarise a store: its folder, or its URL."""
+    """Summarize a store, given by its folder or its URL."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
         manifest = store.manifest
         codec = store.codec
@@ -443,8 +472,8 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     for spec in manifest.fields:
         arrays = {array: n_bytes[array.name] for array in codec.fields[spec.name].arrays}
         fields.append(FieldSummary(spec, spec.token_bytes * n_tokens, sum(arrays.values()), arrays))
-    raw = sum(one.raw_bytes for one in fields)
-    stored = sum(one.stored_bytes for one in fields)
+    raw = sum(summary.raw_bytes for summary in fields)
+    stored = sum(summary.stored_bytes for summary in fields)
     n_pending = manifest.n_parts - len(store.commits)
     bundle = schema.target_commit_path(store.path), store.path / schema.TARGET_NAME / "config.json"
     return StoreSummary(
@@ -468,7 +497,15 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
 
 
 def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], list[int]]:
-    """Count lengths (int [n_sequences], may be empty) in bins of equal, whole width: their edges, and the counts."""
+    """Count lengths in bins of equal integer width.
+
+    Args:
+        lengths: int [n_sequences], may be empty.
+        n_bins: largest number of bins.
+
+    Returns:
+        The edges of the bins, and the number of lengths in each bin.
+    """
     longest = int(lengths.max(initial=0))
     width = max(1, -(-longest // n_bins))
     edges = np.arange(0, longest + width, width) if longest else np.array([0, 1])
@@ -477,12 +514,18 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], 
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
-    """Count the parts that have fields which store.json does not name yet: field -> parts."""
-    found: Counter[str] = Counter()
+    """Count the parts that have a field of an unfinished addition.
+
+    Such a field is in commits of parts, but not yet in store.json.
+
+    Returns:
+        Number of parts by field name.
+    """
+    n_parts: Counter[str] = Counter()
     for commit in commits:
         arrays = {array for array in map(array_of, commit.files) if array is not None}
-        steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
-        found.update(
-            sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps})
+        paths = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
+        n_parts.update(
+            sorted({"/".join(steps[: 2 if steps[0] == "hidden" else 1]) for steps in paths})
         )
-    return found
+    return n_parts

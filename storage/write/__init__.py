@@ -1,4 +1,4 @@
-"""Writing a store: parts, their commits, additions of fields, and repairs.
+"""Writes a store: its parts and their commits, added fields, and repairs.
 
-Every change of a store goes through here; nothing here runs a model.
+All changes to a store are made by this package. It does not run a model.
 """

@@ -1,10 +1,12 @@
-"""The lock of a store: held by one process alone, or by several that write different parts of it.
+"""The lock of a store. It is exclusive, or shared by processes that write different parts.
 
-``store.lock`` is held alone while a store is opened, cleaned or changed in more than its parts (additions, repairs).
-While parts are written it may be shared: each part and document is then published (renamed and committed) under a
-byte-range lock of its own in ``publish.lock``, so that of two writers of one part the second finds the first one's
-commit. Another byte is locked while a part is computed, so that others begin with other parts. Which parts a store has
-is told by commits alone.
+``store.lock`` is held exclusively while a store is opened or cleaned, and for changes that concern
+more than single parts (additions of fields, repairs). It may be shared while parts are written.
+
+Writers that share it publish each part and document, by renames and a commit, under a byte-range
+lock in ``publish.lock``. If two processes write the same part, the second one finds the commit of
+the first. Another byte, the part's claim, is locked while a part is computed, so that other
+processes choose other parts. Only commits determine which parts a store has, not locks.
 """
 
 import errno
@@ -20,33 +22,44 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, no_locks, open_lock, read_only
 from ..schema import LOCK_NAME, PUBLISH_NAME
 
-# Bytes of publish.lock: documents that several processes may want to write, then parts, then claims
-# of parts.
+# Bytes of publish.lock. The first ones lock documents that several processes may write. They are
+# followed by one byte for publishing each part, and one byte for the claim of each part.
 TEXTS_BYTE = 0
 CARD_BYTE = 1
 BUNDLE_BYTE = 2
 FIRST_PART_BYTE = 16
 _FIRST_CLAIM_BYTE = 1 << 40
 CAN_SHARE = hasattr(fcntl, "F_OFD_SETLKW")
-"""Whether the system has byte-range locks that belong to an open file, as Linux does; others write alone."""
+"""Whether the system has byte-range locks that belong to an open file (Linux has them).
+
+Without them a store is always locked exclusively.
+"""
 
 _OPENING = "opens or cleans the store"
-"""Note in store.lock of a process that will share the lock soon, so that others wait for it instead of giving up."""
-_GRACE_S = 1.0  # time that a holder has to write its note
+"""Note that a process writes to store.lock if it will soon share the lock.
+
+Other processes that find this note wait instead of failing.
+"""
+_GRACE_S = 1.0  # Time in which a process that has taken the lock must write its note.
 _RETRY_S = 0.1
 
 
 class StoreLock:
-    """The lock of a store, held until :meth:`close`.
+    """The lock of a store. It is held until :meth:`close`.
 
     Args:
-        shares: join those that share the lock, or take it alone and :meth:`share` it once the store is open.
+        store: the store's folder.
+        shares: join the processes that already share the lock. If there are none, take the lock
+            exclusively; the caller then calls :meth:`share` after it has opened the store.
+
+    Raises:
+        StoreLocked: another process holds the lock.
     """
 
     def __init__(self, store: Path, shares: bool = False) -> None:
         self._store = store
         self._path = store / LOCK_NAME
-        self.is_alone = True  # whether no other process can write to the store
+        self.is_alone = True  # Whether the lock is exclusive, so that no other process can write.
         try:
             self._fd = open_lock(self._path)
         except OSError as error:
@@ -70,7 +83,15 @@ class StoreLock:
             self.is_alone = False
 
     def _wait_for(self, take: Callable[[], None], waits: bool = True) -> None:
-        """Take a lock as soon as no process is opening the store; StoreLocked where one holds it for longer."""
+        """Take a lock. If another process is opening the store, wait until it has finished.
+
+        Args:
+            take: takes the lock, or raises LockHeld.
+            waits: if False, raise StoreLocked at once if another process holds the lock.
+
+        Raises:
+            StoreLocked: another process holds the lock for another purpose than opening the store.
+        """
         began_s = time.monotonic()
         while True:
             try:
@@ -78,21 +99,30 @@ class StoreLock:
             except LockHeld as held:
                 if not waits or (held.note != _OPENING and time.monotonic() - began_s > _GRACE_S):
                     raise StoreLocked(
-                        f"{self._store} is being written by {held.holder}. Wait until it ends, or choose another "
-                        "output folder."
+                        f"{self._store} is being written by {held.holder}. Wait until it ends, or "
+                        "choose another output folder."
                     ) from held
                 time.sleep(_RETRY_S)
 
     def share(self) -> None:
-        """Let others write beside this process; nothing changes where the system has no locks for that."""
+        """Let other processes write to the store too.
+
+        If the system has no byte-range locks for this, the lock stays exclusive.
+        """
         if self.is_alone and CAN_SHARE:
-            # The kernel frees a lock before it takes the other kind, and another process may take
-            # it in between.
+            # Changing the kind of a lock is not atomic: the kernel frees the old lock first, so
+            # that another process may take it in between.
             self._wait_for(lambda: lock(self._fd, self._path, shared=True))
             self.is_alone = False
 
     def try_alone(self) -> bool:
-        """Stop sharing if nobody else holds the lock; otherwise it is lost, and nothing may be written any more."""
+        """Try to make a shared lock exclusive.
+
+        If another process also holds the lock, this process loses it and must not write any more.
+
+        Returns:
+            Whether the lock is exclusive now.
+        """
         if not self.is_alone:
             try:
                 lock(self._fd, self._path, note=_OPENING)
@@ -103,7 +133,10 @@ class StoreLock:
 
     @contextmanager
     def locked_byte(self, byte: int) -> Iterator[None]:
-        """Hold a byte of ``publish.lock``, waiting for the process or thread that holds it."""
+        """Lock a byte of ``publish.lock``. Wait if another process or thread holds it.
+
+        Under an exclusive store lock this does nothing.
+        """
         if self.is_alone:
             yield
             return
@@ -119,7 +152,12 @@ class StoreLock:
             os.close(fd)
 
     def claim(self, part: int) -> int:
-        """Return a descriptor that says, until it is closed, that a part is computed; -1 where no other must know."""
+        """Mark a part as being computed.
+
+        Returns:
+            A file descriptor that holds the claim until it is closed. It is -1 without a claim,
+            because no other process can write or another writer has claimed the part.
+        """
         if self.is_alone:
             return -1
         fd = open_lock(self._store / PUBLISH_NAME)
@@ -131,27 +169,32 @@ class StoreLock:
         return fd
 
     def is_claimed(self, part: int) -> bool:
-        """Whether a part is being computed at this moment, as far as its writer could tell."""
+        """Return whether a writer, which may be in this process, has claimed a part.
+
+        A part may also be computed without a claim, because claims are best effort.
+        """
         if self.is_alone:
             return False
         with suppress(OSError):
-            # To be told of locks the descriptor must be writable.
+            # F_OFD_GETLK reports locks only for a writable descriptor.
             fd = os.open(self._store / PUBLISH_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _byte_range(_FIRST_CLAIM_BYTE + part))
+                lock_state = fcntl.fcntl(
+                    fd, fcntl.F_OFD_GETLK, _byte_range(_FIRST_CLAIM_BYTE + part)
+                )
             finally:
                 os.close(fd)
-            return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+            return bool(struct.unpack(_FLOCK, lock_state)[0] != fcntl.F_UNLCK)
         return False
 
     def close(self) -> None:
-        """Free the lock."""
+        """Release the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-_FLOCK = "hhqqi"  # ``struct flock``: kind, what the start counts from, start, length, process
+_FLOCK = "hhqqi"  # Layout of ``struct flock``: l_type, l_whence, l_start, l_len, l_pid.
 
 
 def _byte_range(byte: int) -> bytes:

@@ -1,23 +1,30 @@
-"""Writes one part: sequences arrive in order, inner chunks are encoded as they fill, the commit comes last.
+"""Writes one part of a store.
 
-Each array goes into Zarr v3 shards (``sharding_indexed``): encoded inner chunks in the order written, then the index.
+Sequences arrive in order. An inner chunk is encoded as soon as it is full. The commit is written
+last. Each array is stored in Zarr v3 shards (``sharding_indexed``). A shard holds its encoded inner
+chunks in the order in which they were written, followed by its index.
 
-``kv/c.0.0.0.0.0`` of Llama-3-8B: 16,384 tokens of 32 layers with 8 KV heads of 128 (2.1 GB raw, 1.5 GB stored)::
+Numbers in the following diagrams without a unit are sizes in bytes. The shard ``kv/c.0.0.0.0.0`` of
+Llama-3-8B holds 16,384 tokens of 32 layers with 8 KV heads of size 128. It has 2.1 GB of raw values
+and 1.5 GB of stored bytes::
 
-    | chunk 0,0 | chunk 0,1 | ... | chunk 0,31 | chunk 1,0 | ... | chunk 255,31 | index 131,072 | crc32c 4 |
-      layer 0     layer 1           layer 31     layer 0           layer 31
+    | chunk 0,0 | chunk 0,1 | ... | chunk 0,31 | chunk 1,0 | ... | chunk 255,31 | index   | crc32c |
+      layer 0     layer 1           layer 31     layer 0           layer 31       131,072   4
       tokens 0 to 63                             64 to 127         16,320 to 16,383
 
-One chunk: 64 tokens x 1 layer x 8 heads x 2 x 128 in bfloat16, 262,144 raw bytes in about 181,000 ::
+One chunk holds 64 tokens x 1 layer x 8 heads x 2 x 128 values in bfloat16. Its 262,144 raw bytes
+are encoded in about 181,000 bytes::
 
-    | header 16 | block at byte 20: 4 | size 4 | low bytes 131,072 | size 4 | high bytes, coded 50,000 | crc32c 4 |
-    +------------------------------------ a blosc frame ------------------------------------------------+
+    | header | offset of the block: 20 | size | low bytes | size | coded high bytes | crc32c |
+      16       4                         4      131,072     4      50,000             4
+    +------------------------------- blosc frame -----------------------------------+
 
-The index: 256 rows x 32 columns of (offset uint64, n_bytes uint64), in C order. A reader of one layer of 64 tokens
-reads the index once, then one chunk.
+The index has 256 rows x 32 columns of (offset uint64, n_bytes uint64), in C order. To read one
+layer of 64 tokens, a reader reads the index once and then one chunk.
 
-An index entry of 2**64 - 1 twice means "no chunk", which only positions beyond the end of a part have here: a chunk
-of zeros is written like any other, so that a lost chunk never reads as zeros.
+An index entry of 2**64 - 1 twice means that the chunk does not exist. Only positions after the end
+of a part have such entries. A chunk of zeros is written like any other chunk, so that a lost chunk
+is never read as zeros.
 """
 
 import os
@@ -44,15 +51,21 @@ from .publish import PartFiles
 
 _ABSENT = np.uint64(2**64 - 1)
 TASK_BYTES = 1 << 20
-"""Raw bytes that a thread encodes at a time: about 1.5 ms of work, long against the time to hand it over."""
+"""Raw bytes that a thread encodes in one task.
+
+A task takes about 1.5 ms, which is much longer than handing it to the thread.
+"""
 
 
 class ShardWriter:
-    """Writes one shard front to back; memory holds the index and the chunks that are being encoded.
+    """Writes one shard sequentially. Only the index and unfinished chunks are held in memory.
 
     Args:
-        pool: encodes the chunks, and syncs the file.
-        make_durable: makes the finished file durable, given its descriptor and path, on the pool's thread for that.
+        path: path of the new file.
+        grid: grid of the array.
+        pool: thread pool that encodes the chunks and syncs the file.
+        make_durable: function of the file descriptor and the path that makes the finished file
+            durable. It is called on the pool's sync thread.
     """
 
     def __init__(
@@ -74,17 +87,21 @@ class ShardWriter:
         self._crc = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_guard(path):
-            # O_EXCL: no two writers have a partial name in common, and a link in its place is not
-            # followed.
+            # O_EXCL ensures that no two writers use the same partial name, and that a symbolic link
+            # with this name is not followed.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     @property
     def is_full(self) -> bool:
-        """Whether every row of inner chunks has been given."""
+        """Whether all rows of inner chunks have been appended."""
         return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
-        """Encode the next row of inner chunks, which must not change until :meth:`settle`, and write what is ready."""
+        """Start encoding the next row of inner chunks, and write chunks that are encoded.
+
+        Args:
+            values: values of the row. They must not change until :meth:`settle` has returned.
+        """
         step = self._grid.chunk_layers
         columns = range(self._grid.chunks_per_row)
         chunks = [
@@ -99,17 +116,21 @@ class ShardWriter:
             self._write_oldest()
 
     def settle(self) -> None:
-        """Wait until all given values are encoded; they may then change."""
+        """Wait until all appended values are encoded. The caller may change them afterwards."""
         for task in self._encoding:
             task.result()
 
     def finish(self) -> tuple[FileRecord, Future[None]]:
-        """Write the remaining chunks and the index; return the file's record, and a future of its sync and closing."""
+        """Write the remaining chunks and the index.
+
+        Returns:
+            The file's record, and a future that is done when the file is synced and closed.
+        """
         while self._encoding:
             self._write_oldest()
         index = self._index.tobytes()
-        # At the end, as its entries are known only then; so a shard is written front to back, and
-        # synced once.
+        # The index is at the end of the file, because its entries are known only now. This way a
+        # shard is written sequentially and synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
         return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
 
@@ -120,7 +141,7 @@ class ShardWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Close the file without an index; the caller deletes it."""
+        """Close the file without writing an index. The caller deletes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -143,11 +164,14 @@ class ShardWriter:
 
 
 class ArrayWriter:
-    """Streams one stored array of a part into shards, buffering at most one row of chunks.
+    """Streams one stored array of a part into shards. It buffers at most one row of chunks.
 
     Args:
-        counts: of the part (``plan.part_counts``).
-        files: where the shards are written.
+        array: the stored array.
+        counts: counts of the part (``plan.part_counts``).
+        grid: grid of the array.
+        pool: thread pool that encodes chunks and syncs files.
+        files: the part's files, which determine the paths of the shards.
     """
 
     def __init__(
@@ -159,8 +183,8 @@ class ArrayWriter:
         files: PartFiles,
     ) -> None:
         self.array = array
-        self.records: dict[str, FileRecord] = {}  # of the shards that are finished
-        self.written: list[list[int]] = []  # [first, stop] of each run of rows that was given
+        self.records: dict[str, FileRecord] = {}  # Records of the finished shards, by file name.
+        self.written: list[list[int]] = []  # Ranges [first, stop] of the rows that were written.
         self._part = counts["part"]
         self._grid = grid
         self._pool = pool
@@ -174,7 +198,12 @@ class ArrayWriter:
         self._n_shards = 0
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write consecutive rows, [n, *row_shape] in the array's dtype; rows skipped since the last call are zero."""
+        """Write consecutive rows. Rows that are skipped since the last call become zero.
+
+        Args:
+            first_row: index of the first row in the part.
+            values: [n, *row_shape] in the array's dtype.
+        """
         self._check(first_row, values)
         if not len(values):
             return
@@ -183,17 +212,18 @@ class ArrayWriter:
         else:
             self.written.append([first_row, first_row + len(values)])
         size = self._grid.chunk_tokens
-        at = 0
-        while at < len(values):
-            row, offset = divmod(first_row + at, size)
+        n_written = 0
+        while n_written < len(values):
+            row, offset = divmod(first_row + n_written, size)
             self._flush_rows(row)
-            n = min(size - offset, len(values) - at)
+            n = min(size - offset, len(values) - n_written)
             if n == size:
-                self._append(values[at : at + n])  # a whole row of chunks is encoded without a copy
+                # A complete row of chunks is encoded without a copy.
+                self._append(values[n_written : n_written + n])
             else:
-                self._row[offset : offset + n] = values[at : at + n]
+                self._row[offset : offset + n] = values[n_written : n_written + n]
                 self._row_is_clean = False
-            at += n
+            n_written += n
 
     def _check(self, first_row: int, values: np.ndarray) -> None:
         array = self.array
@@ -206,25 +236,26 @@ class ArrayWriter:
         ):
             raise StoreError(
                 f"{array.name!r} takes {array.storage_dtype.name} arrays of shape "
-                f"[n, {', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got {values.dtype} "
-                f"{list(values.shape)}."
+                f"[n, {', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got "
+                f"{values.dtype} {list(values.shape)}."
             )
         if self.written and first_row < self.written[-1][1]:
             raise StoreError(
-                f"{array.name!r}: {unit} {first_row} comes before {self.written[-1][1]}, the end of what is written. "
-                "Write in increasing order."
+                f"{array.name!r}: {unit} {first_row} comes before {self.written[-1][1]}, the end "
+                "of what is written. Write in increasing order."
             )
         if end > self._n_rows:
             raise StoreError(
-                f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}."
+                f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's "
+                f"{self._n_rows}."
             )
 
     def _flush_rows(self, row: int) -> None:
-        """Write out the buffered row and rows of zeros until ``row`` is the next one."""
+        """Append the buffered row of chunks, then rows of zeros, until ``row`` is the next row."""
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
-                # a new one: an encoder may still read the other
+                # Allocate a new buffer, because an encoder may still read the old one.
                 self._row = np.zeros_like(self._row)
                 self._row_is_clean = True
 
@@ -249,12 +280,15 @@ class ArrayWriter:
         return f"{self.array.name}/{self._grid.shard_key(self._part, number)}"
 
     def settle(self) -> None:
-        """Wait until all values given to :meth:`write` are encoded."""
+        """Wait until all values passed to :meth:`write` are encoded."""
         if self._shard is not None:
             self._shard.settle()
 
     def finish(self) -> None:
-        """Fill up to the end of the part with zeros and end the last shard; :meth:`wait_synced` comes after it."""
+        """Fill the rest of the part with zeros and finish the last shard.
+
+        Call :meth:`wait_synced` afterwards.
+        """
         self._flush_rows(self._grid.n_chunk_rows(self._n_rows))
         self._finish_shard()
 
@@ -264,7 +298,7 @@ class ArrayWriter:
             synced.result()
 
     def abort(self) -> None:
-        """Close the open shard and delete the local files of shards that have no final name."""
+        """Close the open shard and delete local files that do not have their final name yet."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
@@ -273,16 +307,22 @@ class ArrayWriter:
 
 
 class PartWriter(AbstractContextManager["PartWriter"]):
-    """Writes a part, or more fields of one. Leaving the ``with`` block without :meth:`commit` discards it.
+    """Writes a part, or additional fields of a part.
 
-    Not safe for several threads at once; different parts of one store may be written by different threads.
+    If the ``with`` block ends without a call of :meth:`commit`, the part is discarded. A PartWriter
+    must not be used by several threads at once. Different threads may write different parts of the
+    same store.
 
     Args:
-        counts: what its commit must say (``plan.part_counts``).
-        grids: array name -> its grid.
-        on_close: called once nothing more is written, with whether the part is committed.
-        pool: encodes on threads of its own; values must then not change until :meth:`settle` or :meth:`commit`.
-            Without one the caller's thread encodes, and they may change as soon as :meth:`write` returns.
+        sequences: the sequences of the part, in plan order.
+        counts: counts of the part, which the commit must have (``plan.part_counts``).
+        codec: codec of the fields to write.
+        grids: the grid of each array, by array name.
+        files: the part's files.
+        on_close: called when the part is closed. Its argument says whether the part is committed.
+        pool: thread pool that encodes. Values must then not change until :meth:`settle` or
+            :meth:`commit` has returned. Without a pool the caller's thread encodes, and values may
+            change as soon as :meth:`write` returns.
     """
 
     def __init__(
@@ -298,10 +338,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        self.is_open = True  # neither committed nor discarded yet
-        # the committed part is this one; no longer once commit() found another writer's
+        self.is_open = True  # Whether the part is neither committed nor discarded yet.
+        # False if commit() found that another writer has committed the part.
         self.was_first = True
-        self.codec = codec  # of the fields to write
+        self.codec = codec  # Codec of the fields to write.
         self._counts = counts
         self._files = files
         self._on_close = on_close
@@ -316,17 +356,22 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def write(
         self, field: str, first_token: int, values: np.ndarray | Mapping[str, np.ndarray]
     ) -> None:
-        """Write consecutive tokens of a field; with a lossy codec exactly one sequence, encoded.
+        """Write consecutive tokens of a field.
+
+        If the field has a lossy codec, each call writes exactly one encoded sequence.
 
         Args:
-            first_token: position of the first of them on the part's token axis (``first_token`` of the plan); within a
-                field it only grows. Tokens that are skipped become zero.
-            values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16); of a field with a lossy codec the
-                rows of each stored array, as ``StoreCodec.encode`` makes them.
+            field: name of the field.
+            first_token: position of the first token on the part's token axis (``first_token`` in
+                the plan). It must increase from call to call within a field. Skipped tokens become
+                zero.
+            values: [n, *token_shape] in the storage dtype (a bfloat16 value is passed as its bits
+                in uint16). For a field with a lossy codec, the rows of each stored array, as
+                ``StoreCodec.encode`` returns them.
 
         Raises:
-            StoreError: unknown field, wrong dtype, shape, order or range; with a lossy codec also something else than
-                the rows of one planned sequence.
+            StoreError: the field is unknown, or the values have a wrong dtype, shape, order or
+                range. With a lossy codec also if they are not the rows of one planned sequence.
         """
         self._check_open()
         if (codec := self.codec.fields.get(field)) is None:
@@ -340,14 +385,16 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         names = [array.name for array in codec.arrays]
         if n_tokens is None or isinstance(values, np.ndarray) or values.keys() != set(names):
             raise StoreError(
-                f"{field!r} is stored as {', '.join(names)}: write the rows of one sequence of the plan per call, as "
-                f"StoreCodec.encode makes them. At token {first_token} the plan has {n_tokens or 'none'}."
+                f"{field!r} is stored as {', '.join(names)}. Write the rows of one planned "
+                "sequence per call, as StoreCodec.encode returns them. Tokens of the planned "
+                f"sequence that starts at token {first_token}: {n_tokens or 'none'}."
             )
         for array in codec.arrays:
             rows = values[array.name]
             if len(rows) != array.n_rows(n_tokens):
                 raise StoreError(
-                    f"{array.name!r}: {n_tokens} tokens make {array.n_rows(n_tokens)} rows, got {len(rows)}."
+                    f"{array.name!r}: {n_tokens} tokens make {array.n_rows(n_tokens)} rows, got "
+                    f"{len(rows)}."
                 )
             self._arrays[array.name].write(first_token // array.block_tokens, rows)
 
@@ -356,15 +403,24 @@ class PartWriter(AbstractContextManager["PartWriter"]):
             raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
 
     def settle(self) -> None:
-        """Wait until all values given to :meth:`write` are encoded; they may then change."""
+        """Wait until all values passed to :meth:`write` are encoded.
+
+        The caller may change them afterwards.
+        """
         for array in self._arrays.values():
             array.settle()
 
     def commit(self) -> PartCommit:
-        """Make the part exist: finish and sync every shard, give it its name, write the commit.
+        """Finish and sync all shards, rename them to their final names and write the commit.
 
-        Where another writer has committed the part meanwhile, that commit stays, and this one's files are deleted.
-        StoreError where a planned sequence was not written to every field.
+        If another writer has committed the part in the meantime, its commit stays, and the files of
+        this writer are deleted.
+
+        Returns:
+            The part's commit.
+
+        Raises:
+            StoreError: a planned sequence was not written to every field.
         """
         self._check_open()
         self._check_complete()
@@ -393,20 +449,25 @@ class PartWriter(AbstractContextManager["PartWriter"]):
             first = first_token // array.array.block_tokens
             stop = -(-stop_token // array.array.block_tokens)
             ranges = np.array(array.written, np.int64).reshape(-1, 2)
-            # The range that starts last at or before a sequence must reach its end.
-            at = np.searchsorted(ranges[:, 0], first, side="right") - 1
-            covered = at >= 0
-            covered[covered] = ranges[at[covered], 1] >= stop[covered]
+            # For each sequence, find the last range that starts at or before it. This range must
+            # reach the end of the sequence.
+            position = np.searchsorted(ranges[:, 0], first, side="right") - 1
+            covered = position >= 0
+            covered[covered] = ranges[position[covered], 1] >= stop[covered]
             if not covered.all():
                 row = int(np.flatnonzero(~covered)[0])
                 n_missing = int((~covered).sum())
                 raise StoreError(
-                    f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to {name!r}, the first "
-                    f"at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
+                    f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to "
+                    f"{name!r}, the first at tokens {first_token[row]} to {stop_token[row]}. Write "
+                    "them all before commit()."
                 )
 
     def discard(self) -> None:
-        """Delete the files of an uncommitted part: it stays pending, or without the new fields."""
+        """Delete the files of an uncommitted part.
+
+        A new part stays pending. An existing part keeps its old fields.
+        """
         if not self.is_open:
             return
         self.is_open = False

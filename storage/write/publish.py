@@ -1,25 +1,32 @@
-"""How the files of a writer become those of a store, in a folder or in a bucket.
+"""Publishes the files of a writer in a store, which is a folder or a prefix of a bucket.
 
-A file is written under a name that no other writer uses (``c.0.0.0.0.0.5f3a9c01.partial``), in a bucket by an upload.
-When all files of a part are durable, it is published::
+A file is first written under a name that no other writer uses, such as
+``c.0.0.0.0.0.5f3a9c01.partial``. In a bucket it is uploaded under this name. When all files of a
+part are durable, the part is published in three steps::
 
-    1  commits/part-K.json.partial    in a bucket only: a record of the commit to be made and the files it is made of
-    2  parts/kv/c.K.0.0.0.0           renamed, or in a bucket copied by the server, from the name in use so far
-       commits/part-K.json            created if absent; where fields are added, it replaces the one that was there
+    1  commits/part-K.json.partial    in a bucket only: the record of the publication, which holds
+                                      the new commit and the list of its files
+    2  parts/kv/c.K.0.0.0.0           renamed from the temporary name, or in a bucket copied from it
+                                      by the server
+       commits/part-K.json            created if absent, or replaced if fields are added
     3  uploads and record             deleted
 
-Of several writers of a part the first to publish wins. In a folder publishing takes a lock. A bucket has no locks: the
-record, which is created if absent, decides. Every writer that meets one takes steps 2 and 3 of it, which are the same
-for all and may be repeated, so that nobody waits for a writer that was killed. Then it publishes its own files, or
-deletes them where there is a commit by now.
+If several writers write the same part, the first one that publishes it wins. In a folder, a writer
+holds a lock while it publishes. A bucket has no locks, so the record decides: it is created only if
+no record exists. A writer that finds the record of another one executes steps 2 and 3 for that
+record. These steps can be repeated and have the same result for every writer, so nobody has to wait
+for a writer that was killed. Afterwards the writer publishes its own files, or deletes them if the
+part has a commit by now.
 
-Why one record for all files of a part, and not each shard created if absent: machines that differ round differently,
-and their shards do not go together. Codes of one with scales of the other decode to wrong values though every checksum
-fits. And S3 has conditional puts of documents, not of large files that are uploaded in blocks.
+There is one record for all files of a part, for two reasons. First, shards from different machines
+cannot be mixed, because the machines may round differently. Codes from one machine and scales from
+another one decode to wrong values although all checksums match. Second, S3 supports conditional
+puts of small documents, but not of large files that are uploaded in blocks.
 
-A file gets its final name in step 2 alone, and only while its commit is not there: before, no reader asks for it, and
-afterwards another record comes to nothing. Uploads that no record names are deleted when they are older than
-``LEFTOVER_S``: a writer gives up a part that it could not publish within ``COMMIT_WITHIN_S`` of its first upload.
+A file gets its final name only in step 2, and only while the commit does not exist. Before the
+commit exists, no reader asks for the file. Afterwards, other records for the same commit have no
+effect. Uploads that no record names are deleted when they are older than ``LEFTOVER_S``. A writer
+gives up a part that it cannot publish within ``COMMIT_WITHIN_S`` after its first upload.
 """
 
 import json
@@ -68,28 +75,32 @@ from ..schema import (
 )
 from .lock import FIRST_PART_BYTE, StoreLock
 
-COMMIT_WITHIN_S = 24 * 3600.0  # time from the first upload of a part in which it must be published
-LEFTOVER_S = 2 * COMMIT_WITHIN_S  # age from which an upload that was not published is deleted
+COMMIT_WITHIN_S = 24 * 3600.0  # Longest time from the first upload of a part to its publication.
+LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age at which an unpublished upload is deleted.
 
 
 def partial_name(name: str, attempt: str) -> str:
-    """Return what a file is called until it is published: after its writer."""
+    """Return the temporary name of a file, which identifies its writer until it is published."""
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Files of a writer, and the commit that is to list them."""
+    """A set of files of one writer, and the commit that lists them."""
 
-    commit: StorePath  # where the commit belongs
-    attempt: str  # part of the names that the files have until they are published
-    files: Mapping[str, int]  # final name, relative to the store -> bytes
-    old: bytes | None  # content of the commit that is replaced, None where there must be none
-    new: bytes  # content of the commit
+    commit: StorePath  # Path of the commit.
+    attempt: str  # The part of the files' temporary names that identifies the writer.
+    files: Mapping[str, int]  # Size in bytes by final name, which is relative to the store.
+    old: bytes | None  # Content of the commit to replace. None if there must not be a commit.
+    new: bytes  # Content of the new commit.
 
     @classmethod
     def read(cls, commit: StorePath) -> "Publication | None":
-        """Read the record beside a commit; None where there is none, or nothing that one could be."""
+        """Read the record of the publication of a commit.
+
+        Returns:
+            The record. None if there is none, or if it is invalid; an invalid record is deleted.
+        """
         try:
             content = parse_object(backend.read_file(publication_path(commit)))
             files = {
@@ -105,7 +116,7 @@ class Publication:
             return None
 
     def to_json(self) -> bytes:
-        """Return the record's content."""
+        """Return the content of the record."""
         texts = {
             "commit": self.commit.name,
             "old": self.old and self.old.decode(),
@@ -114,15 +125,25 @@ class Publication:
         return (json.dumps(vars(self) | texts, indent=1, sort_keys=True) + "\n").encode()
 
     def publish(self) -> bool:
-        """Make the commit, unless another one was made first; returns whether it is this one."""
-        if isinstance(self.commit, RemotePath):  # in a folder the caller holds the lock
+        """Publish the files and the commit, unless another writer has published this commit first.
+
+        In a folder the caller must hold the lock.
+
+        Returns:
+            Whether this publication has won.
+        """
+        if isinstance(self.commit, RemotePath):
             while not backend.put_if_absent(publication_path(self.commit), self.to_json()):
                 if (other := Publication.read(self.commit)) is not None:
                     other.finish()
         return self.finish()
 
     def finish(self) -> bool:
-        """Name the files and make the commit, as far as nobody has done it; delete what is left of the files."""
+        """Execute the steps of the publication that are still missing, and delete leftover files.
+
+        Returns:
+            Whether this publication has won.
+        """
         store = self.commit.parent.parent
         has_won = False
         if content_of(self.commit) == self.old:
@@ -134,8 +155,8 @@ class Publication:
                     else backend.replace_file(self.commit, self.old, self.new)
                 )
             except FileNotFoundError:
-                # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an
-                # upload, was deleted.
+                # Another writer has finished this publication in the meantime and deleted the
+                # uploads. Otherwise the commit or an upload was deleted.
                 has_won = content_of(self.commit) == self.new
         leftovers = (store / partial_name(name, self.attempt) for name in self.files)
         backend.remove_files(*leftovers, publication_path(self.commit))
@@ -143,7 +164,15 @@ class Publication:
 
 
 def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None:
-    """Give files of a store, name -> bytes, their final names; in a bucket the uploads stay too."""
+    """Give files their final names.
+
+    In a folder the files are renamed. In a bucket they are copied, and the uploads stay.
+
+    Args:
+        store: the store's path.
+        attempt: the part of the temporary names that identifies the writer.
+        files: size in bytes by final name, which is relative to the store.
+    """
     if isinstance(store, Path):
         for name in files:
             os.rename(store / partial_name(name, attempt), store / name)
@@ -159,9 +188,16 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 
 
 class PartFiles:
-    """The files of one part until they are published; ``existing`` is what its commit lists, where fields are added.
+    """The unpublished files of one part.
 
-    Shards of a part in a bucket are encoded to a temporary folder and uploaded while the next one is encoded.
+    For a store in a bucket, a shard is written to a temporary folder and uploaded while the next
+    shard is encoded.
+
+    Args:
+        store: the files of the store.
+        part: number of the part.
+        existing: the files that the part's commit lists already. It is empty unless fields are
+            added to a committed part.
     """
 
     def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
@@ -170,24 +206,28 @@ class PartFiles:
         self.existing = existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME
-        # The uploads of a part that was given up may still be published, so that a second try needs
-        # other names.
+        # In a bucket, another writer may still publish the uploads of an attempt that was given up.
+        # A second attempt therefore needs other names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
         self._uploads: list[StorePath] = []
         self._asked_for: PartCommit | None = None
 
     def path_of(self, name: str) -> Path:
-        """Return the local file in which a shard, called as its commit will list it, is written."""
+        """Return the path of the local file that a shard is written to.
+
+        Args:
+            name: the shard's name, as the commit will list it.
+        """
         return self._folder / partial_name(name, self.attempt)
 
     def make_durable(self, fd: int, path: Path) -> None:
-        """Sync a local file that is complete, or upload it."""
+        """Sync a complete local file to disk, or upload it."""
         if isinstance(self._store.path, Path):
             with disk_full_guard(path):
                 os.fsync(fd)
             return
-        # the wall clock: it runs while a machine sleeps
+        # Use the wall clock, because it also counts time in which the machine is suspended.
         self._first_upload_s = self._first_upload_s or time.time()
         target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
         self._uploads.append(target)
@@ -195,23 +235,29 @@ class PartFiles:
         path.unlink()
 
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:
-        """Make the part exist, with these shards of this writer.
+        """Publish the part.
 
-        Returns the part's commit, and whether it is this one; else another writer was first, and its commit stays.
+        Args:
+            commit: the new commit of the part.
+            shards: names of the shards that this writer has written.
+
+        Returns:
+            The part's commit, and whether it is the given one. Otherwise another writer has
+            committed the part first, and its commit stays.
         """
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
             raise StorageUnavailable(
-                f"{path}: the part took longer than {COMMIT_WITHIN_S / 3600:.0f} hours from its first upload, after "
-                "which its files may have been deleted. Run the same command again, with a smaller --part-tokens for a "
-                "new store."
+                f"{path}: the part took longer than {COMMIT_WITHIN_S / 3600:.0f} hours from its "
+                "first upload, after which its files may have been deleted. Run the same command "
+                "again, with a smaller --part-tokens for a new store."
             )
         old = replace(commit, files=self.existing).to_json() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(FIRST_PART_BYTE + self._part):
-            # In a folder the byte is held from the look at the commit to the last rename, so that
-            # no part is mixed.
+            # In a folder, this lock is held from the check for a commit to the last rename, so that
+            # a part never has files of two writers.
             if Publication(path, self.attempt, files, old, commit.to_json()).publish():
                 return commit, True
         try:
@@ -223,46 +269,64 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Delete what was not published; returns whether the commit was made: an interrupt may arrive just then."""
+        """Delete the unpublished uploads.
+
+        Returns:
+            Whether the part was committed after all, because an interrupt arrived during or after
+            the commit.
+        """
         if self._asked_for is None:
             backend.remove_files(*self._uploads)
             return False
-        # A record may be there even if no answer came, and then others need the uploads. Else a
-        # later run deletes them.
+        # The record may exist even if the server's response was lost. Other writers then need the
+        # uploads, so keep them. A later run deletes them if no record names them.
         with suppress(OSError, StoreDamaged):
             return read_part_commit(self.commit_path) == self._asked_for
         return False
 
 
 class StoreFiles:
-    """The files of a store that is written to: a folder, locked until :meth:`close`, or a prefix of a bucket.
+    """The files of a store that is opened for writing.
 
-    ``shares``: see ``StoreLock``; in a bucket others may always write.
+    A store in a folder is locked until :meth:`close`. A store in a bucket has no lock.
+
+    Args:
+        path: the store's path.
+        shares: whether to share the lock (see ``StoreLock``). In a bucket other processes can
+            always write.
     """
 
     def __init__(self, path: StorePath, shares: bool = False) -> None:
         self.path = path
-        self.attempt = secrets.token_hex(4)  # no other writer's name; its unfinished files bear it
-        # A bucket has no locks: the records of publications decide there.
+        # Identifies this writer in the names of its unfinished files.
+        self.attempt = secrets.token_hex(4)
+        # A bucket has no locks. The records of publications replace them.
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
         if self._lock is None:
-            # before anything is compared with commits that are about to be made
+            # Finish the publications of other writers before anything is compared with commits.
             self._remove_unfinished()
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may write to the store too."""
+        """Whether other processes may write to the store at the same time."""
         return self._lock is None or not self._lock.is_alone
 
     def publishing(self, byte: int) -> AbstractContextManager[None]:
-        """Keep others from publishing the same document meanwhile; ``lock`` names the bytes."""
+        """Return a context in which no other process in a folder publishes the same document.
+
+        Args:
+            byte: the byte of ``publish.lock`` for this document. The module ``lock`` defines them.
+        """
         return nullcontext() if self._lock is None else self._lock.locked_byte(byte)
 
     @property
     def scratch_path(self) -> Path:
-        """A local folder for files that only this process and its workers need: the store's, or a temporary one."""
+        """A local folder for files that only this process and its workers need.
+
+        It is the store's folder, or a temporary folder if the store is in a bucket.
+        """
         if isinstance(self.path, Path):
             return self.path
         if self._scratch is None:
@@ -271,7 +335,10 @@ class StoreFiles:
 
     @property
     def target_path(self) -> Path:
-        """A local folder with the target bundle: the store's own, or a copy of what is in a bucket."""
+        """A local folder with the target bundle.
+
+        It is the folder in the store, or a downloaded copy if the store is in a bucket.
+        """
         if isinstance(self.path, Path):
             return self.path / TARGET_NAME
         try:
@@ -286,7 +353,12 @@ class StoreFiles:
 
     @contextmanager
     def target(self) -> Iterator[Path]:
-        """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well."""
+        """Write the target bundle.
+
+        Yields:
+            A folder to fill. Its files are published as ``target/`` if the block ends without an
+            error.
+        """
         commit = target_commit_path(self.path)
         attempt = secrets.token_hex(4)
         files = dict[str, FileRecord]()
@@ -299,36 +371,40 @@ class StoreFiles:
             folder = Path(name)
             yield folder
             for root, _, names in walk(folder):
-                for local in (root / each for each in names):
+                for local in (root / file_name for file_name in names):
                     below = local.relative_to(folder).as_posix()
                     files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
-            # While files are replaced they do not fit their commit; without one a bundle is
-            # incomplete, not damaged.
+            # While the files are being replaced they do not match the old commit. Without a commit
+            # the bundle counts as incomplete, not as damaged.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
             has_won = Publication(commit, attempt, sizes, None, files_json(files)).publish()
-            if was_there and not has_won:  # else another one's, of the same target, was there first
+            # If there was no commit before, another writer of the same target may have been first.
+            if was_there and not has_won:
                 raise changed_meanwhile(commit)
             self._remove_others(TARGET_NAME, files)
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
-        """Delete the files of a folder but those to keep and those that somebody is writing."""
-        found = (
+        """Delete the files of a folder except those to keep and unfinished ones."""
+        names = (
             name
             for name in backend.names_below(self.path / folder)
             if not name.endswith(PARTIAL_SUFFIX)
         )
-        backend.remove_files(*(self.path / folder / name for name in found if name not in kept))
+        backend.remove_files(*(self.path / folder / name for name in names if name not in kept))
 
     def _retract(self, *commits: StorePath) -> None:
-        """Delete commits durably, before the files that they list change."""
+        """Delete commits durably. This must happen before the files that they list change."""
         backend.remove_files(*commits)
         backend.sync_names(self.path / COMMITS_NAME)
 
     def _remove_unfinished(self) -> None:
-        """Delete documents that a kill left unfinished; in a bucket finish what others were publishing."""
+        """Delete unfinished documents of killed processes.
+
+        In a bucket, finish the publications of other writers instead.
+        """
         if isinstance(self.path, Path):
             for folder in (
                 self.path,
@@ -346,31 +422,35 @@ class StoreFiles:
         commits = self.path / COMMITS_NAME
         for name in backend.names_in(commits):
             if name.endswith(PARTIAL_SUFFIX):
-                found = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
-                if found is not None:
-                    found.finish()
+                publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
+                if publication is not None:
+                    publication.finish()
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete files below ``parts/`` but those to keep; in a bucket uploads that are too old to be published."""
+        """Delete files in ``parts/`` except those to keep.
+
+        In a bucket, only delete uploads that are too old to be published.
+        """
         if isinstance(self.path, Path):
             _remove_files_but(self.path / PARTS_NAME, kept)
             return
-        # Nothing below its final name: another process may be publishing it at this moment.
+        # Keep all files that have their final names, because another process may be publishing
+        # them right now.
         bucket = self.path.backend
         now = datetime.now(UTC)
-        found = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
+        entries = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
             (self.path / TARGET_NAME).key
         )
         bucket.delete(
             key
-            for key, entry in found.items()
+            for key, entry in entries.items()
             if key.endswith(PARTIAL_SUFFIX)
             and entry.modified is not None
             and (now - entry.modified).total_seconds() > LEFTOVER_S
         )
 
     def close(self) -> None:
-        """Let other processes write to the store, and delete what is local."""
+        """Release the lock and delete temporary local files."""
         if self._lock is not None:
             self._lock.close()
         if self._scratch is not None:
@@ -379,7 +459,11 @@ class StoreFiles:
 
 
 def _store(path: Path, target: StorePath) -> None:
-    """Make a local file a durable file of a store: rename it, or upload it and compare its size with the server's."""
+    """Move a local file into a store durably.
+
+    In a folder the file is synced and renamed. In a bucket it is uploaded, and its size on the
+    server is checked.
+    """
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
         backend.sync_names(target.parent.parent)
@@ -397,7 +481,7 @@ def _store(path: Path, target: StorePath) -> None:
 
 
 def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
-    """Delete everything below a folder but these files, given by their relative paths."""
+    """Delete everything in a folder except the files in ``kept``, which are relative paths."""
     for root, folders, names in walk(parts):
         below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
         for name in [
@@ -411,9 +495,11 @@ def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
 
 
 def refuse_links(store: StorePath) -> None:
-    """Refuse symbolic links inside a store: what is written or deleted through one lies elsewhere.
+    """Raise StoreDamaged if a store contains a symbolic link.
 
-    Names that no store has are passed over, as no writer touches them; the store's folder itself may be a link.
+    Writing or deleting through a link would change files outside of the store. Files with names
+    that a store does not use are ignored, because no writer touches them. The store's folder itself
+    may be a link.
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:
@@ -424,15 +510,17 @@ def refuse_links(store: StorePath) -> None:
                     continue
                 if entry.is_symlink():
                     raise StoreDamaged(
-                        f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, and nothing inside a store "
-                        "is written through a link. Put the files themselves in its place, or link the whole store."
+                        f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, and "
+                        "nothing inside a store is written through a link. Put the files "
+                        "themselves in its place, or link the whole store."
                     )
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
 
 
 def changed_meanwhile(path: StorePath) -> StoreLocked:
-    """Return the error for a document that is not the one any more from which a change began."""
+    """Return the error for a document that another process has changed since it was read."""
     return StoreLocked(
-        f"{path} was changed by another process meanwhile. Wait until it ends, then run the same command again."
+        f"{path} was changed by another process meanwhile. Wait until it ends, then run the same "
+        "command again."
     )

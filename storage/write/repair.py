@@ -1,4 +1,4 @@
-"""Gives damaged parts of a store up; ``pipeline.extract.repair`` writes them again instead."""
+"""Drops damaged parts of a store. ``pipeline.extract.repair`` also writes them again."""
 
 import os
 
@@ -16,16 +16,25 @@ from .store import StoreWriter
 def drop_damage(
     path: str | os.PathLike[str] | StorePath, progress: Progress | None = None
 ) -> tuple[Finding, ...]:
-    """Check every byte of a store and delete the commits of what is damaged; returns the damage.
+    """Check every byte of a store and delete the commits of damaged parts.
+
+    Args:
+        path: the store's folder, or its URL.
+        progress: called with the number of bytes that are checked.
+
+    Returns:
+        The damage that was found.
 
     Raises:
-        StoreDamaged: store.json, plan.parquet or the codec is damaged, without which no part can be read.
-        StorageUnavailable: something could not be checked; nothing was deleted.
+        StoreDamaged: store.json, plan.parquet or the codec is damaged. No part can be read without
+            them.
+        StorageUnavailable: a file could not be checked. Nothing was deleted.
     """
     store = open_path(path)
     with check_guard(store):
         for file, error in find_manifest_damage(store, metadata=False):
-            # a damaged record is written again from whole files
+            # The commit of the manifest can be rebuilt from the files that it lists. Damage to any
+            # other file is an error.
             if file != manifest_commit_path(store):
                 raise error
         manifest = read_manifest(store)

@@ -1,27 +1,37 @@
-"""Writes a store, part by part, each part committed atomically; processes that extract do so beside each other.
+"""Writes a store part by part. Several processes may extract into the same store.
 
-Files become durable in this order (each is synced before its rename, and its folder after it)::
+Each part is committed atomically. Files become durable in the following order. Each file is synced
+before it is renamed, and its folder is synced after the rename. "A" in a name identifies the
+writer, and "K" is the number of a part::
 
-    1  store.lock                        locked; held until the process ends, however it ends (``lock``)
+    1  store.lock                        locked until the process ends in any way (``lock``)
     2  codec/basis.safetensors           before the manifest, which holds its sha256
-    3  plan.parquet                      before the manifest; a folder without a manifest is incomplete
-    4  store.json                        now the folder is a store
-    5  parts/kv/zarr.json, ...           Zarr metadata of the arrays of all parts
-    6  commits/store.json                sizes and checksums of 3 to 5, which are equal to what the inputs give
-    7  target/config.json.A.partial      each file of the bundle, renamed when all are synced; A tells the writer
-       commits/target.json               after them, and taken away before a replacement
-    8  parts/kv/c.K.0.0.0.0.A.partial    each shard of part K, synced when it is full
-       parts/kv/c.K.0.0.0.0              renamed, and the array's folder synced: durable, not yet committed
-       commits/part-K.json               now the part exists for readers; 8 again for each part, in any order
+    3  plan.parquet                      before the manifest
+    4  store.json                        the manifest; a folder without it is not yet a store
+    5  parts/kv/zarr.json, ...           Zarr metadata of the arrays, shared by all parts
+    6  commits/store.json                sizes and checksums of 3 to 5, after they are compared with
+                                         the contents that the inputs give
+    7  target/config.json.A.partial      the files of the bundle, renamed when all are synced
+       commits/target.json               after the files; deleted before they are replaced
+    8  parts/kv/c.K.0.0.0.0.A.partial    the shards of part K, each synced when it is full
+       parts/kv/c.K.0.0.0.0              renamed, and the array's folder is synced; the shard is
+                                         durable, but not yet committed
+       commits/part-K.json               makes the part visible to readers
 
-A commit is written after the files that it lists, and deleted before them: at every moment what has a commit is whole.
-Files that a kill leaves without one are deleted by the next run, which writes exactly the missing parts.
+Step 8 is repeated for each part, in any order.
 
-1 to 6 are done alone, 7 and 8 beside others: the renames and the commit of a part are one step to them, before which
-a writer looks for a commit once more. The second writer of a part leaves it as it is and deletes its own files.
+A commit is written after the files that it lists, and deleted before them. Therefore committed
+files are complete at any time. Files that a killed process leaves without a commit are deleted by
+the next run, which writes only the missing parts.
 
-In a bucket the order is the same, without 1 and without renames, and nothing is done alone: each document of 2 to 6 is
-created once, by the first writer, and all others compare it with their own (``publish``).
+Steps 1 to 6 are done under an exclusive lock. Several processes may do steps 7 and 8 at the same
+time. The renames and the commit of a part are atomic for these processes, and a writer checks again
+for a commit before them. The second writer of a part leaves the part unchanged and deletes its own
+files.
+
+In a bucket the order is the same, but without the lock of step 1 and without renames. No step is
+exclusive: each document of steps 2 to 6 is created by the first writer, and all other writers
+compare it with their own content (``publish``).
 """
 
 import hashlib
@@ -91,7 +101,10 @@ _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
 
 class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
-    """A process that writes to a store. Make it with :meth:`create_or_resume`, for ``with``."""
+    """A store that is opened for writing.
+
+    Create it with :meth:`create_or_resume` and use it in a ``with`` statement.
+    """
 
     codec: StoreCodec
 
@@ -104,15 +117,16 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     ) -> None:
         super().__init__(path, shares)
         self.manifest = manifest
-        self.plan = plan  # all sequences (see ``plan.PLAN_SCHEMA``)
-        # others wrote to it when this one came
+        self.plan = plan  # All sequences (see ``plan.PLAN_SCHEMA``).
+        # Whether other processes were writing to the store when it was opened. In a bucket this
+        # cannot be known, so it is True for every store that existed already.
         self.joined = self._lock is not None and not self._lock.is_alone
-        # what was damaged when the store was opened; it is missing now
+        # Damage that was found when the store was opened. The damaged files have lost their commit.
         self.damages: tuple[Finding, ...] = ()
-        # whether it took the place of a store of other inputs, which had no part
+        # Whether this store has replaced a store without parts that was made from other inputs.
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
-        self.n_parts = len(self._counts)  # planned parts
+        self.n_parts = len(self._counts)  # Number of planned parts.
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
@@ -130,22 +144,30 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         depth: Depth = "sizes",
         progress: Progress | None = None,
     ) -> "StoreWriter":
-        """Start a store, or continue one that was made from the same inputs.
+        """Create a store, or resume one that was made from the same inputs.
 
-        What is damaged loses its commit: it is missing then, and is written again.
+        Damaged parts lose their commits. They then count as missing and are written again.
 
         Args:
             path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
-            codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
-            shares: whether others that share it too may write beside this process, as in a bucket they always may.
-            begins_anew: whether to replace a store of other inputs that has no part and that nobody is writing to.
-            depth: how the files of a store are checked that nobody else is writing to; ``progress`` is told of bytes.
+            manifest: the manifest that the inputs give.
+            plan: the plan that the inputs give.
+            codec_files: the learned state of the codec (``StoreCodec.files``), to be written to
+                ``codec/``.
+            shares: whether other processes may write to the store at the same time, if they also
+                share it. In a bucket they always may.
+            begins_anew: whether to replace a store that was made from other inputs, if it has no
+                part and no other process is writing to it.
+            depth: how thoroughly existing files are checked, if no other process is writing.
+            progress: called with the number of bytes that are checked.
 
         Raises:
-            OutputOccupied: the folder holds something else.
-            StoreLocked: another process is writing to it, which does not share it.
-            StoreMismatch: it was made from other inputs; names every key that changed.
-            StorageUnavailable: a file could not be read or written, so that damage is unknown; nothing was deleted.
+            OutputOccupied: the folder holds something else than a store.
+            StoreLocked: another process is writing to the store and does not share it.
+            StoreMismatch: the store was made from other inputs. The error names every key that
+                differs.
+            StorageUnavailable: a file could not be read or written, so that it is unknown whether
+                the store is damaged. Nothing was deleted.
         """
         store = backend.open_path(path)
         check_plan(plan, manifest.alignment_tokens)
@@ -159,7 +181,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend.make_folder(store)
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
-            if writer.joined:  # those who were there first keep it in order
+            # If other processes share the lock, they have already created and cleaned the store.
+            if writer.joined:
                 writer._check_joined()
                 writer._open_codec()
             else:
@@ -183,19 +206,22 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.lay_out(self.codec)
 
     def _check_joined(self) -> None:
-        """Refuse other inputs than those from which other processes are writing the store."""
+        """Raise an error if other processes are writing the store from other inputs."""
         try:
             _check_same(self.path, self.manifest, self.plan)
         except StoreMismatch as error:
             if has_parts(self.path) or all(key.startswith("codec.") for key in error.changes):
                 raise
             raise StoreLocked(
-                f"{self.path} was begun from other inputs by a process that is still writing to it. Wait until it "
-                "ends, or choose another output folder."
+                f"{self.path} was begun from other inputs by a process that is still writing to "
+                "it. Wait until it ends, or choose another output folder."
             ) from error
 
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
-        """Begin a store, or put one in order that nobody else writes to, or that lies in a bucket."""
+        """Create a store, or check and restore the documents of an existing one.
+
+        In a folder this needs the exclusive lock.
+        """
         refuse_links(self.path)
         has_begun = backend.exists(manifest_commit_path(self.path)) or backend.exists(
             self.path / MANIFEST_NAME
@@ -217,31 +243,45 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend.make_folder(self.path / name)
         self._open_codec()
         if not backend.exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
-            self._record_manifest()  # all files were found equal to what the inputs give
+            # All these files were compared with the contents that the inputs give.
+            self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
-        """Whether the store can be continued; refuses other inputs and damage, unless it may be begun anew."""
+        """Return whether the store can be resumed from these inputs.
+
+        Returns:
+            True if the store was made from these inputs. False if it may be replaced.
+
+        Raises:
+            StoreMismatch: the store was made from other inputs and must not be replaced.
+            StoreDamaged: the store is damaged and must not be replaced.
+        """
         try:
             self._restore()
             _check_same(self.path, self.manifest, self.plan)
         except (StoreMismatch, StoreDamaged):
-            # A bucket has no lock that would keep others out meanwhile.
+            # A store in a bucket is never replaced, because no lock would exclude other writers.
             if not begins_anew or isinstance(self.path, RemotePath) or has_parts(self.path):
                 raise
             return False
         return True
 
     def _delete_all(self) -> None:
-        """Delete a store without parts, but not its lock; its manifest goes last, so that a kill leaves no mixture."""
+        """Delete all files of a store without parts, except its lock.
+
+        The manifest is deleted last. If the process is killed before, the next run still finds the
+        old store and deletes the rest of it.
+        """
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend.exists(self.path / name):
                 shutil.rmtree(str(self.path / name))
-        # The texts name what they were made from, and this start may be reading them.
+        # Keep the texts. They name the inputs that they were made from, and this process may be
+        # reading them.
         backend.remove_files(*(self.path / name for name in (CARD_NAME, PLAN_NAME, MANIFEST_NAME)))
         backend.sync_names(self.path)
 
     def _restore(self) -> None:
-        """Write damaged or lost store.json and plan.parquet again if these inputs are the store's."""
+        """Write a damaged or lost store.json or plan.parquet again, if the inputs are the same."""
         documents = {
             MANIFEST_NAME: self.manifest.to_json().encode(),
             PLAN_NAME: plan_bytes(self.plan),
@@ -251,8 +291,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         except StoreDamaged:
             if not backend.exists(self.path / MANIFEST_NAME):
                 raise
-            # Either their commit is damaged, or the inputs are others: the comparison that follows
-            # says which.
+            # Either the commit of these files is damaged, or the inputs differ. The caller's
+            # comparison of the inputs finds out which.
 
     @property
     def has_target(self) -> bool:
@@ -260,14 +300,17 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return backend.exists(target_commit_path(self.path))
 
     def committed_parts(self) -> list[int]:
-        """Return the parts that have a commit, in order, those that others wrote meanwhile included."""
+        """Return the parts that have a commit, in order.
+
+        They include parts that other processes have written in the meantime.
+        """
         if self.is_shared:
             with backend.check_guard(self.path):
                 names = map(_COMMIT_NAME.fullmatch, backend.names_in(self.path / COMMITS_NAME))
-                found = {int(name[1]) for name in names if name is not None}
-            # The list of a bucket may lack what was committed just now.
+                listed = {int(name[1]) for name in names if name is not None}
+            # The listing of a bucket may not contain the latest commits of this process yet.
             known = self._committed if self._lock is None else set[int]()
-            self._committed = (found | known) & set(range(self.n_parts))
+            self._committed = (listed | known) & set(range(self.n_parts))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
@@ -276,7 +319,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return [part for part in range(self.n_parts) if part not in committed]
 
     def is_pending(self, part: int) -> bool:
-        """Whether a part has no commit yet."""
+        """Return whether a part has no commit yet."""
         return not (
             backend.exists(commit_path(self.path, part))
             if self.is_shared
@@ -284,7 +327,10 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def is_claimed(self, part: int) -> bool:
-        """Whether a process, which may be this one, writes a part at this moment; only a hint."""
+        """Return whether a process, which may be this one, is writing a part.
+
+        This is only a hint, because claims are best effort.
+        """
         return self._lock is not None and self._lock.is_claimed(part)
 
     def part_sequences(self, part: int) -> pa.Table:
@@ -292,12 +338,21 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return rows_where(self.plan, numbers(self.plan, "part") == part)
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a part for writing (see :class:`PartWriter`); StoreError for no such part, or one that is committed."""
+        """Open a part for writing.
+
+        Args:
+            part: number of the part.
+            pool: thread pool that encodes (see :class:`PartWriter`).
+
+        Raises:
+            StoreError: the plan does not have this part, or the part is committed already.
+        """
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._committed:
             raise StoreError(
-                f"Part {part} is committed already; write only the parts that pending_parts() returns."
+                f"Part {part} is committed already; write only the parts that pending_parts() "
+                "returns."
             )
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
 
@@ -309,7 +364,15 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         on_commit: Callable[[int], None],
         pool: EncodePool | None = None,
     ) -> PartWriter:
-        """Open a part for writing the fields of a codec, which was laid out, beside files that its commit lists."""
+        """Open a part for writing the fields of a codec.
+
+        Args:
+            part: number of the part.
+            codec: codec of the fields. Call :meth:`lay_out` with it first.
+            existing: files that the part's commit lists already. They are kept.
+            on_commit: called with the part's number after it is committed.
+            pool: thread pool that encodes (see :class:`PartWriter`).
+        """
         if part in self._open_parts:
             raise StoreError(f"Part {part} is being written already; open each part once.")
         claim = -1 if self._lock is None else self._lock.claim(part)
@@ -328,17 +391,20 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def lay_out(self, codec: StoreCodec) -> None:
-        """Write the metadata of a codec's arrays where it is missing."""
+        """Write the Zarr metadata of a codec's arrays if it does not exist yet."""
         with backend.check_guard(self.path), disk_full_guard(self.path):
             self._grids |= _write_array_metadata(
                 self.path, codec.arrays, self.n_parts, self._longest_part
             )
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
-        """Replace store.json by one whose files all exist; readers find the old or the new one at every moment."""
-        # The old one's commit is deleted first and the new one's written last: a store without it
-        # is read unchecked. On
-        # a full disk it stays so until the store is opened again.
+        """Replace store.json. At any time readers find either the old or the new manifest.
+
+        All files that the new manifest names must exist.
+        """
+        # The commit of the old manifest is deleted first, and the commit of the new one is written
+        # last. In between, readers do not verify the documents that it lists. If the disk is full,
+        # the commit stays missing until the store is opened for writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
@@ -348,7 +414,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if not backend.replace_file(
             path, self.manifest.to_json().encode(), manifest.to_json().encode()
         ):
-            # the process that changed it, or the next one, writes its commit
+            # The manifest's commit is missing now. The process that has changed the manifest, or
+            # the next process that opens the store, writes it.
             raise changed_meanwhile(path)
         self.manifest = manifest
         self._open_codec()
@@ -356,14 +423,21 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         name_next_basis(self.path, manifest)
 
     def record_run(self, record: Mapping[str, Any]) -> StorePath:
-        """Write a record of this run (command, versions, timings; it shapes no data) to ``runs/``; returns its path."""
+        """Write a record of this run to ``runs/``.
+
+        Args:
+            record: command, versions and timings of the run. They do not affect any data.
+
+        Returns:
+            Path of the record.
+        """
         folder = self.path / RUNS_NAME
         backend.make_folder(folder)
         content = (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
         while not backend.put_if_absent(
             path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content
         ):
-            pass  # another machine's run ended in the same microsecond
+            pass  # Another run has written a record in the same microsecond. Try the next name.
         return path
 
     def __exit__(self, *_: object) -> None:
@@ -373,20 +447,20 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
     def _clean(self, depth: Depth, progress: Progress | None) -> None:
-        """Delete what a kill left behind, and the commits of what is damaged."""
-        # Everything is checked before the first deletion, so that a failed check deletes nothing.
+        """Delete leftovers of killed processes, and the commits of damaged parts."""
+        # Check everything before the first deletion, so that nothing is deleted if a check fails.
         report = verify_commits(self.path, self._counts, depth, progress)
         report.check_complete(self.path)
         self._remove_unfinished()
         name_next_basis(self.path, self.manifest)
         self.damages = tuple(report.damages)
         self._drop(self.damages)
-        whole = report.commits.keys() - {damage.part for damage in self.damages}
-        self._keep_listed(report.commits[part] for part in whole)
-        self._committed |= whole
+        intact = report.commits.keys() - {damage.part for damage in self.damages}
+        self._keep_listed(report.commits[part] for part in intact)
+        self._committed |= intact
 
     def _drop(self, damages: Iterable[Finding]) -> None:
-        """Delete the commits of what is damaged, and the files of a damaged target bundle."""
+        """Delete the commits of damaged parts, and the files of a damaged target bundle."""
         target_commit = target_commit_path(self.path)
         commits: set[StorePath] = set()
         for damage in damages:
@@ -402,9 +476,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             self._remove_others(TARGET_NAME, ())
 
     def sweep(self) -> bool:
-        """Stop sharing and delete what killed or second writers have left; returns whether no others write.
+        """Stop sharing the store, and delete leftovers of killed writers and of second writers.
 
-        The last one of several does it. Nothing may be written after it.
+        If another process is still writing, nothing is deleted, so only the last of several
+        processes deletes leftovers. This process must not write anything afterwards.
+
+        Returns:
+            Whether the leftovers were deleted.
         """
         if self._lock is not None and not self._lock.try_alone():
             return False
@@ -416,31 +494,35 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return True
 
     def remove_uncommitted(self) -> None:
-        """Delete files of parts that no commit lists; call it while no part is being written."""
+        """Delete files of parts that no commit lists.
+
+        It must not be called while a part is being written.
+        """
         self._keep_listed(
             read_part_commit(commit_path(self.path, part)) for part in self._committed
         )
 
     def _keep_listed(self, commits: Iterable[PartCommit]) -> None:
-        kept = {name for commit in commits for name in commit.files}
-        arrays = {name.rpartition("/")[0] for name in kept} | {
+        listed = {name for commit in commits for name in commit.files}
+        arrays = {name.rpartition("/")[0] for name in listed} | {
             array.name for array in self.codec.arrays
         }
         self._remove_unlisted(
-            kept | {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
+            listed | {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
         )
 
 
 def _check_unoccupied(store: StorePath) -> None:
-    """Refuse a folder that is not empty, a readable store, or the unfinished start of one."""
-    # Whether there is a folder a bucket tells by a list of all files alone.
+    """Raise OutputOccupied unless a folder is empty, a readable store, or an unfinished store."""
+    # In a bucket, only a listing of all files shows whether a folder exists, so skip the check.
     if isinstance(store, Path):
-        there = next(path for path in (store, *store.absolute().parents) if path.exists())
-        if not there.is_dir():
+        existing = next(path for path in (store, *store.absolute().parents) if path.exists())
+        if not existing.is_dir():
             raise OutputOccupied(
-                f"{store}: {there} is {kind_of(there)}, not a folder. Choose another output folder."
+                f"{store}: {existing} is {kind_of(existing)}, not a folder. Choose another output "
+                "folder."
             )
-        if there is not store:
+        if existing is not store:
             return
     manifest = store / MANIFEST_NAME
     has_commit = backend.exists(manifest_commit_path(store))
@@ -449,21 +531,22 @@ def _check_unoccupied(store: StorePath) -> None:
             read_manifest(store)
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
-                raise  # else the version is a damaged byte
+                raise  # The manifest is not damaged, so it really has another schema version.
         except StoreDamaged as error:
-            if not has_commit:  # else `restore` repairs it, or names the damage
+            # With a commit, ``StoreWriter._restore`` repairs the manifest or reports the damage.
+            if not has_commit:
                 raise OutputOccupied(
                     f"{store} holds something else: {error} Choose another output folder."
                 ) from error
         return
     if has_parts(store) and not has_commit:
         raise OutputOccupied(
-            f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
-            f"Restore {MANIFEST_NAME}, or choose another output folder."
+            f"{store} has committed parts but no {MANIFEST_NAME}, so it is unknown which inputs "
+            f"they came from. Restore {MANIFEST_NAME}, or choose another output folder."
         )
     names = backend.names_in(store)
     foreign = sorted(name for name in names if not is_known(name))
-    # a bucket's start leaves no lock
+    # An interrupted creation leaves a lock file in a folder, but not in a bucket.
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
@@ -473,11 +556,20 @@ def _check_unoccupied(store: StorePath) -> None:
 
 
 def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table) -> None:
-    """Compare everything that shapes the data, or the plan alone; raises StoreMismatch with every key that differs."""
+    """Compare a store with a manifest and a plan.
+
+    Args:
+        store: the store's path.
+        manifest: the expected manifest. None compares only the plan.
+        plan: the expected plan.
+
+    Raises:
+        StoreMismatch: they differ. The error names every key that differs.
+    """
     changes: dict[str, tuple[Any, Any]] = {}
     if manifest is not None:
         old, new = (
-            flatten(json.loads(each.to_json())) for each in (read_manifest(store), manifest)
+            flatten(json.loads(document.to_json())) for document in (read_manifest(store), manifest)
         )
         pairs = {
             key: (old.get(key, "(absent)"), new.get(key, "(absent)"))
@@ -507,9 +599,13 @@ def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
 def _write_array_metadata(
     store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int
 ) -> dict[str, ArrayGrid]:
-    """Write the metadata of arrays where it is missing, and return the grid of each by its name.
+    """Write the Zarr metadata of arrays if it does not exist yet.
 
-    Existing metadata stays, also where another release chose another grid: later parts follow it.
+    Existing metadata is kept even if another release has chosen another grid. New parts use the
+    existing grid.
+
+    Returns:
+        The grid of each array, by array name.
     """
     wanted = {array.name: array for array in arrays}
     documents = zarr_metadata(
@@ -517,7 +613,7 @@ def _write_array_metadata(
     )
     contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
     restore_files(store, contents)
-    # groups before their members
+    # Write the metadata of a group before the metadata of its members.
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
         path = store / name
         if not backend.exists(path):
@@ -533,10 +629,11 @@ def _write_array_metadata(
 def _begin(
     store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]
 ) -> None:
-    """Write what makes a folder or prefix a store, the manifest last.
+    """Write the documents that make a folder or prefix a store. The manifest is written last.
 
-    In a bucket others may begin at the same moment, and what is there stays: it is compared before the next document is
-    written. A folder is locked, so that what is there was left by a kill.
+    In a bucket other writers may create the store at the same time. Existing documents are kept
+    there, and each is compared before the next one is written. A folder is locked, so existing
+    documents are leftovers of a killed process and are replaced.
     """
     if isinstance(store, Path):
         for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
@@ -554,7 +651,7 @@ def _begin(
 
 
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Rename the basis that was learned for added fields, once store.json names these fields."""
+    """Rename the basis that was learned for added fields, if store.json names these fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
         content = read_basis(path)
@@ -565,6 +662,7 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     if isinstance(path, Path):
         os.replace(path, path.with_name(BASIS_NAME))
         backend.sync_names(path.parent)
-    else:  # readers that find another basis look at the next one too
+    else:
+        # A reader that does not find the basis of its manifest under one name tries the other one.
         backend.put(path.parent / BASIS_NAME, content)
         backend.remove_files(path)

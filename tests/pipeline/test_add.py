@@ -296,7 +296,7 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(
     document = json.loads((store / "store.json").read_text())
     document["extraction"]["dtype"] = "float16"
     (store / "store.json").write_text(json.dumps(document))
-    with pytest.raises(OptionInvalid, match="in another way"):
+    with pytest.raises(OptionInvalid, match="differently from this release"):
         add(addition(config))
     del document["extraction"]["batch_tokens"]
     for origin, text in (

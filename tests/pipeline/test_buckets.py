@@ -73,7 +73,7 @@ def test_extract_gives_the_bytes_of_a_disk(
     assert "wrote no part" in again.describe()
     plan = build_plan(config.replaced(out=str(remote)))
     assert plan.keeps_texts
-    assert "for shards on their way to the bucket" in plan.describe()
+    assert "for shards that are being uploaded" in plan.describe()
     plan.check_disk()
 
 

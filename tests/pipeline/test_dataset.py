@@ -357,7 +357,7 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     if one == "train_sft":
         assert read(dataset, None) == read(dataset, one)
     else:
-        with pytest.raises(DatasetError, match=r"none that is called 'train_sft' \(the default\)"):
+        with pytest.raises(DatasetError, match=r"but no split 'train_sft' \(the default\)"):
             ChatSource(dataset, None)
 
 
@@ -371,20 +371,20 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
             TRAIN,
             "train_sft",
             None,
-            r"holds the split train \(2 files\), and none that is called 'train_sft'",
+            r"holds the split train \(2 files\), but no split 'train_sft'",
         ),
         (["train.jsonl", "stats.jsonl"], "train", ["train.jsonl"], ", split train (1 of 2 files)"),
         (
             ["train.jsonl", "stats.jsonl"],
             None,
             None,
-            r"split train \(1 file\), beside 1 file of no split, and none",
+            r"split train \(1 file\), and 1 file without a split, but no split",
         ),
         (
             ["cooking/train.jsonl", "cooking/test.jsonl"],
             "cooking",
             None,
-            r"splits test .*, train .*, and none",
+            r"splits test .*, train .*, but no split",
         ),
     ],
 )

@@ -162,4 +162,4 @@ def test_plan_advises_what_to_store_and_to_train(config: ExtractConfig) -> None:
     assert lines["drafter"].startswith("train --drafter eagle: ")
     # 3 layers of 2 heads of 8 keys and 8 values, and a hidden state of 32.
     assert lines["activations"].endswith("with kv a token takes 4 times the bytes.")
-    assert lines["time"].endswith(" of forwards, encoding and writing")
+    assert lines["time"].endswith(" for forwards, encoding and writing")

@@ -148,7 +148,7 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(
     refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")
     push(room / "drafter", "me/public")
     refused(
-        run("push", str(room / "drafter"), "me/public", "--private"), "there already and public"
+        run("push", str(room / "drafter"), "me/public", "--private"), "exists already and is public"
     )
     hub.create(NAME, "dataset", False)
     hub.commit(f"datasets/{NAME}", {"other.parquet": b"x"})

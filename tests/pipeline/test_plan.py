@@ -333,7 +333,7 @@ def test_a_plan_needs_no_weights(
 
 @pytest.mark.parametrize("name", ["hidden:last", "hidden:layer:3", "hidden/layer_-1", " kv", "foo"])
 def test_a_field_that_extract_does_not_write_is_refused(name: str) -> None:
-    with pytest.raises(OptionInvalid, match="none that `extract` writes"):
+    with pytest.raises(OptionInvalid, match="not one that `extract` writes"):
         parse_fields(["tokens", "kv", name])
 
 

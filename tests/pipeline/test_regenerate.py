@@ -606,7 +606,7 @@ def test_one_answer_that_fails_rejects_its_row(
     ("answer", "line"),
     [
         ((401, {"error": {"message": "no key"}}), "no key"),
-        ((500, {"error": {"message": "down"}}), "for 0.5 s. Start it"),
+        ((500, {"error": {"message": "down"}}), "for 0.5 s. Start the server"),
         ((200, {"hello": 1}), "gives no chat completion"),
         ((200, said("yes", reasoning_content="hm")), "keeps the reasoning apart"),
         (HUNG_UP, "cannot be reached"),

@@ -236,8 +236,8 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
             "{% for i in range(10 ** 9) %}x{% endfor %}",
             "model: the chat template does not end: .*Correct the template",
         ),
-        ("{{ lipsum() }}", "the chat template uses lipsum, so that equal chats"),
-        ("{{ [1, 2] | random }}", "the chat template uses random, so that equal chats"),
+        ("{{ lipsum() }}", "the chat template uses lipsum, so equal chats"),
+        ("{{ [1, 2] | random }}", "the chat template uses random, so equal chats"),
         ("{% for m in messages %}", "is not a Jinja template"),
     ],
 )

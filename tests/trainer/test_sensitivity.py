@@ -223,7 +223,7 @@ def test_the_command_refuses_in_one_line(store_path: Path, tmp_path: Path) -> No
     given = ("recode", store_path, *out, "--drafter")
     refused(
         run_command(*given, tmp_path / "moa", "--codec", "int8"),
-        "int8 gives all keys and values the same bits",
+        "int8 gives all keys and values the same number of bits",
     )
     refused(
         run_command(*given, tmp_path / "eagle", "--codec", "transform:2"),

@@ -157,7 +157,7 @@ def test_the_final_norm_is_that_of_the_family(
         np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)
     monkeypatch.setattr("moa_data.moa.targets.bundle._FINAL_NORMS", ())
     with pytest.raises(
-        TargetError, match=f"what {name} makes of the output of its last layer is not known"
+        TargetError, match=f"does not know how {name} turns the output of its last layer"
     ):
         bring_in(folder, "speculators", model, tmp_path / "refused", layers=(0, 1, 2))
     assert not (tmp_path / "refused").exists()
@@ -413,7 +413,7 @@ def test_speculators_files_must_belong_to_their_rows(
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
     refused_with("no Arrow dataset")
     (folder / "state.json").unlink()
-    refused_with("loss masks lie there")
+    refused_with("holds the loss masks")
 
 
 def test_speculators_fp8_states_are_read_with_their_scales(

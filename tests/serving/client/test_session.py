@@ -114,7 +114,7 @@ def test_a_cut_and_the_return() -> None:
     session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4)))
     assert session.take_events() == [
         LinkChanged(True),
-        ModeChanged("client", "the server is there again"),
+        ModeChanged("client", "the server answers again"),
     ]
     commit(session, 3, [4, 5, 6, 7, 8], n_accepted=4)
     assert session.take_events() == [Verified(6)]
