@@ -1,4 +1,4 @@
-"""Lossless speculative decoding: draft, verify, accept, for chains and trees of drafts.
+"""Lossless speculative decoding: draft, verify and accept chains and trees of drafts.
 
-Knows drafters by their interface alone.
+The code here uses drafters only through their interface.
 """

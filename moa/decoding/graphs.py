@@ -1,8 +1,13 @@
-"""Rounds of greedy chains as CUDA graphs: the host launches one where a chain of five drafts takes hundreds of kernels.
+"""Draft greedy chains with CUDA graphs.
 
-A graph repeats its kernels at the same addresses with the same shapes. So the caches stay where they are, keys and
-values find their slots by lengths on the device (:class:`.masks.DeviceLengths`), and attention reads as many slots in
-every round, under a mask. Shapes: B rows, N tokens that a round begins with, S slots.
+Without a graph, the host launches hundreds of kernels for a chain of five drafts. With a graph, it
+launches one.
+
+A graph repeats its kernels at the same addresses with the same shapes. So the caches stay at fixed
+addresses, lengths on the device (:class:`.masks.DeviceLengths`) say at which slots keys and values
+are written, and attention reads the same number of slots in every round, under a mask.
+
+Shapes: B rows, N tokens that a round begins with (right padded), S slots.
 """
 
 import copy
@@ -19,23 +24,30 @@ from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
 from .tree import DraftTree, TreeShape
 
-# drafts from a state whose round has begun on the device
+# Drafts from a state that already holds the tokens of the round, on the device.
 Record = Callable[[LayerState], DraftTree]
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    # [B, N + 2 + buffers] int64: the tokens of each row, how many, and the lengths before them
+    # [B, N + 2 + buffers] int64. For each row: the tokens of the round, their count, the number of
+    # committed slots before the round, and the length of each buffer before the round.
     numbers: Tensor
-    states: Tensor | None  # [B, N, ...], the target's, of drafters that take any
-    drafts: Tensor  # [B, depth] int64, which each run overwrites
+    # [B, N, ...], the target's states of the tokens. None if the drafter takes no states.
+    states: Tensor | None
+    # [B, depth] int64. Each replay overwrites it.
+    drafts: Tensor
 
 
 class ChainGraphs:
-    """The graphs of a drafter, one for each number of rows, shape of the drafts, and home of the target's cache."""
+    """The CUDA graphs of a drafter.
+
+    There is one graph for each number of rows, shape of drafts, and buffer of the target's cache.
+    """
 
     def __init__(self) -> None:
-        self._homes: list[Tensor] = []  # of the buffers of states, [2, L, B, H_kv, S, d] each
+        # The fixed buffers that states are moved to, [2, L, B, H_kv, S, d] each.
+        self._homes: list[Tensor] = []
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
     def run(
@@ -46,8 +58,21 @@ class ChainGraphs:
         shape: TreeShape,
         record: Record,
     ) -> Tensor | None:
-        """Draft chains [B, depth] int64; None for a round that no graph is made for, such as the first of a text."""
-        # One more than a chain and its bonus: the slots of some drafters end before the root.
+        """Draft chains by replaying a graph, which is recorded when it is first needed.
+
+        Args:
+            state: the drafter's state.
+            cache: the target's cache, whose buffer stays at the same address.
+            committed: prompt and committed tokens of each row.
+            shape: the shape of the chains.
+            record: drafts with the kernels that a graph records.
+
+        Returns:
+            Drafts [B, depth] int64. None if the round does not fit a graph, for example the first
+            round of a generation.
+        """
+        # A round commits at most a chain and its bonus token. Some drafters need one more token,
+        # because their slots end before the root.
         n_new = shape.depth + 2
         n_slots = cache.capacity
         buffers = _buffers(state)
@@ -74,8 +99,10 @@ class ChainGraphs:
             room = (
                 None if states is None else states.new_zeros(len(states), n_new, *states.shape[2:])
             )
-            place = numbers.to(cache.buffer.device)
-            self._graphs[key] = _recorded(place, room, n_new, n_slots - shape.depth, state, record)
+            numbers_on_device = numbers.to(cache.buffer.device)
+            self._graphs[key] = _recorded(
+                numbers_on_device, room, n_new, n_slots - shape.depth, state, record
+            )
         graph = self._graphs[key]
         graph.numbers.copy_(numbers, non_blocking=True)
         if graph.states is not None and states is not None:
@@ -87,7 +114,11 @@ class ChainGraphs:
         return graph.drafts.clone()
 
     def _settle(self, buffers: Sequence[KVBuffer], n_slots: int) -> None:
-        """Move what a state holds to where the graphs find it, which are forgotten where that takes another place."""
+        """Move the buffers of a state to the fixed addresses that the graphs use.
+
+        If the fixed buffers are too small or have another number of slots, allocates new ones and
+        drops all graphs.
+        """
         shapes = [(*buffer.buffer.shape[:4], n_slots, buffer.buffer.shape[5]) for buffer in buffers]
         if (
             not self._homes
@@ -96,36 +127,53 @@ class ChainGraphs:
         ):
             self._graphs.clear()
             self._homes = [
-                one.buffer.new_zeros(shape) for one, shape in zip(buffers, shapes, strict=True)
+                source.buffer.new_zeros(shape)
+                for source, shape in zip(buffers, shapes, strict=True)
             ]
         for buffer, home in zip(buffers, self._homes, strict=True):
-            place = home[:, :, : len(buffer.lengths)]  # a batch that shrinks stays at the beginning
-            if buffer.buffer.data_ptr() != place.data_ptr():
-                buffer.resize(n_slots, place[0, 0], place.zero_())
+            # A batch that shrinks keeps using the first rows.
+            home_rows = home[:, :, : len(buffer.lengths)]
+            if buffer.buffer.data_ptr() != home_rows.data_ptr():
+                buffer.resize(n_slots, home_rows[0, 0], home_rows.zero_())
 
 
 def _recorded(
     numbers: Tensor, states: Tensor | None, n_new: int, most: int, state: LayerState, record: Record
 ) -> _Graph:
-    """Record a round that begins with N of these numbers, for up to so many committed tokens."""
+    """Record a round as a graph.
+
+    Args:
+        numbers: see :class:`_Graph`. The graph reads them at this address.
+        states: see :class:`_Graph`. The graph reads them at this address.
+        n_new: N.
+        most: upper bound of the committed tokens of a row, including those of the round.
+        state: the drafter's state, which is copied and not changed.
+        record: drafts with the kernels that the graph records.
+    """
     device, (counts, before, *lengths) = numbers.device, numbers[:, n_new:].unbind(1)  # [B] each
 
     def begun() -> LayerState:
-        own = copy.copy(state)
-        own.given = numbers[:, :n_new], states, DeviceLengths(n_new, counts)
-        own.n_true = DeviceLengths(most - n_new, before)
-        own.slots = tuple(copy.copy(buffer) for buffer in state.slots)
-        vars(own).update(
-            {name: copy.copy(one) for name, one in vars(state).items() if isinstance(one, KVBuffer)}
+        state_of_graph = copy.copy(state)
+        state_of_graph.given = numbers[:, :n_new], states, DeviceLengths(n_new, counts)
+        state_of_graph.n_true = DeviceLengths(most - n_new, before)
+        state_of_graph.slots = tuple(copy.copy(buffer) for buffer in state.slots)
+        vars(state_of_graph).update(
+            {
+                name: copy.copy(value)
+                for name, value in vars(state).items()
+                if isinstance(value, KVBuffer)
+            }
         )
-        for buffer, length in zip(_buffers(own), lengths, strict=True):
-            buffer.lengths = DeviceLengths(most - n_new - (buffer not in own.slots), length)
-        return own
+        for buffer, length in zip(_buffers(state_of_graph), lengths, strict=True):
+            buffer.lengths = DeviceLengths(
+                most - n_new - (buffer not in state_of_graph.slots), length
+            )
+        return state_of_graph
 
     graph, drafts = recorded(lambda: record(begun()).tokens, device)
     return _Graph(graph, numbers, states, drafts)
 
 
 def _buffers(state: LayerState) -> list[KVBuffer]:
-    """List the buffers of a state: of its slots, and those that end before the root."""
+    """List the buffers of a state: its slots, then buffers that end before the root."""
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

@@ -1,21 +1,29 @@
-"""Draft-shape policies: one shape for all rounds, or ``auto``, a chain, or plain decoding where chains fail.
+"""Policies that choose the shape of the drafts in each round.
 
-``auto`` drafts chains that end where the drafter itself is unsure. Rounds are measured in plain steps, the time of a
-target call over one token, so that a temporarily slow machine changes nothing:
+A fixed policy uses one shape for all rounds. ``auto`` drafts chains, and falls back to plain
+decoding if chains cost more time than they save.
+
+The chains of ``auto`` end at drafts that the drafter itself is unsure of. Rounds are measured in
+plain steps, each the time of a target call over one token, so that a machine that is slow for a
+while does not change the decision:
 
     gain = tokens committed - seconds of the round / seconds of a plain step
 
-    round   drafts   committed    ms   gain   lost   savings        a plain step takes 10 ms; savings were 20
+    round   drafts   committed    ms   gain   lost   savings     (a plain step takes 10 ms)
+      0                                        0.0    20.0
       1     chain        5        30   +2.0    0.0    22.0
       2     chain        1        26   -1.6    1.6    20.4
       3     chain        1        24   -1.4    3.0    19.0
       4     chain        4        28   +1.2    1.8    20.2
-     ...    chain        1        25   -1.5   12.3     9.5          this answer has lost more than PATIENCE
-     ...    none         1        10    0.0   12.3     9.5          plain; each step pays 1 / MEASURE_EVERY back
+     ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
+     ...    none         1        10    0.0   12.3     9.5       a plain step
 
-Two sums are kept in that unit. ``lost`` is what an answer has lost since its best moment: above ``PATIENCE`` it is
-decoded plainly. ``savings`` are the gains of drafts over all answers, at most four times ``PATIENCE``: new answers get
-drafts while they are above 0, so that drafts which always fail cost no more than the plain steps pay back.
+The policy keeps two sums of gains. ``lost`` is the loss of the current generation since its best
+moment. While it is at or above ``PATIENCE``, the generation is decoded plainly. ``savings`` is the
+gain of drafts over all generations, at most four times ``PATIENCE``. A generation uses drafts only
+while it is above 0. Each plain step lowers ``lost`` and raises ``savings`` by 1 /
+``MEASURE_EVERY``, so drafts that always fail cost no more time than the plain steps have added to
+the savings.
 """
 
 from collections import deque
@@ -27,25 +35,24 @@ from typing_extensions import override
 
 from .tree import TreeShape
 
-# The fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of a
+# The fastest of all chains and trees on one CPU core, if a draft costs a fifth to a third of a
 # target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's
-# rounds scatter by 2
-# steps about a mean of 1 or more: a smaller number gives up good drafters, a larger one loses more
-# where drafts fail.
+# Loss, in plain steps, after which a generation is decoded plainly. The gains of a good drafter's
+# rounds vary by 2 steps around a mean of 1 or more. A smaller value gives up good drafters, a
+# larger one loses more time if drafts fail.
 PATIENCE = 12.0
-# A plain step is timed after this many rounds with drafts, and this many plain steps pay back the
-# loss of one step.
-# Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become
-# slower.
+# A plain step is timed after this many rounds with drafts, and this many plain steps make up for
+# the loss of one step. Each of the two costs about 1 %. 64 would cost 2 % if drafts fail. With 256
+# the policy would notice late that the machine has become slower.
 MEASURE_EVERY = 128
 
 
 class ShapePolicy:
-    """Chooses the shape of each round's drafts: here always the same one, None for plain decoding.
+    """Chooses the shape of each round's drafts. This class always chooses the same shape.
 
-    ``is_off`` is whether drafts were given up because they cost more than they gain.
+    A shape of None means plain decoding. ``is_off`` is true after drafts were given up because they
+    cost more time than they save.
     """
 
     is_off = False
@@ -57,19 +64,28 @@ class ShapePolicy:
         """Start a generation."""
 
     def next_shape(self) -> TreeShape | None:
-        """Choose the shape of the next round's drafts; None for a plain decoding step."""
+        """Choose the shape of the next round's drafts, or None for a plain decoding step."""
         return self._shape
 
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Learn from a round: drafts of each row, the mean of the tokens that rows committed, and its seconds."""
+        """Learn from a round.
+
+        Args:
+            n_drafts: number of drafts of each row.
+            n_committed: mean number of tokens that a row committed.
+            round_s: seconds that the round took.
+        """
 
 
 class AutoPolicy(ShapePolicy):
-    """Drafts chains while they pay, else decodes plainly; remembers what it learned over generations.
+    """Drafts chains while they save time, otherwise decodes plainly.
+
+    It remembers over generations what it has learned.
 
     Args:
-        is_drawn: whether tokens are sampled: chains then cannot stop by their probability, and are half as long.
-        max_depth: levels that the drafter can make; None for any number.
+        is_drawn: True if tokens are sampled. Chains then cannot stop by their probability, and have
+            half the length.
+        max_depth: number of levels that the drafter can draft. None for any number.
     """
 
     def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:
@@ -88,8 +104,8 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # The more is lost, the sooner a plain step is timed: the machine may be slower, not the
-        # drafts worse.
+        # The higher the loss, the sooner a plain step is timed: the machine may be slower while the
+        # drafts are as good as before.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):
@@ -106,18 +122,23 @@ class AutoPolicy(ShapePolicy):
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # In its first round the drafter also reads the prompt, which says nothing of the rounds to
-        # come.
+        # Ignore the first round with drafts: the drafter also reads the prompt in it, so its time
+        # does not predict later rounds.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        elif self._savings > PATIENCE / 2:  # Below that drafts are only tried now and then.
+        # Below this, drafts are only tried now and then, so the policy still counts as off.
+        elif self._savings > PATIENCE / 2:
             self.is_off = False
 
     def describe(self, runs: Sequence[Any]) -> str:
-        """Say how many target calls of generations, which count them as ``DecodeStats``, verified its drafts."""
+        """Summarize how many target calls verified this policy's drafts.
+
+        Args:
+            runs: generations, or their statistics, with the counters of ``DecodeStats``.
+        """
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)
         return (

@@ -2,8 +2,9 @@
 
 Shapes: B rows, N nodes (without the root), C candidates.
 
-Nodes stand in level order. Parents are node indices, -1 for the root. The root is the last committed token; it is not a
-node, but :func:`ancestors` puts it first, because the target verifies it together with the nodes.
+Nodes are in level order. A parent is given by its node index, or -1 for the root. The root is the
+last committed token. It is not a node, but :func:`ancestors` puts it first, because the target
+verifies it together with the nodes.
 """
 
 import re
@@ -17,24 +18,30 @@ from ...errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
 _SHAPE = re.compile(r"([0-9]+)(?:x([0-9]+)x([0-9]+)|@(0?\.[0-9]+|0)|c(0?\.[0-9]+|0))?")
-NO_DRAFT = -1  # padding of rows with fewer drafts than the others; never accepted
+# Pads rows that have fewer drafts than others. It is never accepted.
+NO_DRAFT = -1
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of the drafts of a round: a chain, or a tree grown by the drafter's probabilities."""
+    """The shape of the drafts of a round: a chain or a tree.
 
-    depth: int  # levels of drafts below the root (the official depth less one)
-    # nodes that are extended at each level, and children that each of them gets; 1 makes a chain
+    A tree is grown by the drafter's probabilities.
+    """
+
+    # Levels of drafts below the root. The official code counts the root too.
+    depth: int
+    # Nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
     breadth: int = 1
-    n_nodes: int = 1 << 30  # most nodes that are verified, the best by cumulative log-probability
-    # A chain ends after the draft at which the product of the drafter's probabilities (in a batch
-    # its mean over the
-    # rows) falls below this, on a GPU up to three later; 0 for chains of full depth.
+    # Limit of the nodes that are verified. The best by cumulative log-probability are chosen.
+    n_nodes: int = 1 << 30
+    # A chain ends after the draft at which the product of the drafter's probabilities falls below
+    # this value. In a batch, the mean of the rows' products counts. On a GPU the chain may be up to
+    # three drafts longer. 0 makes chains of full depth.
     stop_below: float = 0.0
-    # Each row's chain ends before the first draft to which the drafter's confidence head gives a
-    # lower probability of
-    # acceptance, so that there may be no draft; 0 for chains of full depth.
+    # Each row's chain ends before the first draft whose acceptance probability, estimated by the
+    # drafter's confidence head, is below this value. So a row may have no draft. 0 makes chains of
+    # full depth.
     cut_below: float = 0.0
 
     def __post_init__(self) -> None:
@@ -52,26 +59,34 @@ class TreeShape:
             (self.stop_below or self.cut_below) and not self.is_chain
         ):
             raise DrafterError(
-                "only chains end by a probability or a confidence, and by one of them."
+                "only a chain can set stop_below or cut_below, and it can set only one of them."
             )
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
-                f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; give at least {self.depth}."
+                f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; "
+                f"give at least {self.depth}."
             )
         if self.n_candidates > _MAX_CANDIDATES:
             raise DrafterError(
-                f"a draft tree of depth {self.depth} and breadth {self.breadth} has {self.n_candidates:,} candidates a "
-                f"round, at most {_MAX_CANDIDATES:,} make sense; give a smaller depth or breadth."
+                f"a draft tree of depth {self.depth} and breadth {self.breadth} has "
+                f"{self.n_candidates:,} candidates a round, at most {_MAX_CANDIDATES:,} "
+                "make sense; give a smaller depth or breadth."
             )
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """Read ``5``, a chain; ``10@0.2`` or ``7c0.3``, one that stops or is cut below that; ``6x8x62``, a tree."""
+        """Parse a shape.
+
+        Args:
+            text: ``5`` for a chain, ``10@0.2`` for a chain that stops below this probability,
+                ``7c0.3`` for a chain that is cut below this confidence, ``6x8x62`` for a tree.
+        """
         match = _SHAPE.fullmatch(text.lower())
         if match is None:
             raise DrafterError(
-                f"{text!r} is not a shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as "
-                "10@0.2, LENGTHcCONFIDENCE such as 7c0.3, or DEPTHxBREADTHxNODES such as 6x8x62."
+                f"{text!r} is not a shape of drafts; expected a chain's length such as 5, "
+                "LENGTH@PROBABILITY such as 10@0.2, LENGTHcCONFIDENCE such as 7c0.3, or "
+                "DEPTHxBREADTHxNODES such as 6x8x62."
             )
         depth, breadth, n_nodes, stop_below, cut_below = match.groups()
         if breadth:
@@ -92,44 +107,57 @@ class TreeShape:
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts of a round."""
+        """The largest number of drafts that a row can have in a round."""
         return self.depth if self.is_chain else min(self.n_nodes, self.n_candidates)
 
     @property
     def n_candidates(self) -> int:
-        """Nodes that a full tree of this shape has before the best are picked."""
+        """The number of nodes of a full tree of this shape, before the best are chosen."""
         return self.breadth + (self.depth - 1) * self.breadth**2
 
     def cut(self, depth: int) -> "TreeShape":
-        """Cut the shape to a depth of at least 1."""
+        """Limit the depth of the shape to ``depth``, which is at least 1."""
         return replace(self, depth=min(self.depth, depth))
 
 
 @dataclass
 class DraftTree:
-    """The drafts of one round; all rows have the same number of nodes."""
+    """The drafts of one round. All rows have the same number of nodes."""
 
-    tokens: Tensor  # [B, N] int64; NO_DRAFT where a row has fewer drafts than its neighbours
-    parents: Tensor  # [B, N] int64; smaller than the node's own index, -1 for the root
-    scores: Tensor | None = None  # [B, N], cumulative log-probability of the drafter
-    # [B, N, V], what nodes were drawn from; None where they were picked
+    # [B, N] int64. NO_DRAFT pads rows with fewer drafts.
+    tokens: Tensor
+    # [B, N] int64, less than the node's own index; -1 for the root.
+    parents: Tensor
+    scores: Tensor | None = None  # [B, N], the drafter's cumulative log-probabilities
+    # [B, N, V], the distributions that the nodes were sampled from. None if the most likely tokens
+    # were chosen instead.
     probabilities: Tensor | None = None
-    # whether each node is the child of the one before it, so that a causal run verifies them
+    # True if each node is the child of the node before it. Then a causal call verifies the drafts,
+    # without a tree mask.
     is_chain: bool = False
 
     @property
     def n_nodes(self) -> int:
-        """N, the nodes of each row."""
+        """The number of nodes of each row, N."""
         return self.tokens.shape[1]
 
     @cached_property
     def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents of each row, copied from the device once and together."""
+        """Tokens and parents of each row, copied from the device in one transfer."""
         tokens, parents = torch.stack((self.tokens, self.parents)).tolist()
         return tokens, parents
 
     def on_host_with(self, numbers: Tensor) -> list[list[int]]:
-        """Copy tokens and parents, for :attr:`on_host`, together with other numbers [B, M] int64; returns those."""
+        """Copy tokens, parents and other numbers from the device in one transfer.
+
+        Tokens and parents are stored in :attr:`on_host`.
+
+        Args:
+            numbers: [B, M] int64.
+
+        Returns:
+            The other numbers of each row.
+        """
         n = self.n_nodes
         rows = torch.cat((self.tokens, self.parents, numbers), dim=1).tolist()
         self.on_host = [row[:n] for row in rows], [row[n : 2 * n] for row in rows]
@@ -137,7 +165,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
-        """Make a tree without drafts: verification is then a plain decoding step."""
+        """Make a tree without drafts. Its verification is a plain decoding step."""
         nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, is_chain=True)
 
@@ -151,16 +179,23 @@ class DraftTree:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Find which tokens each sees, itself and all on its way to the root: [B, N] -> [B, 1 + N, 1 + N] bool."""
+    """Build the mask of which tokens each token sees: itself and its ancestors up to the root.
+
+    Args:
+        parents: [B, N] int64.
+
+    Returns:
+        [B, 1 + N, 1 + N] bool, with the root first.
+    """
     n_rows, n_nodes = parents.shape
-    own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
-    # [B, 1 + N]; the root is its own parent
+    itself = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
+    # [B, 1 + N]. The root is its own parent.
     up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)
-    seen = own
+    seen = itself
     reach = 1
     while reach <= n_nodes:
-        # Pointer doubling: what a token sees within 2r steps is what it and its r-th ancestor see
-        # within r.
+        # Pointer doubling: a token sees within 2r steps everything that it or its r-th ancestor
+        # sees within r steps.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2
@@ -168,8 +203,13 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k highest scores of each row and their places, the first of equal ones first: twice [..., k]."""
-    # The order of equal scores that topk gives depends on the device and on the number of rows.
+    """Find the k highest scores of each row. Equal scores are in the order of their indices.
+
+    Returns:
+        The scores and their indices, both [..., k], in descending order of scores.
+    """
+    # topk alone is not enough: its order of equal scores depends on the device and on the number of
+    # rows.
     places = scores.topk(k, dim=-1).indices.sort(dim=-1).values
     values = scores.gather(-1, places)
     order = values.sort(dim=-1, descending=True, stable=True)
@@ -177,15 +217,21 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
-    """Keep the candidates with the best cumulative scores (EAGLE-2, section 4.2; official inference lines 392-406).
+    """Keep the candidates with the best cumulative scores.
 
-    ``tokens, parents, scores``: [B, C] in level order; parents are candidates, scores cumulative log-probabilities.
+    This is EAGLE-2, section 4.2, and lines 392-406 of the official inference code.
+
+    Args:
+        tokens: [B, C] int64, in level order.
+        parents: [B, C] int64, indices of candidates, -1 for the root.
+        scores: [B, C], cumulative log-probabilities.
+        n_nodes: N, the number of candidates to keep.
     """
-    # A child never scores above its parent, and ties go to the first, so a parent is never dropped
-    # before its child.
+    # A child never scores above its parent, and of equal scores the first is kept. So a parent is
+    # never dropped before its child.
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)
-    # [B, N]
+    # Indices of the kept candidates, [B, N], in level order.
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values
     new_index = torch.full_like(parents, -1).scatter(
         1, best, torch.arange(n_nodes, device=best.device).expand_as(best)
