@@ -1,22 +1,25 @@
-"""The decoding loop: plain, and speculative with chains or trees of drafts (Algorithm 1 of the paper), for many rows.
+"""The decoding loop for a batch of rows: plain, or speculative with chains or trees of drafts.
 
-One round of one row, with a chain of three drafts (``=`` is committed and has target KV, ``~`` is pending):
+Speculative decoding is Algorithm 1 of the paper. One round of one row, with a chain of three drafts
+(``=`` is committed and has target KV, ``~`` is pending):
 
-    committed     The cat sat on             "on", the root, is committed but has no target KV yet
+    committed     The cat sat on             "on", the root, is committed, but has no target KV yet
     target KV     ===========
 
     propose       the drafter drafts         the    mat    and
-    verify        one target call over   on  the    mat    and
-                  KV while it runs       ~~  ~~~    ~~~    ~~~
+    verify        one target call on     on  the    mat    and
+                  root and drafts        ~~  ~~~    ~~~    ~~~
                   its next tokens        the mat    .      then
-    accept        drafts that are the target's own tokens: "the", "mat"; then its next token "." (the bonus)
-    commit        KV of "on the mat" is kept, of "and" forgotten; "." is the next root
+    accept        the drafts that equal the target's own tokens: "the", "mat"; then the target's
+                  next token "." (the bonus)
+    commit        the KV of "on the mat" is kept, the KV of "and" is dropped; "." is the next root
                   The cat sat on the mat .
                   ======================
 
-The round committed three tokens for one target call. Acceptance length is the mean of that number, the prefill not
-counted. A tree is verified in the same call under a mask in which each draft sees its own ancestors (``tree``). Without
-drafts a round is a plain decoding step, so that plain and speculative decoding are one loop.
+The round committed three tokens with one target call. The acceptance length is the mean of that
+number over all rounds, without the prefill. A tree is verified in the same call, under a mask in
+which each draft sees only its ancestors (``tree``). A round without drafts is a plain decoding
+step, so one loop does plain and speculative decoding.
 """
 
 import time
@@ -38,10 +41,11 @@ from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
-PLAIN = Proposer()  # of plain decoding: it is never asked for drafts
-# Called with each committed run of tokens and, for each of them, whether it was drafted.
+# The proposer of plain decoding, which never has to propose drafts.
+PLAIN = Proposer()
+# Called at each commit with the committed tokens and, for each token, whether it was drafted.
 OnTokens = Callable[[list[int], list[bool]], None]
-# Called after each verification with the drafts and, per row, the accepted nodes from the root
+# Called after each verification with the drafts and, for each row, the accepted nodes from the root
 # down.
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 
@@ -50,9 +54,9 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 class DecodeStats:
     """The cost of a generation."""
 
-    # tokens of each target call after the prefill
+    # Number of tokens that each target call after the prefill committed.
     committed_per_call: list[int] = field(default_factory=list)
-    n_tokens: int = 0  # generated, the one from the prefill included
+    n_tokens: int = 0  # generated tokens, including the one from the prefill
     n_drafted: int = 0
     n_drafted_calls: int = 0  # target calls that verified drafts
     prefill_s: float = 0.0
@@ -62,12 +66,15 @@ class DecodeStats:
 
     @property
     def n_target_calls(self) -> int:
-        """The number of target calls after the prefill."""
+        """Number of target calls after the prefill."""
         return len(self.committed_per_call)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens committed per target call, bonus included; NaN when there was no call after the prefill."""
+        """Mean number of tokens committed per target call, including the bonus token.
+
+        It is NaN if there was no target call after the prefill.
+        """
         return (
             sum(self.committed_per_call) / self.n_target_calls
             if self.committed_per_call
@@ -77,7 +84,7 @@ class DecodeStats:
 
 @dataclass
 class Generation:
-    """Generated tokens, without the prompt, the end-of-sequence token included when there was one."""
+    """Generated tokens, without the prompt. An end-of-sequence token is included."""
 
     tokens: list[int]
     stats: DecodeStats
@@ -90,7 +97,10 @@ class Generation:
 
 
 def plain_generate(target: Target, prompt_tokens: list[int], **settings: Any) -> Generation:
-    """Decode a prompt with the target alone, one call per token; see :func:`generate_batch` for the settings."""
+    """Decode a prompt with the target alone, with one call per token.
+
+    The settings are those of :func:`generate_batch`.
+    """
     return generate_batch(target, [prompt_tokens], **settings)[0]
 
 
@@ -107,37 +117,43 @@ def generate_batch(
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
 ) -> list[Generation]:
-    """Decode several prompts of any lengths at once; each gets the answer that it gets alone.
+    """Decode prompts of any lengths in one batch. Each gets the same answer as when decoded alone.
 
-    Greedy tokens are those of plain decoding, sampled ones have its distribution, whatever is proposed. Rows whose
-    answer has ended leave the batch. Times in the statistics are those of the batch, divided by its rows.
+    Greedy tokens equal those of plain decoding, and sampled tokens have its distribution, for any
+    drafts. Rows whose answer has ended leave the batch. The times in the statistics are those of
+    the batch, divided by its number of rows.
 
     Args:
-        prompts: token ids, each at least one.
-        max_new_tokens: limit of each answer; the target's positions are another.
-        tree: shape of the proposer's drafts, or a policy that chooses it; needed with a proposer.
-        seed: row r uses ``seed + r``, or ``seed[r]`` of a sequence.
-        stop_token_ids: tokens that end an answer, as the target's end-of-sequence tokens do.
-        on_tokens: called at each commit; for a single prompt only.
+        prompts: token ids of each prompt, at least one per prompt.
+        max_new_tokens: limit of each answer's tokens. The number of the target's positions limits
+            it too.
+        proposer: proposes the drafts. None for plain decoding.
+        tree: shape of the drafts, or a policy that chooses it. Required with a proposer.
+        seed: row r uses ``seed + r``, or ``seed[r]`` if this is a sequence.
+        stop_token_ids: tokens that end an answer, in addition to the target's end-of-sequence
+            tokens.
+        on_tokens: called at each commit. Only for a single prompt.
+        on_round: called after each verification.
 
     Raises:
-        DrafterError: a prompt that is empty, too long or not of the vocabulary, or settings that make no sense.
+        DrafterError: a prompt is empty, too long or has tokens outside the vocabulary, or the
+            settings are invalid.
     """
     if on_tokens is not None and len(prompts) > 1:
-        raise DrafterError("on_tokens serves a single prompt.")
+        raise DrafterError("on_tokens works only with a single prompt; leave it out for a batch.")
     if proposer is None:
         proposer = PLAIN
         tree = None
     elif tree is None:
-        raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
+        raise DrafterError("`proposer` is given without the shape of its drafts; give `tree` too.")
     if not prompts:
         return []
     started = time.perf_counter()
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     ends = target.eos_token_ids.union(stop_token_ids)
     rows = [
-        _Row(target, prompt, max_new_tokens, own, ends, on_tokens)
-        for prompt, own in zip(prompts, seeds, strict=True)
+        _Row(target, prompt, max_new_tokens, row_seed, ends, on_tokens)
+        for prompt, row_seed in zip(prompts, seeds, strict=True)
     ]
     policy = tree if isinstance(tree, ShapePolicy) else ShapePolicy(tree)
     policy.begin()
@@ -150,7 +166,8 @@ def generate_batch(
             prefill_s = (time.perf_counter() - prefill_began) / len(rows)
             _decode(target, cache, rows, proposer, policy, sampling, on_round)
     finally:
-        cache.release()  # after an interruption too: recorded CUDA graphs use its buffer
+        # Release the cache after an interruption too, because recorded CUDA graphs use its buffer.
+        cache.release()
     for row in rows:
         row.stats.prefill_s = prefill_s
         row.stats.total_s = (time.perf_counter() - started) / len(rows)
@@ -175,15 +192,17 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # right after what waits for it, so that reading the clock does not
+        # Read the clock right after the verification, which has already synchronized with the
+        # device. So reading it does not have to wait.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
         began = verified_at
-        kept = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
-        cache.commit(kept)
-        proposer.observe(hidden, kept)
-        if n_recorded() == n_before:  # else the round took longer than it ever will again
+        committed = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
+        cache.commit(committed)
+        proposer.observe(hidden, committed)
+        # Skip rounds that recorded a CUDA graph. Their time is not representative.
+        if n_recorded() == n_before:
             policy.observe(
                 drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s
             )
@@ -201,11 +220,15 @@ def _decode(
 def prefill(
     target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN
 ) -> Tensor:
-    """Run prompts, padded on the right, and commit them; returns the hidden states of their last tokens, [B, E]."""
+    """Run the prompts, padded on the right, and commit them.
+
+    Returns:
+        The hidden states of the prompts' last tokens, [B, E].
+    """
     hidden = target.forward(padded(prompts, target.device), cache)
-    kept = [range(len(prompt)) for prompt in prompts]
-    cache.commit(kept)
-    proposer.observe(hidden, kept)
+    committed = [range(len(prompt)) for prompt in prompts]
+    cache.commit(committed)
+    proposer.observe(hidden, committed)
     return hidden[
         torch.arange(len(prompts)),
         to_device([len(prompt) - 1 for prompt in prompts], hidden.device),
@@ -213,7 +236,10 @@ def prefill(
 
 
 def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
-    """Commit the first token of each row, given the hidden states [B, E] of the prompts' last tokens."""
+    """Commit the first token of each row.
+
+    ``hidden`` [B, E] are the hidden states of the prompts' last tokens.
+    """
     nothing = DraftTree.empty(1, target.device)
     for row, logits in zip(rows, target.logits(hidden), strict=True):
         if sampling.is_argmax:
@@ -240,10 +266,14 @@ def _propose(
     rows: list["_Row"],
     sampling: SamplingConfig,
 ) -> DraftTree:
-    """Propose drafts; greedy ones are cut to the positions that are left and the tokens that any row still needs."""
-    # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend
-    # on the rest of its
-    # batch. Tokens beyond the last position are cut when they are committed.
+    """Propose drafts.
+
+    The depth of greedy drafts is limited to the target's remaining positions, and to the tokens
+    that the rows still need.
+    """
+    # The depth of sampled drafts is not limited: each level draws random numbers, and an answer
+    # must not depend on the other rows of its batch. Tokens beyond the last position are dropped at
+    # the commit.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
@@ -260,9 +290,13 @@ def _verify(
     drafts: DraftTree,
     sampling: SamplingConfig,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Run the target once over root and drafts of each row; returns hidden states, and the nodes that it accepts."""
+    """Run the target once over the root and the drafts of each row, and commit the accepted tokens.
+
+    Returns:
+        The hidden states of the call, and the accepted nodes of each row.
+    """
     roots = to_device([[row.committed[-1]] for row in rows], target.device)
-    # padding is token 0
+    # Drafts that are padding (-1) are fed as token 0.
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
@@ -300,15 +334,16 @@ class _Row:
             raise DrafterError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
         if len(prompt_tokens) >= target.max_positions:
             raise DrafterError(
-                f"the prompt has {len(prompt_tokens)} tokens, the target has {target.max_positions} positions; "
-                "shorten the prompt."
+                f"the prompt has {len(prompt_tokens)} tokens, the target has "
+                f"{target.max_positions} positions; shorten the prompt."
             )
         vocab_size = target.sizes["vocab_size"]
         if (
             unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
         ) is not None:
             raise DrafterError(
-                f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; use its tokenizer."
+                f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; "
+                "use its tokenizer."
             )
         self._ends = ends
         self._on_tokens = on_tokens
@@ -325,12 +360,12 @@ class _Row:
         return self._limit - len(self.tokens)
 
     def append(self, tokens: list[int], drafted: list[bool]) -> int:
-        """Commit tokens up to the end of the answer; returns how many."""
-        kept, finish = cut_answer(tokens, self.n_remaining, self._ends)
-        self.tokens += kept
-        self.committed += kept
+        """Commit tokens up to the end of the answer, and return how many were committed."""
+        committed, finish = cut_answer(tokens, self.n_remaining, self._ends)
+        self.tokens += committed
+        self.committed += committed
         self.stats.n_tokens = len(self.tokens)
         self.finished = bool(finish)
         if self._on_tokens is not None:
-            self._on_tokens(kept, drafted[: len(kept)])
-        return len(kept)
+            self._on_tokens(committed, drafted[: len(committed)])
+        return len(committed)

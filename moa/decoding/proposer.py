@@ -1,4 +1,6 @@
-"""Proposers of drafts: chains and trees grown with a trained drafter, the same way for all drafters, and prompt lookup.
+"""Proposers of drafts: chains and trees from a trained drafter, and prompt lookup.
+
+Chains and trees are grown in the same way for all kinds of drafters.
 
 Shapes: B rows, N nodes, V vocabulary, E target width, b nodes of one level.
 """
@@ -20,27 +22,47 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# drafts after which a chain asks whether it ends: each time the host waits for the device
+# Check for early stopping every N drafts, by device type; on other devices after each draft. Each
+# check synchronizes with the device.
 _ASKS_AFTER = {"cuda": 4}
 
-# Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a
-# level, in order.
+# Chooses the next token of each row, [B] int64, from the drafter's logits [B, V]. It is called once
+# per level, in order.
 Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts, for one generation after the other, and keeps its caches in step; this one has none."""
+    """Proposes drafts, and keeps its caches consistent with the committed tokens.
 
-    max_depth: int | None = None  # most levels of drafts that it can propose; None for any number
+    A proposer serves one generation at a time. This base class has no caches.
+    """
+
+    max_depth: int | None = None  # limit of the levels of drafts; None for any number
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
-        """Start a generation, before the target reads the prompts; each row has a random generator of its own."""
+        """Start a generation, before the target reads the prompts.
+
+        Args:
+            cache: the target's cache.
+            generators: a random generator for each row.
+        """
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Receive the final hidden states [B, n, E] of a target call, and which of the n tokens each row committed."""
+        """Receive the result of a target call.
+
+        Args:
+            hidden: [B, n, E], final hidden states.
+            kept: for each row, the indices of the tokens that it committed, out of n.
+        """
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        """Propose what follows the prompt and tokens of each row, of which all but the last one have target KV."""
+        """Propose drafts of the tokens that follow.
+
+        Args:
+            committed: for each row, the prompt and the committed tokens. All but the last have
+                target KV.
+            shape: shape of the drafts.
+        """
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -48,10 +70,11 @@ class Proposer:
 
 
 class Chain:
-    """One chain of drafts per row, all of one depth, grown level by level.
+    """A chain of drafts for each row, grown level by level. All chains have the same depth.
 
-    What was fed stays in the drafter's caches until the next root, wrong drafts included. A chain that continues from
-    one of its earlier levels is a branch of a tree, in which a node sees its ancestors alone::
+    All fed tokens stay in the drafter's caches until the next root, including wrong drafts. A chain
+    that continues from one of its earlier levels is a branch of a tree, in which a node sees only
+    its ancestors::
 
         fed            root  the  mat  .          go back to "the", feed "rug"
         path           root  the       rug
@@ -66,56 +89,57 @@ class Chain:
         cache: KVSource,
         features: Tensor,
     ) -> None:
-        # The features are the root's, [B, 1, E], from ``Drafter.draft_root``.
+        # ``features`` [B, 1, E] are those of the root, from ``Drafter.draft_root``.
         self._drafter = drafter
         self._frozen = frozen
         self._state = state
         self._cache = cache
-        # of the root and each level: its place among what was fed, and its features
+        # For the root and each level: its index among the fed tokens, and its features.
         self._path = [(0, features)]
         self._n_fed = 1
 
     @property
     def depth(self) -> int:
-        """The number of levels below the root."""
+        """Number of levels below the root."""
         return len(self._path) - 1
 
     @property
     def logits(self) -> Tensor:
-        """The drafter's logits after the last level: [B, V]."""
+        """The drafter's logits after the last level, [B, V]."""
         return self._drafter.draft_logits(self._frozen, self._path[-1][1][:, 0])
 
     @property
     def confidence(self) -> Tensor:
-        """The drafter's estimate of the probability that the next draft is accepted: [B] float32."""
-        found = self._drafter.confidence(self._path[-1][1][:, 0])
-        if found is None:
+        """The drafter's estimate of the acceptance probability of the next draft, [B] float32."""
+        confidence = self._drafter.confidence(self._path[-1][1][:, 0])
+        if confidence is None:
             raise DrafterError(
-                f"this {self._drafter.kind} drafter has no confidence head to cut chains by; give a chain's length "
-                "such as 7, or LENGTH@PROBABILITY such as 10@0.2."
+                f"this {self._drafter.kind} drafter has no confidence head to cut chains by; "
+                "give a chain's length such as 7, or LENGTH@PROBABILITY such as 10@0.2."
             )
-        return found.float()
+        return confidence.float()
 
     def feed(self, tokens: Tensor) -> None:
         """Add a level of tokens [B, 1] int64."""
         seen = torch.ones(len(tokens), 1, self._n_fed + 1, dtype=torch.bool, device=tokens.device)
         if len(self._path) < self._n_fed:
-            own = {place for place, _ in self._path}
-            seen[..., [place for place in range(self._n_fed) if place not in own]] = False
+            path_indices = {index for index, _ in self._path}
+            seen[..., [index for index in range(self._n_fed) if index not in path_indices]] = False
         level = DraftLevel(tokens, self._path[-1][1], seen, len(self._path))
         features = self._drafter.draft_level(self._state, self._frozen, level, self._cache)
         self._path.append((self._n_fed, features))
         self._n_fed += 1
 
     def back_to(self, depth: int) -> None:
-        """Continue from an earlier level; 0 is the root."""
+        """Continue from an earlier level. Level 0 is the root."""
         del self._path[depth + 1 :]
 
 
 class DrafterProposer(Proposer):
-    """Drafts with a trained drafter, and the weights that it needs of its target, which is live or frozen.
+    """Proposes the drafts of a trained drafter.
 
-    With a temperature above 0, chains are sampled from the drafter's distribution under it.
+    The drafter uses some weights of its target, which is live or frozen. With a temperature above
+    0, the tokens of chains are sampled from the drafter's distribution at that temperature.
     """
 
     def __init__(
@@ -127,7 +151,8 @@ class DrafterProposer(Proposer):
         weight = frozen.lm_head_weight
         if drafter.dtype != weight.dtype:
             raise DrafterError(
-                f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; load both in one dtype."
+                f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; "
+                "load both in one dtype."
             )
         self.frozen = frozen
         self.drafter = drafter
@@ -144,7 +169,7 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # whose outputs the target's calls then keep
+        # The target's calls then keep the outputs of these layers for the drafter.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -154,7 +179,13 @@ class DrafterProposer(Proposer):
         )
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
-        """Continue with caches, and a choice of the tokens of chains, that the caller keeps in step."""
+        """Continue with caches that the caller keeps consistent with the committed tokens.
+
+        Args:
+            cache: the target's KV, or the contexts.
+            state: the drafter's state.
+            choose: chooses the tokens of chains. None to choose them by the sampling settings.
+        """
         self.cache = cache
         self.state = state
         self._choose = choose
@@ -169,11 +200,18 @@ class DrafterProposer(Proposer):
     @override
     @torch.inference_mode()
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        """Grow a chain or a tree (EAGLE-2, section 4.1; official inference lines 622-660)."""
+        """Grow a chain or a tree.
+
+        This is EAGLE-2, section 4.1, and lines 622-660 of the official inference code.
+        """
         self.drafter.config.check_depth(shape.depth)
         if self._uses_graphs and shape.is_chain and not (shape.stop_below or shape.cut_below):
             drafts = self._graphs.run(
-                self.state, self._live, committed, shape, lambda own: self._drafted(own, (), shape)
+                self.state,
+                self._live,
+                committed,
+                shape,
+                lambda state: self._drafted(state, (), shape),
             )
             if drafts is not None:
                 return DraftTree.chain(drafts)
@@ -199,11 +237,12 @@ class DrafterProposer(Proposer):
         is_drawn = self._sampling.temperature > 0
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
-        reached: list[Tensor] = []  # [B] of each draft: the probability of the chain up to it
-        # [B] bool of each draft: whether the chain is not cut before or at it
-        kept: list[Tensor] = []
+        # [B] for each draft: the probability of the chain up to and including it.
+        reached: list[Tensor] = []
+        # [B] bool for each draft: whether the chain has not been cut at or before it.
+        is_kept: list[Tensor] = []
         paths = [list(row) for row in committed]
-        # [B], of the whole chain
+        # [B], the probability of the whole chain.
         probability = features.new_ones(features.shape[0], dtype=torch.float32)
         chain = Chain(self.drafter, self.frozen, state, self.cache, features)
         asks_after = _ASKS_AFTER.get(self._device.type, 1)
@@ -212,9 +251,10 @@ class DrafterProposer(Proposer):
                 chain.feed(tokens[-1])
             if shape.cut_below:
                 is_sure = chain.confidence >= shape.cut_below
-                kept.append(kept[-1] & is_sure if kept else is_sure)
-                # Where tokens are drawn, a row takes as many random numbers as alone.
-                if not is_drawn and level % asks_after == asks_after - 1 and not kept[-1].any():
+                is_kept.append(is_kept[-1] & is_sure if is_kept else is_sure)
+                # If tokens are sampled, do not stop early: a row must draw the same random numbers
+                # in a batch as alone.
+                if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
             logits = chain.logits  # [B, V]
             if self._choose is None and is_drawn:
@@ -224,7 +264,8 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
-                if self._sampling.reads_text:  # else no distribution depends on the path
+                # Without penalties, distributions do not depend on the path.
+                if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)
             else:
@@ -235,8 +276,8 @@ class DrafterProposer(Proposer):
                 reached.append(probability)
                 if level % asks_after == asks_after - 1 and probability.mean() < shape.stop_below:
                     break
-        if kept:
-            return _cut_chain(tokens, probabilities, torch.stack(kept, dim=1))
+        if is_kept:
+            return _cut_chain(tokens, probabilities, torch.stack(is_kept, dim=1))
         return DraftTree.chain(
             torch.cat(tokens, dim=1),
             scores=torch.stack(reached, dim=1).log() if reached else None,
@@ -247,10 +288,9 @@ class DrafterProposer(Proposer):
         n_rows = features.shape[0]
         b = min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
-        # Tokens, parents and scores are the candidates of all levels. The beam is the b nodes of
-        # the last level that
-        # are extended: their places among the candidates, cumulative scores, and which fed tokens
-        # they see.
+        # Tokens, parents and scores are those of the candidates of all levels. The beam is the b
+        # nodes of the last level that are extended. For each of them, the loop keeps its index
+        # among the candidates, its cumulative score, and the mask of the fed tokens that it sees.
         tokens = []
         parents = []
         scores = []
@@ -269,14 +309,15 @@ class DrafterProposer(Proposer):
             scores.append(score)
             if level == shape.depth:
                 break
-            beam_score, kept = most_likely(score, b)  # of this level alone
-            beam_at = n_candidates + kept
+            # Choose among the candidates of this level only.
+            beam_score, in_beam = most_likely(score, b)
+            beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
-            fed = tokens[-1].gather(1, kept)  # [B, b]
-            came_from = (kept // b)[..., None]  # [B, b, 1], places in the last beam
-            own = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
+            fed = tokens[-1].gather(1, in_beam)  # [B, b]
+            came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam
+            itself = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
-            beam_seen = torch.cat((above, own), dim=2)
+            beam_seen = torch.cat((above, itself), dim=2)
             parents_of_fed = features.gather(1, came_from.expand(-1, -1, features.shape[2]))
             nodes = DraftLevel(fed, parents_of_fed, beam_seen, level)
             features = self.drafter.draft_level(state, self.frozen, nodes, self.cache)
@@ -291,7 +332,13 @@ class DrafterProposer(Proposer):
 def _cut_chain(
     tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
 ) -> DraftTree:
-    """Make chains of the drafts that are kept, [B, N] bool; a row with fewer than others is filled up."""
+    """Make chains of the kept drafts. Rows with fewer of them are padded.
+
+    Args:
+        tokens: [B, 1] of each draft.
+        probabilities: the distribution [B, V] of each draft, or empty.
+        kept: [B, N] bool.
+    """
     n_drafts = int(kept.sum(dim=1).max())
     if not n_drafts:
         return DraftTree.empty(len(kept), kept.device)
@@ -301,9 +348,10 @@ def _cut_chain(
 
 
 class PromptLookupProposer(Proposer):
-    """Proposes what followed the latest earlier occurrence of the last n tokens, the longest n first.
+    """Proposes the tokens that followed the latest earlier occurrence of the last n tokens.
 
-    Source: Saxena, "Prompt Lookup Decoding" (2023); transformers offers the same as ``prompt_lookup_num_tokens``.
+    The longest n that occurred before is used. Source: Saxena, "Prompt Lookup Decoding" (2023). In
+    transformers the same method is ``prompt_lookup_num_tokens``.
     """
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
@@ -312,12 +360,15 @@ class PromptLookupProposer(Proposer):
 
     @override
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        """Draft a chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""
-        found = [self._continuation(tokens, shape.depth) for tokens in committed]
-        longest = max(map(len, found))
+        """Propose a chain of at most ``shape.depth`` tokens.
+
+        It is empty if no row's last token occurred before.
+        """
+        continuations = [self._continuation(tokens, shape.depth) for tokens in committed]
+        longest = max(map(len, continuations))
         if not longest:
-            return DraftTree.empty(len(found), self._device)
-        padded = [[*tokens, *[NO_DRAFT] * (longest - len(tokens))] for tokens in found]
+            return DraftTree.empty(len(continuations), self._device)
+        padded = [[*tokens, *[NO_DRAFT] * (longest - len(tokens))] for tokens in continuations]
         return DraftTree.chain(to_device(padded, self._device))
 
     def _continuation(self, tokens: list[int], length: int) -> list[int]:
