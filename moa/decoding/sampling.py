@@ -1,21 +1,26 @@
-"""The next token: settings, its distribution, its choice by keyed noise, and the verification of drafts.
+"""Choose the next token: settings, distributions, choice by keyed noise, verification of drafts.
 
 Shapes: B rows, N nodes, V vocabulary.
 
-Drafts are verified in one of three ways; all give each token the target's distribution, whatever the drafter proposes.
+Drafts are verified in one of three ways. In each of them, every token has the target's
+distribution, whatever the drafter proposes.
 
-- Greedily: a draft is accepted if it is the target's argmax.
-- By rejection (:func:`accept_sampled`; Leviathan et al. 2023, Algorithm 1): a draft x that was drawn from q is accepted
-  with probability min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that were
-  picked (the most likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with probability
-  p(x), else p(x) becomes 0 and the next child is tried on the normalised rest.
-- By the target's own choice (:func:`accept_chosen`): the token at a position is the one with the largest log p + g,
-  where g is Gumbel noise keyed by (seed, position). Over seeds it has the distribution p (the Gumbel-max trick); for a
-  given seed the text is the same whatever drafts it and which sequences share a call. A drafter that adds the same
-  noise to its own log-probabilities draws the target's token more often than by independent draws.
+- Greedy: a draft is accepted if it is the target's argmax.
+- Rejection sampling (:func:`accept_sampled`; Leviathan et al. 2023, Algorithm 1): a draft x that
+  was sampled from q is accepted with probability min(1, p(x) / q(x)). If it is rejected, the next
+  token is sampled from max(0, p - q), normalized. Drafts that were not sampled, such as the most
+  likely tokens in a tree, are the special case of a q that has all its mass on x: x is accepted
+  with probability p(x). If it is rejected, p(x) is set to 0, and the next child is tried with the
+  normalized remaining probabilities.
+- Keyed choice (:func:`accept_chosen`): the target chooses the token with the largest log p + g at
+  each position. Here g is Gumbel noise that is a function of (seed, position, token). A draft is
+  accepted if it is that token. Over all seeds the token has the distribution p (the Gumbel-max
+  trick). For a given seed, the answer does not depend on the drafter or on the sequences that share
+  a call. A drafter that adds the same noise to its own log-probabilities drafts the target's token
+  more often than a drafter that samples independently.
 
-Distributions stay on the device of the logits; uniform numbers are made on the host, so that a seed means the same on
-every device.
+Distributions stay on the device of the logits. Uniform random numbers are drawn on the host, so
+that a seed gives the same numbers for every device.
 """
 
 import math
@@ -32,37 +37,45 @@ from ...errors import DrafterError
 from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
-# Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is
-# too small.
+# Top-p first looks at this many most likely tokens. It sorts the whole vocabulary only if their
+# total probability is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
-# Numbers that a random generator makes in the time that it takes to move to the next one that is
-# wanted.
+# Moving the random generator to another token takes as long as drawing about this many numbers. If
+# tokens are closer together than this on average, draw all numbers up to the last token.
 _N_PER_MOVE = 700
-# possible tokens that are compared as they are; of more it is sought first which of them can be
-# chosen
+# Up to this many possible tokens, compute the noise of all of them. Above, first find the few
+# tokens that can have the largest value.
 _N_PLAIN = 8192
-# relative error of what is compared in choosing a token: logarithms of float64 are far more exact
+# Relative tolerance of the comparison that excludes tokens. The rounding errors of float64
+# logarithms are far smaller.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings of sampling, applied in the order of vLLM: bias, penalties, temperature, min-p, top-k, top-p.
+    """Sampling settings.
 
-    The repetition penalty divides the logits of tokens that occurred, in the prompt too, or multiplies them where
-    negative. Those for presence and frequency are subtracted, once and for each time that the answer has a token.
+    They are applied in the order of vLLM: bias, penalties, temperature, min-p, top-k, top-p.
+
+    The repetition penalty applies to tokens that occurred in the prompt or the answer. It divides
+    their positive logits and multiplies their negative ones. The presence penalty is subtracted
+    once from the logit of each token that occurred in the answer. The frequency penalty is
+    subtracted once for each occurrence.
     """
 
     temperature: float = 0.0  # 0 for greedy decoding
-    # keep the most likely tokens up to this cumulative probability, at least one
+    # Keep the most likely tokens up to this cumulative probability, at least one.
     top_p: float = 1.0
-    top_k: int = 0  # keep this many tokens; 0 keeps all
+    # Keep this many tokens. 0 keeps all.
+    top_k: int = 0
     repetition_penalty: float = 1.0
-    min_p: float = 0.0  # keep tokens of at least this share of the most likely one's probability
+    # Keep tokens that have at least this fraction of the most likely token's probability.
+    min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # what is added to the logits of some tokens
+    # Pairs of a token and the value that is added to its logit.
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -85,16 +98,21 @@ class SamplingConfig:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the tokens so far change the distribution beside the logits."""
+        """Whether the distribution depends on the tokens so far, apart from the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse chains that stop by their probability where drafts are sampled."""
-        # Their length would depend on the other rows of a batch, and so would the answer of a seed.
+        """Check that a shape can be used with these settings.
+
+        Raises:
+            DrafterError: drafts are sampled, and the shape's chains stop by their probability.
+        """
+        # The length of such a chain depends on the other rows of its batch. So the answer for a
+        # seed would depend on them too.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
-                f"chains such as {shape} stop by their probability in greedy decoding only; give a chain's length "
-                f"such as {shape.depth}, or a temperature of 0."
+                f"chains such as {shape} stop by their probability in greedy decoding only; "
+                f"give a chain's length such as {shape.depth}, or a temperature of 0."
             )
 
 
@@ -104,25 +122,36 @@ GREEDY = SamplingConfig()
 def cut_answer(
     tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]
 ) -> tuple[list[int], str]:
-    """Cut new tokens of an answer; also return why it ends: ``stop``, ``length``, or empty if it continues."""
-    kept = tokens[:max_tokens]
-    for index, token in enumerate(kept):
+    """Drop new tokens beyond the end of the answer.
+
+    Returns:
+        The remaining tokens, and why the answer ends: ``stop``, ``length``, or empty if it
+        continues.
+    """
+    answer = tokens[:max_tokens]
+    for index, token in enumerate(answer):
         if token in eos_token_ids:
-            return kept[: index + 1], "stop"
-    return kept, "length" if len(kept) == max_tokens else ""
+            return answer[: index + 1], "stop"
+    return answer, "length" if len(answer) == max_tokens else ""
 
 
 def distribution(
     logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int = 0
 ) -> Tensor:
-    """The distribution of the next token, given logits [V], prompt and all tokens so far: [V] float64 on their device.
+    """Compute the distribution of the next token, [V] float64 on the device of the logits.
 
-    With temperature 0 all mass is on the most likely token. The answer begins after ``n_prompt`` tokens.
+    With temperature 0 all mass is on the most likely token.
+
+    Args:
+        logits: [V].
+        previous: tokens of the prompt and of the answer so far.
+        config: sampling settings.
+        n_prompt: number of tokens of the prompt.
     """
     scores = _adjusted(logits, previous, config, n_prompt)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
-    # at most 0: a tiny temperature overflows to -inf alone
+    # The scores become at most 0, so that a tiny temperature can overflow only to -inf.
     scores = (scores - scores.max()) / config.temperature
     if config.min_p:
         scores = scores.masked_fill(scores < math.log(config.min_p), -torch.inf)
@@ -135,7 +164,7 @@ def distribution(
 def _adjusted(
     logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int
 ) -> Tensor:
-    """Apply bias and penalties to logits [V]: [V] float64 on their device."""
+    """Apply bias and penalties to logits [V]. Returns [V] float64 on their device."""
     if config.logit_bias:
         tokens, values = zip(*config.logit_bias, strict=True)
         bias = to_device(values, logits.device, torch.float32)
@@ -154,44 +183,61 @@ def _adjusted(
 
 
 def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
-    """Apply the repetition penalty to logits [V], given all tokens so far: [V] float64 on their device."""
-    # mps has no float64
+    """Apply the repetition penalty to logits [V], given all tokens so far.
+
+    Returns:
+        [V] float64 on the device of the logits, or on the CPU for an mps device.
+    """
+    # An mps device has no float64.
     scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()
     if penalty == 1 or not previous:
         return scores
     seen = to_device(sorted(set(previous)), scores.device)
-    found = scores[seen]
-    changed = torch.where(found < 0, found * penalty, found / penalty)
-    # a tiny penalty overflows
+    seen_scores = scores[seen]
+    changed = torch.where(seen_scores < 0, seen_scores * penalty, seen_scores / penalty)
+    # Clamp, because dividing by a tiny penalty can overflow.
     return scores.index_put((seen,), changed.clamp(max=torch.finfo(scores.dtype).max))
 
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:
-    """Restrict a distribution [V] to its most likely tokens up to a cumulative probability, at least one."""
-    if probability.device.type == "cuda":  # nothing here waits for the device
+    """Restrict a distribution [V] to the most likely tokens up to a cumulative probability.
+
+    At least one token remains.
+    """
+    # This branch does not synchronize with the device.
+    if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
-        kept = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
-        return torch.zeros_like(probability).scatter(0, order, kept / kept.sum())
+        remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
+        return torch.zeros_like(probability).scatter(0, order, remaining / remaining.sum())
     ordered, order = probability.topk(min(_N_LIKELY, len(probability)))
     mass = ordered.cumsum(0)
     if mass[-1] < top_p:
         ordered, order = probability.sort(descending=True)
         mass = ordered.cumsum(0)
     is_kept = mass - ordered < top_p
-    kept = ordered[is_kept]
-    return torch.zeros_like(probability).index_put_((order[is_kept],), kept / kept.sum())
+    remaining = ordered[is_kept]
+    return torch.zeros_like(probability).index_put_((order[is_kept],), remaining / remaining.sum())
 
 
 def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64."""
-    # The first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
-    # generator;
-    # torch.multinomial takes 20 times as long at a vocabulary of 128,256.
+    """Sample a token from each distribution.
+
+    Args:
+        probabilities: [B, V] float64. They need not be normalized.
+        generators: a random generator for each row.
+
+    Returns:
+        [B] int64.
+    """
+    # Choose the first token at which the cumulative sum exceeds u times the total, for a uniform u
+    # from the row's generator. torch.multinomial takes 20 times as long with a vocabulary of
+    # 128,256 tokens.
     cumulative = probabilities.cumsum(dim=-1)
     uniform = [
         float(torch.rand(1, generator=generator, dtype=torch.float64)) for generator in generators
     ]
-    # Rounding can give the total itself, which no cumulative sum exceeds.
+    # Because of rounding, u times the total can equal the total. No cumulative sum exceeds it, so
+    # the value is limited to the next smaller number.
     below_total = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     drawn = to_device([[value] for value in uniform], probabilities.device, torch.float64)
     wanted = (drawn * cumulative[:, -1:]).minimum(below_total)
@@ -199,12 +245,17 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
 
 
 def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
-    """Draw the Gumbel noise of tokens [n], ascending, for a seed of 64 bits and a position: [n] float64 on the host.
+    """Compute the Gumbel noise of tokens, [n] float64 on the host.
 
-    The noise of a token is a function of seed, position and token alone.
+    The noise of a token is a function of seed, position and token only.
+
+    Args:
+        seed: 64 bits.
+        position: position of the token in the sequence.
+        tokens: [n], ascending.
     """
-    # Philox 4x64 with the key (seed, position) gives the same bits on every machine, of which token
-    # i has the i-th.
+    # Philox 4x64 with the key (seed, position) gives the same random bits on every machine. Token i
+    # uses the number with index i.
     generator = _philox(seed, position)
     if tokens[-1] < _N_PER_MOVE * len(tokens):
         bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
@@ -212,13 +263,14 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
         bits = np.empty(len(tokens), np.uint64)
         n_drawn = 0
         for index, token in enumerate(tokens.tolist()):
-            block, place = divmod(token, 4)  # a step of the generator gives four numbers
+            # One step of the generator gives four numbers.
+            block, index_in_block = divmod(token, 4)
             if block >= n_drawn:
                 generator.advance(block - n_drawn)
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
-            bits[index] = numbers[place]
-    # 52 bits and a half: neither 0 nor 1 can come out, whose noise would be infinite.
+            bits[index] = numbers[index_in_block]
+    # 52 bits plus one half give neither 0 nor 1. The noise of both would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
@@ -228,25 +280,35 @@ def _philox(seed: int, position: int) -> np.random.Philox:
 
 
 def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
-    """List tokens that include the one with the largest log p + noise, given p [V] on the host: [n] int64, ascending.
+    """List tokens that include the one with the largest log p + noise.
 
-    They are those of a probability, or of many the few that can be the largest.
+    These are all tokens with a probability above 0. If there are many, only the few are listed that
+    can have the largest value.
+
+    Args:
+        probability: p [V], on the host.
+        seed: see :func:`noise`.
+        position: see :func:`noise`.
+
+    Returns:
+        [n] int64, ascending.
     """
     is_possible = (probability != 0).numpy()
     n_possible = np.count_nonzero(is_possible)
-    if n_possible <= _N_PLAIN:  # none where logits are not numbers: the first token then
+    # If logits are NaN, there may be no possible token. Then list the first token.
+    if n_possible <= _N_PLAIN:
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
-    # With noise -log(-log u) the largest log p + noise has the smallest -log(u) / p. As 1 - u is at
-    # most -log(u), no
-    # token whose (1 - u) / p is above some token's -log(u) / p can be it; so a logarithm for each
-    # is not needed.
+    # With the noise -log(-log u), the largest log p + noise has the smallest -log(u) / p. As
+    # -log(u) is at least 1-u, (1-u) / p is a lower bound of that value. Tokens whose lower bound is
+    # above the value of some token are excluded, without computing their logarithms.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    bits |= np.uint64(0x3FF << 52)  # as a float64: from 1 to 2, u + 1 less half of the last bit
+    # Read as float64, these bits are u + 1 minus half of the last bit, a number from 1 to 2.
+    bits |= np.uint64(0x3FF << 52)
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
     bounds = above / probability
     best = bounds.argmin()
     reached = -torch.log1p(-above[best]) / probability[best]
-    # all of them where something is not a number
+    # The negated comparison keeps all tokens if a value is NaN.
     return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())
 
 
@@ -258,11 +320,15 @@ def choose(
     position: int,
     n_prompt: int = 0,
 ) -> int:
-    """Choose the token at a position of a text, the prompt included, given prompt and tokens so far.
+    """Choose the token at a position by keyed noise, or greedily with a temperature of 0.
 
     Args:
-        logits: [V], of the target or of a drafter, -inf where a token cannot come.
-        seed: of the text; tokens of one seed at different positions are independent.
+        logits: [V], of the target or of a drafter, -inf for tokens that are not allowed.
+        previous: tokens of the prompt and of the answer so far.
+        sampling: sampling settings.
+        seed: seed of the sequence. The noise at different positions is independent.
+        position: position of the token in the sequence, counted from the start of the prompt.
+        n_prompt: number of tokens of the prompt.
     """
     if sampling.temperature == 0:
         return int(_adjusted(logits, previous, sampling, n_prompt).argmax())
@@ -280,15 +346,16 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Text:
-    """All tokens of a text so far, and what decides the next ones."""
+    """The tokens of a sequence so far, and the settings that determine the next ones."""
 
-    tokens: list[int]
+    tokens: list[int]  # prompt and answer so far
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    # which tokens may follow an answer: [V] bool
+    # Returns the tokens that are allowed next, [V] bool, given the answer so far. None allows all.
     allowed: Callable[[Sequence[int]], np.ndarray] | None = None
-    min_tokens: int = 0  # of the answer, before which none of the ends comes
+    # Minimum number of tokens of the answer. Before that, no token of ``ends`` is chosen.
+    min_tokens: int = 0
     ends: frozenset[int] = frozenset()
 
     @property
@@ -301,19 +368,22 @@ class Text:
         return len(self.tokens) - self.n_prompt < self.min_tokens and bool(self.ends)
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Set the logits [V] of tokens that may not come to -inf."""
+        """Set the logits [V] of tokens that :attr:`allowed` excludes to -inf."""
         if self.allowed is None:
             return logits
         allowed = torch.from_numpy(self.allowed(self.tokens[self.n_prompt :]))
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def choosable(self, logits: Tensor) -> Tensor:
-        """Set the logits [V] of tokens that are not to be chosen to -inf: :meth:`masked` ones, and too early ends."""
+        """Set the logits [V] of tokens that must not be chosen to -inf.
+
+        These are the tokens that :meth:`masked` excludes, and ends before the minimum length.
+        """
         logits = self.masked(logits)
         if not self._is_short:
             return logits
         others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
-        # Where nothing else is allowed the answer ends all the same, as in vLLM.
+        # If only ends are allowed, the answer ends before its minimum length, as in vLLM.
         return (
             others
             if self.allowed is None
@@ -322,24 +392,32 @@ class Text:
 
 
 def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
-    """Choose the token after each text as :func:`choose` does, given logits [V] of each, with one wait for a device."""
-    pairs = [(text.choosable(own), text) for own, text in zip(logits, texts, strict=True)]
+    """Choose the token after each text as :func:`choose` does, with one synchronization.
+
+    Args:
+        logits: [V] for each text.
+        texts: the texts.
+    """
+    pairs = [(text.choosable(row), text) for row, text in zip(logits, texts, strict=True)]
     if not logits[0].is_cuda:
         return [
-            choose(own, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt)
-            for own, text in pairs
+            choose(row, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt)
+            for row, text in pairs
         ]
-    found = torch.stack(
-        [distribution(own, text.tokens, text.sampling, text.n_prompt) for own, text in pairs]
+    probabilities = torch.stack(
+        [distribution(row, text.tokens, text.sampling, text.n_prompt) for row, text in pairs]
     )
     return [
         _likeliest_with_noise(p, text.seed, len(text.tokens))
-        for p, text in zip(found.cpu(), texts, strict=True)
+        for p, text in zip(probabilities.cpu(), texts, strict=True)
     ]
 
 
 class ChainChoice:
-    """Chooses the tokens of chains of drafts, level by level, for texts that end with the root, one a row."""
+    """Chooses the tokens of drafted chains, level by level.
+
+    Each row has a text that ends with the root.
+    """
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts = [replace(text, tokens=list(text.tokens)) for text in texts]
@@ -347,7 +425,8 @@ class ChainChoice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
-        if self._is_argmax:  # nothing comes to the host
+        # The logits stay on the device.
+        if self._is_argmax:
             return logits.argmax(dim=-1)
         chosen = choose_rows(logits.unbind(), self._texts)
         for text, token in zip(self._texts, chosen, strict=True):
@@ -358,47 +437,62 @@ class ChainChoice:
 def accept_argmax(
     tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Verify greedily, given N + 1 predicted tokens: after the root, -1, then after each node.
+    """Verify the drafts of a row greedily.
 
-    Returns the accepted nodes from the root down, and the target's next token after the last of them.
+    Args:
+        tokens: the drafts.
+        parents: index of each draft's parent, -1 for the root.
+        predicted: the target's N + 1 predictions, after the root and after each draft.
+
+    Returns:
+        The accepted drafts from the root down, and the target's next token after the last of them.
     """
     children: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         children.setdefault((parent, token), node)
     accepted: list[int] = []
-    at = -1
-    while (found := children.get((at, token := predicted[at + 1]))) is not None:
-        accepted.append(at := found)
+    parent_of_next = -1
+    while (
+        child := children.get((parent_of_next, token := predicted[parent_of_next + 1]))
+    ) is not None:
+        accepted.append(parent_of_next := child)
     return accepted, token
 
 
 class Verified(NamedTuple):
-    """A text that ends with the root, its drafts, and the target's logits after the root and each of them."""
+    """Input of a verification: a text that ends with the root, its drafts, the target's logits."""
 
     text: Text
-    tokens: Sequence[int]  # of the drafts
+    tokens: Sequence[int]  # N drafts
     parents: Sequence[int]
-    logits: Tensor  # [N + 1, V]
+    logits: Tensor  # [N + 1, V], after the root and after each draft
 
 
 def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
-    """Verify rounds of several texts by the target's own choices, level by level; see :func:`accept_argmax`."""
-    texts = [replace(one.text, tokens=list(one.text.tokens)) for one in rounds]
+    """Verify the drafts of several texts with keyed choices, level by level.
+
+    Returns:
+        For each text, the accepted drafts and the next token, as :func:`accept_argmax` returns
+        them.
+    """
+    texts = [replace(verified.text, tokens=list(verified.text.tokens)) for verified in rounds]
     accepted: list[list[int]] = [[] for _ in rounds]
     bonus = [0] * len(rounds)
     open_ = list(range(len(rounds)))
     while open_:
-        at = [accepted[row][-1] if accepted[row] else -1 for row in open_]
-        logits = [rounds[row].logits[node + 1] for row, node in zip(open_, at, strict=True)]
-        bonus_of = zip(open_, at, choose_rows(logits, [texts[row] for row in open_]), strict=True)
+        nodes = [accepted[row][-1] if accepted[row] else -1 for row in open_]
+        logits = [rounds[row].logits[node + 1] for row, node in zip(open_, nodes, strict=True)]
+        bonus_of = zip(
+            open_, nodes, choose_rows(logits, [texts[row] for row in open_]), strict=True
+        )
         open_ = []
         for row, node, token in bonus_of:
             children = enumerate(zip(rounds[row].tokens, rounds[row].parents, strict=True))
-            found = next((child for child, edge in children if edge == (token, node)), None)
-            if found is None:
+            draft = next((child for child, edge in children if edge == (token, node)), None)
+            if draft is None:
                 bonus[row] = token
                 continue
-            accepted[row].append(found)
+            accepted[row].append(draft)
             texts[row].tokens.append(token)
             open_.append(row)
     return list(zip(accepted, bonus, strict=True))
@@ -407,32 +501,54 @@ def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
 def accept_sampled(
     tree: DraftTree,
     row: int,
-    logits: Tensor,  # [N + 1, V], the target's after the root and after each node
-    previous: Sequence[int],  # prompt and committed tokens, the root included
+    logits: Tensor,
+    previous: Sequence[int],
     config: SamplingConfig,
     generator: torch.Generator | None,
     n_prompt: int = 0,
 ) -> tuple[list[int], int]:
-    """Verify one row by sampling, or greedily with penalties; see :func:`accept_argmax`."""
+    """Verify the drafts of a row by rejection sampling, or greedily with penalties.
+
+    Args:
+        tree: the drafts of all rows.
+        row: the row to verify.
+        logits: [N + 1, V], the target's logits after the root and after each draft.
+        previous: tokens of the prompt and committed tokens, including the root.
+        config: sampling settings.
+        generator: the row's random generator.
+        n_prompt: number of tokens of the prompt.
+
+    Returns:
+        The accepted drafts and the next token, as :func:`accept_argmax` returns them.
+    """
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
     judge = _Judge(
-        tree, row, logits, previous, lambda own, text: distribution(own, text, config, n_prompt)
+        tree,
+        row,
+        logits,
+        previous,
+        lambda node_logits, text: distribution(node_logits, text, config, n_prompt),
     )
     while True:
-        at = accepted[-1] if accepted else -1
-        # Padding takes no random number: a row alone has none.
+        last_accepted = accepted[-1] if accepted else -1
+        # Padding must not draw a random number, because a row that is decoded alone has no padding.
         children = [
-            node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT
+            node
+            for node, parent in enumerate(parents)
+            if parent == last_accepted and tokens[node] != NO_DRAFT
         ]
-        node, probability = _try(judge, at, children, generator)
+        node, probability = _try(judge, last_accepted, children, generator)
         if node is None:
             return accepted, int(draw_rows(probability[None], [generator]))
         accepted.append(node)
 
 
 class _Judge:
-    """The target's distributions after the root and each node of a row, and the probabilities of the drafts."""
+    """The target's distributions after the root and after each node of a row.
+
+    It also has the probabilities of the drafts.
+    """
 
     def __init__(
         self,
@@ -442,7 +558,7 @@ class _Judge:
         previous: Sequence[int],
         of: Callable[..., Tensor],
     ) -> None:
-        # of: the distribution of logits after a text
+        # ``of`` computes the distribution from logits and the tokens before it.
         self._logits, self._previous, self._of = logits, previous, of
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
@@ -451,13 +567,13 @@ class _Judge:
         )
         self._after: dict[int, Tensor] = {}
         self._chances: list[list[float]] | None = None
-        # all of them at once: each time that one is read waits
+        # Copy all probabilities together, because each copy from the device synchronizes.
         if logits.device.type == "cuda" and self.tokens:
             everything = torch.stack([self._chance(node) for node in range(len(self.tokens))])
             self._chances = everything.tolist()
 
     def after(self, at: int) -> Tensor:
-        """Compute the distribution after a node, -1 for the root: [V] float64."""
+        """Compute the distribution after a node, or after the root for -1: [V] float64."""
         if at not in self._after:
             above = at
             path = list[int]()
@@ -469,11 +585,15 @@ class _Judge:
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:
-        """Return the probability of a draft after its parent, and that with which it was drawn, if it was."""
+        """Return a draft's probability after its parent.
+
+        If the draft was sampled, the probability with which it was sampled follows.
+        """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 
     def _chance(self, node: int) -> Tensor:
-        token = max(self.tokens[node], 0)  # padding is never asked for
+        # Padding (-1) must be a valid index here. Its value is not used.
+        token = max(self.tokens[node], 0)
         of_target = self.after(self._parents[node])[token]
         return (
             of_target[None]
@@ -485,9 +605,14 @@ class _Judge:
 def _try(
     judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """Try the drafts after a node, in order; return the accepted one or None, and what to draw from instead.
+    """Try the drafts after a node, in order.
 
-    Any number of them were picked, or one was drawn from a proposal [V].
+    Drafts that were not sampled can be any number. A draft that was sampled from a proposal [V] is
+    the only one.
+
+    Returns:
+        The accepted draft, or None if none is accepted, and a distribution [V]. If no draft is
+        accepted, the next token is sampled from that distribution.
     """
     probability = judge.after(at)
     left = 1.0
@@ -507,7 +632,8 @@ def _try(
         rest = probability.index_fill(0, tried, 0.0)
     else:
         rest = (probability - judge.proposals[drafts[0]]).clamp(min=0)
-    total = rest.sum()  # 0 where rounding left no mass
+    # Rounding may leave no mass, so that the total is 0.
+    total = rest.sum()
     return None, torch.where(total > 0, rest / total, probability)
 
 
