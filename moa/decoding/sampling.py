@@ -585,9 +585,9 @@ class _Judge:
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:
-        """Return a draft's probability after its parent.
+        """Return the target's probability of a draft after its parent.
 
-        If the draft was sampled, the probability with which it was sampled follows.
+        If the draft was sampled, the list also has the probability with which it was sampled.
         """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 
@@ -607,8 +607,8 @@ def _try(
 ) -> tuple[int | None, Tensor]:
     """Try the drafts after a node, in order.
 
-    Drafts that were not sampled can be any number. A draft that was sampled from a proposal [V] is
-    the only one.
+    If the drafts were not sampled, there may be any number of them. If they were sampled from a
+    proposal [V], there is at most one.
 
     Returns:
         The accepted draft, or None if none is accepted, and a distribution [V]. If no draft is
