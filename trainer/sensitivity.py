@@ -75,8 +75,9 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure the metric of each part of each group, float64 [W, W], for
-        ``TransformCodec.metrics``.
+        """Measure the metric of each part of each group, float64 [W, W].
+
+        The result is the input of ``TransformCodec.metrics``.
 
         Args:
             store: holds the exact values.

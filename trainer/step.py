@@ -148,8 +148,10 @@ class DrafterModule(L.LightningModule):
                         vars(block)[name] = torch.compile(getattr(block, name), dynamic=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the loss of one micro-batch; with the last one of a step, log the step's
-        terms."""
+        """Compute the loss of one micro-batch.
+
+        The last micro-batch of a step logs the loss terms of the step.
+        """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
         terms_by_name = {
             "loss": terms.total,
