@@ -205,7 +205,7 @@ def test_another_process_goes_on(
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)
         if number is signal.SIGINT:
-            assert "--resume FILE goes on with the answer" in stderr
+            assert "--resume FILE continues the answer" in stderr
         assert not SavedAnswer.load(file).finish
         done = run("chat", *arguments, "--resume", str(file), input="")
     tokens = plain_generate(
