@@ -386,7 +386,7 @@ class TerminalAnswer:
         if (stats := self._stats) is not None and stats.n_tokens:
             parts += _figures(stats)
             if stats.n_rolled_back:
-                parts.append(f"{stats.n_rolled_back} rolled back")
+                parts.append(f"{stats.n_rolled_back} taken back")
         width, _ = self._size()
         self._status = printable(" | ".join(parts))[: width - 1].rstrip()
         row, column = self._starts[-1]

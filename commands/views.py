@@ -52,8 +52,7 @@ def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
 
 
 def summary_view(summary: "StoreSummary") -> RenderableType:
-    """Show a store at a glance: size, progress, fields, lengths, target, identities,
-    conventions."""
+    """Show a store: size, progress, fields, lengths, target, identities and conventions."""
     facts: dict[str, Any] = {
         "sequences": f"{summary.n_sequences:,} of {summary.manifest.n_sequences:,} planned",
         "tokens": f"{summary.n_tokens:,} of {summary.manifest.n_tokens:,} planned"
