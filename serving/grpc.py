@@ -48,8 +48,7 @@ _SILENT_S = 10.0
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of the server's target, tokenizer and drafters, see ``wire``; empty ones always
-    match."""
+    """Hashes of target, tokenizer and drafters, see ``wire``; an empty hash always matches."""
 
     target: str = ""
     tokenizer: str = ""
@@ -74,8 +73,7 @@ class Identities:
                 )
 
     def drafter(self, identity: str) -> str:
-        """Return the name of the drafter whose contexts a client needs, by default the first
-        one."""
+        """Return the name of the drafter whose contexts a client needs; by default the first."""
         if not self.drafters:
             raise RequestInvalid(
                 "this server has no drafter, but the client's drafter needs activations of the "
@@ -354,8 +352,8 @@ class DraftingServer:
             settings.repetition_penalty or 1.0,
         )
         return Request(
-            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, settings.seed, drafter,
-            wants_context, body.n_context,
+            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, settings.seed,
+            drafter, wants_context, body.n_context,
         )  # fmt: skip
 
     def _answer_open(
