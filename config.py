@@ -125,7 +125,7 @@ class Config(BaseModel):
     def _read_values(cls, values: Any) -> Any:
         """Convert values that flags and files write in another way than Python.
 
-        True and false are not accepted as numbers there.
+        True and false are refused for settings that are numbers.
         """
         if not isinstance(values, dict):
             return values

@@ -86,7 +86,7 @@ class StoreMismatch(StoreError):
         path: str,
         changes: Mapping[str, tuple[Any, Any]],
         advice: str = (
-            "Restore those inputs to go on with this store, or choose another output folder."
+            "Restore those inputs to continue this store, or choose another output folder."
         ),
     ) -> None:
         self.changes = dict(changes)
@@ -123,7 +123,7 @@ class StoreDamaged(StoreError):
 
 
 class CodecUnknown(StoreError):
-    """There is no codec of this name, or it does not support such fields."""
+    """A codec does not exist, or does not support such fields."""
 
 
 class SelectionInvalid(StoreError, IndexError):

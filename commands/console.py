@@ -220,13 +220,13 @@ def user_message(error: BaseException, command: str = "") -> str | None:
         # Python's own MemoryError comes from data. Errors of torch come from tensors, whose sizes a
         # flag changes.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
-        advice = f"Free some, or lower {flag}" if flag else "Free some"
+        advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
         return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
     if (trouble := machine_trouble(error)) is not None:
         return str(trouble)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return (
-            f"{error.filename}: {error.strerror}. Check the path and the room there, or choose "
+            f"{error.filename}: {error.strerror}. Check the path and the free space, or choose "
             "another."
         )
     return text if isinstance(error, OSError) else None

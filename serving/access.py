@@ -47,7 +47,7 @@ _SCHEME = "bearer "
 _RETRY_S = 0.1
 # Within this time, a new connection's request is expected to be read, however busy the process is.
 _YOUNG_S = 1.0
-# During ``_YOUNG_S``, up to this many times the limit of connections may be open.
+# Young connections may exceed the limit by up to this many times the limit.
 _BURST = 3
 # After this time, a connection whose reader takes nothing may be dropped for another request.
 _STUCK_S = 1.0
@@ -352,7 +352,7 @@ class Connections:
         """Abort the connections that have waited longest, those that never sent a request first.
 
         Returns:
-            Whether there is room, or will be as soon as a waiting connection exceeds its deadline.
+            Whether there is room, or will be as soon as a waiting connection is no longer young.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
@@ -362,7 +362,8 @@ class Connections:
             key=lambda connection: (connection.has_asked, connection.since),
         )
         # If many connections arrive at once, their requests have not been read yet. So connections
-        # younger than a second are kept, as long as there are at most ``_BURST`` times the limit.
+        # younger than a second are kept, as long as the surplus is at most ``_BURST`` times the
+        # limit.
         late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
         for connection in waiting[:n_surplus]:
             if connection.since <= late:

@@ -256,7 +256,7 @@ class ChatRequest(AnswerRequest):
             )
         if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
             message = (
-                'tools are called by nobody here. Leave them out, or give "none" as tool_choice.'
+                'this server does not call tools. Leave them out, or give "none" as tool_choice.'
             )
             raise ApiError(
                 400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter"

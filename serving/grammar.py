@@ -43,7 +43,7 @@ class Grammar:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ServingError(
-                f"the form cannot be followed further ({matcher.get_error().splitlines()[0]})"
+                f"no further token follows the form ({matcher.get_error().splitlines()[0]})"
             )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
@@ -60,7 +60,7 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestInvalid(
-                f"{error.name} is not installed where the server runs, and a form of answers needs "
+                f"{error.name} is not installed on the server, but a form of answers needs "
                 "it: pip install 'moa-data[structured]'."
             ) from error
         self._n_vocab = target.sizes["vocab_size"]

@@ -94,19 +94,17 @@ class DraftingCounts:
     """Counters and gauges of the gRPC server."""
 
     n_sessions: int = count(
-        "moa_drafting_sessions", "Drafting sessions, with a stream or without.", True
+        "moa_drafting_sessions", "Drafting sessions, with or without a stream.", True
     )
     n_streams: int = count("moa_drafting_streams", "Open streams.", True)
     n_opened: int = count("moa_drafting_opened", "Sessions that were opened.")
     n_resumed: int = count("moa_drafting_resumed", "Times that a session was resumed.")
-    n_rebuilt: int = count(
-        "moa_drafting_rebuilt", "Times that a resumed text had to be read again."
-    )
+    n_rebuilt: int = count("moa_drafting_rebuilt", "Times that a resumed text was prefilled again.")
     n_messages: Counter[str] = count(  # noqa: RUF009
-        "moa_drafting_messages", "Messages of clients by kind.", labels=("kind",)
+        "moa_drafting_messages", "Messages of clients, by kind.", labels=("kind",)
     )
     n_failures: Counter[str] = count(  # noqa: RUF009
-        "moa_drafting_failures", "Failures told to clients by code.", labels=("code",)
+        "moa_drafting_failures", "Failures sent to clients, by code.", labels=("code",)
     )
     n_bytes_in: int = count("moa_drafting_bytes_in", "Bytes of messages from clients.")
     n_bytes_out: int = count("moa_drafting_bytes_out", "Bytes of messages to clients.")

@@ -203,7 +203,11 @@ class Service:
         owner = owner or (request.client.host if request.client else "")
         if wait_s := self._rate_of(owner).take():
             raise ApiError(
-                429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s
+                429,
+                "too many requests; send fewer, or try again later.",
+                None,
+                "rate_limit_exceeded",
+                wait_s,
             )
 
     def _check_token(self, request: HttpRequest) -> str:
@@ -222,7 +226,7 @@ class Service:
         self._admit(request)
         if self.is_draining:
             raise ApiError(
-                503, "the server is about to end; ask another, or later.", None, "draining", 5
+                503, "the server is shutting down; try another one, or later.", None, "draining", 5
             )
         limits = self.limits
         max_bytes = self.limits.max_body_bytes
@@ -281,7 +285,10 @@ class Service:
         """
         # Too long, even if every token is the longest of the vocabulary.
         if n_chars > self._max_chars:
-            message = f"the prompt has {n_chars} characters, far more than fit; shorten it."
+            message = (
+                f"the prompt has {n_chars} characters, far more than fit into the context; shorten "
+                "it."
+            )
             raise ApiError(400, message, None, "context_length_exceeded")
         try:
             return await self._tokenizers[n_chars > _SHORT_CHARS].run(encode)

@@ -139,7 +139,7 @@ class MemorySettings(Config):
     """The encoded KV is made from the last layer and every n-th layer below it. 2 halves the bytes
     read from a store and the work of layer self-attention; 1, as in the paper, uses all layers."""
     unrotated_keys: bool | None = None
-    """Make the encoded KV from the target's keys before RoPE, which do not depend on the position;
+    """Make the encoded KV from the target's keys before RoPE, which look alike at every position;
     the paper and the MoA authors' code use keys after RoPE (docs/decisions/0006). Default: true if
     the target rotates as Llama does."""
     layer_attention: bool = True
@@ -471,7 +471,7 @@ class MachineSettings(Config):
     def problems(self) -> list[str]:
         problems = []
         if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
-            problems.append(f"devices is {self.devices!r}, expected auto or a number from 1 up")
+            problems.append(f"devices is {self.devices!r}, expected auto or a positive number")
         if self.precision == "bf16-true":
             problems.append(
                 "precision bf16-true would leave norms untrained: bfloat16 weights near 1 lose "
@@ -511,7 +511,7 @@ class TrainConfig(Config):
     drafter: Common[AnyDrafter] = Field(default_factory=MoASettings, discriminator="kind")
     """Kind of drafter. moa (Mixture of Attentions) and glide (keys and values of the last layer
     only) read the target's keys and values; eagle (EAGLE-2), eagle3, dspark and dflash (blocks of
-    drafts), medusa and independent (a small Llama) need none."""
+    drafts), medusa and independent (a small Llama) need none by default."""
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     data: BatchSettings = Field(default_factory=BatchSettings)

@@ -519,8 +519,8 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     """Draw the random numbers of one optimizer step, a pure function of seed and step."""
-    # Each step has its own generator, so that step k does not need the draws of earlier steps. The
-    # seeds of two runs never share a generator.
+    # Each step has its own generator, so that step k does not need the draws of earlier steps. Two
+    # runs with different seeds never share one.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
     # Drafters without rounds draw the same numbers, so that all kinds get the same noise seeds.
