@@ -1,14 +1,15 @@
-"""Activations of large language models as a dataset, and drafters for speculative decoding trained from it.
+"""Activations of large language models as a dataset, and drafters trained from it.
 
-The folders are stages: ``pipeline`` writes what ``storage`` defines, ``trainer`` reads it and trains what ``moa``
-defines, ``evaluation`` decodes and measures, ``serving`` answers over a network. The names below are the public ones;
-each is imported when it is first used, so that reading a store needs no torch.
+The drafters are for speculative decoding. The folders are stages: ``pipeline`` writes stores in the
+format that ``storage`` defines, ``trainer`` reads them and trains the drafters of ``moa``,
+``evaluation`` decodes and measures, ``serving`` answers over a network. The names below are the
+public API. Each is imported when it is first used, so that reading a store does not need torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # names that stand for themselves are exported
+if TYPE_CHECKING:  # ``as`` marks a name as exported.
     from .errors import MoaDataError as MoaDataError
     from .evaluation.config import EvalConfig as EvalConfig
     from .evaluation.run import evaluate as evaluate

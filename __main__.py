@@ -1,6 +1,7 @@
-"""Starts the command line: what the console script ``moa-data`` and ``python -m moa_data`` run.
+"""Entry point of the console script ``moa-data`` and of ``python -m moa_data``.
 
-It imports next to nothing itself, so that a signal ends every moment of a command alike, the imports included.
+It imports almost nothing itself, so that signals are handled in the same way at any moment of a
+command, even while it imports.
 """
 
 import os
@@ -19,9 +20,9 @@ def main() -> None:
         begin_command()
         command_line()
         code = 0
-    except SystemExit as end:  # as every command ends, with its exit code
+    except SystemExit as end:  # Every command ends with SystemExit and its exit code.
         code = end.code if isinstance(end.code, int) else 0
-    # came before or after what the command line handles itself
+    # It came before or after the code that handles interruptions.
     except KeyboardInterrupt as interrupt:
         end_command()
         sys.stderr.write("Error: interrupted. Run the same command again.\n")
@@ -30,16 +31,17 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Give streams that were closed to the null device.
+    """Open the null device for standard streams that are closed.
 
-    Otherwise the next file that is opened gets the number of standard output, and what a library prints lands in it.
+    Otherwise the next file that is opened would get the number of standard output, and text printed
+    by a library would be written into it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    # Python has set those to None.
+            os.open(os.devnull, os.O_RDWR)  # Gets the lowest free number, which is this one.
+    # Python sets closed standard streams to None.
     sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)

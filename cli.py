@@ -1,4 +1,4 @@
-"""The command line: a group that loads the module of a command when it is asked for."""
+"""The command line: a click group that imports the module of a command on demand."""
 
 import difflib
 import importlib
@@ -10,29 +10,30 @@ from .commands.console import StageGroup, quiet_libraries
 
 GROUPS = {
     "First steps": {
-        "demo": "train", "extract": "extract", "inspect": "store", "train": "train", "generate": "decode",
-        "eval": "decode",
+        "demo": "train", "extract": "extract", "inspect": "store", "train": "train",
+        "generate": "decode", "eval": "decode",
     },
     "Serve": {"serve": "serve", "chat": "chat"},
     "Prepare chats": {"regenerate": "extract"},
     "Maintain stores": {
-        "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
-        "recode": "extract", "compare": "extract",
+        "plan": "extract", "add": "extract", "verify": "store", "audit": "extract",
+        "repair": "extract", "recode": "extract", "compare": "extract",
     },
     "Evaluate and export": {
-        "export": "exchange", "import": "exchange", "export-drafter": "exchange", "conform": "decode",
-        "push": "exchange", "pull": "exchange",
+        "export": "exchange", "import": "exchange", "export-drafter": "exchange",
+        "conform": "decode", "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip
-"""Heading of the help page -> command -> its module in commands/."""
+"""Heading of the help page -> command -> module in commands/."""
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-_WHOLE_SENTENCE = 200  # characters: longer than the first sentence of any command
+# Characters; longer than the first sentence of any command, so that it is shown in full.
+_WHOLE_SENTENCE = 200
 _EPILOG = """\b
 A whole job:
-  moa-data plan     --model M --dataset D --out STORE     what it will cost
+  moa-data plan     --model M --dataset D --out STORE     time, memory and disk
   moa-data extract  --model M --dataset D --out STORE     run the target once
-  moa-data inspect  STORE                                 look at what is there
+  moa-data inspect  STORE                                 show its contents
   moa-data train    STORE --out RUN                       train without the target
   moa-data eval     --model M --drafter RUN --prompts P   acceptance length, speed
   moa-data generate --model M --drafter RUN --prompt "Why is the sky blue?"
@@ -41,28 +42,28 @@ A whole job:
 
 \b
 Exit codes:
-  0    done
-  1    done, and verify, repair or audit found something wrong
+  0    success
+  1    the command ran, and verify, repair or audit found something wrong
   2    the input or the options can't be used; one line on stderr says why
-  3    done, and verify or repair found nothing wrong, but parts are still to be written
-  70   a fault of moa-data itself; the lines on stderr are what to report
-  130  interrupted with Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; the line says how to continue
+  3    verify or repair found nothing wrong, but parts of the store are missing
+  70   a bug in moa-data; please report the lines on stderr
+  130  interrupted by Ctrl-C (143 by SIGTERM, 129 by SIGHUP); stderr says how to continue
 """
 
 
 class LazyGroup(StageGroup):
-    """A group that imports the module of a command when it is needed, and lists its commands under headings."""
+    """A group that imports a command's module on demand, and lists commands under headings."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands by heading, those that are needed first at the top."""
+        """Write the commands by heading; those that are needed first come first."""
         for heading, names in GROUPS.items():
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
                 formatter.write_dl(
                     [
-                        (name, one.get_short_help_str(_WHOLE_SENTENCE))
-                        for name, one in commands
-                        if one
+                        (name, command.get_short_help_str(_WHOLE_SENTENCE))
+                        for name, command in commands
+                        if command
                     ]
                 )
 
@@ -73,14 +74,14 @@ class LazyGroup(StageGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; an unknown one is an error that names the nearest."""
+        """Find a command; for an unknown one, the error names the closest match."""
         near = difflib.get_close_matches(args[0], COMMANDS, 1)
         if args[0] not in COMMANDS and near:
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None if there is none of that name."""
+        """Import a command; return None if it does not exist."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)
@@ -94,9 +95,10 @@ class LazyGroup(StageGroup):
 @click.version_option(__version__, package_name="moa-data")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error instead of one line.")
 def main(debug: bool) -> None:
-    """Turn a language model's activations into a dataset, and train drafters for speculative decoding from it.
+    """Turn a language model's activations into a dataset, and train drafters from it.
 
-    Run the target once over a chat dataset (extract), then train as many drafters as you like from the store (train),
-    and decode with them (generate, eval). `moa-data demo` shows all of it on a small machine.
+    Run the target once over a chat dataset (extract), train as many drafters as you like from the
+    store (train), and use them for speculative decoding (generate, eval, serve). `moa-data demo`
+    shows all of this on a small machine.
     """
     quiet_libraries()

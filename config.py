@@ -1,7 +1,8 @@
-"""The base of all settings: frozen pydantic models, one per stage, with groups of settings inside.
+"""Base class of all settings: frozen pydantic models, one per stage, with groups of settings.
 
-A group is a model in a model; a choice between kinds of things (the drafter of a run) is a union of groups, told apart
-by their ``kind``. The text under a field is its help text, and ``Common`` puts it on the short page of ``--help``::
+A group is a model inside a model. A choice between kinds (such as the drafter of a run) is a union
+of groups, distinguished by their ``kind``. The text below a field is its help text. ``Common``
+shows the setting on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -12,10 +13,10 @@ by their ``kind``. The text under a field is its help text, and ``Common`` puts 
     class TrainConfig(Config):
         optimizer: Optimizer = Optimizer()
 
-``learning_rate`` is the name of a setting, which is unique in a stage, and ``optimizer.learning_rate`` its key; the
-name of ``optimizer.kind`` is ``optimizer``. Python, YAML files and ``--set`` take either; the flag is
-``--learning-rate``. Values are merged from weak to strong: defaults, a named preset, a YAML file (``--config``),
-``--set``, flags.
+``learning_rate`` is the name of a setting, which is unique in a stage, and
+``optimizer.learning_rate`` is its key. The name of ``optimizer.kind`` is ``optimizer``. Python,
+YAML files and ``--set`` accept both; the flag is ``--learning-rate``. Values are merged from weak
+to strong: defaults, a named preset, a YAML file (``--config``), ``--set``, flags.
 """
 
 import difflib
@@ -43,29 +44,30 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-Common = Annotated[_Value, _COMMON]  # the type of a setting that most people look at first
+# The type of a setting that most users need; it is on the short page of help.
+Common = Annotated[_Value, _COMMON]
 
 
 def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
-    """Turn mappings, as YAML has them, into NAME=VALUE texts as on the command line."""
-    found: list[Any] = []
+    """Turn mappings, as written in YAML, into NAME=VALUE texts, as written on the command line."""
+    texts: list[Any] = []
     for item in items:
         is_mapping = isinstance(item, Mapping)
-        found += (
+        texts += (
             [f"{name}={json.dumps(value)}" for name, value in item.items()]
             if is_mapping
             else [item]
         )
-    return tuple(found)
+    return tuple(texts)
 
 
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
-"""Arguments of a chat template as NAME=VALUE, or as one JSON object that was cut at its commas."""
+"""Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
 Presets = Mapping[str, Mapping[str, Any]]
 Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
-"""Nested values that were given -> the name of a source for messages, and its nested values."""
+"""Given nested values -> name of an earlier source for messages, and its nested values."""
 Spell = Callable[[str], str]
-"""Name of a setting -> how the user calls it: by its flag on the command line, by its name in Python."""
+"""Name of a setting -> what the user calls it: its flag on the command line, its name in Python."""
 
 
 class Setting(NamedTuple):
@@ -74,17 +76,17 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    # of the group that has the setting; None where it is not a choice between kinds
+    # Kind of the group that has the setting; None if the group is not a choice between kinds.
     kind: str | None
-    is_common: bool  # whether the short page of help shows it
+    is_common: bool  # Whether the short page of help shows it.
 
 
 class Config(BaseModel):
-    """The base of settings, which are checked when they are made."""
+    """Base class of settings; they are validated when they are created."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False,
-        defer_build=True,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True,
+        allow_inf_nan=False, defer_build=True,
     )  # fmt: skip
 
     def __init__(self, /, **values: Any) -> None:
@@ -93,16 +95,19 @@ class Config(BaseModel):
         except ValidationError as error:
             raise OptionInvalid(_message(type(self), error, [("", values)], str)) from error
 
-    # Pydantic calls an __init__ that is not its own for groups too, whose errors would then have
-    # lost their places.
+    # Pydantic would call a custom __init__ for groups too, and their errors would lose their
+    # location.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:
-        """List settings that do not fit together, one line each; called once each of them fits its field."""
+        """List settings that do not fit together, one line each.
+
+        This is called only if each setting fits its field.
+        """
         return []
 
     def refusal_of(self, part: Callable[[], object]) -> list[str]:
-        """List why a part of it cannot be made, as :meth:`problems` does."""
+        """Return the reason why a part cannot be built, in the format of :meth:`problems`."""
         try:
             part()
         except DrafterError as error:
@@ -111,14 +116,17 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if found := self.problems():
-            raise ValueError("; ".join(found))
+        if messages := self.problems():
+            raise ValueError("; ".join(messages))
         return self
 
     @model_validator(mode="before")
     @classmethod
     def _read_values(cls, values: Any) -> Any:
-        """Read what flags and files may write in another way than Python; true and false are not numbers there."""
+        """Convert values that flags and files write in another way than Python.
+
+        True and false are refused for settings that are numbers.
+        """
         if not isinstance(values, dict):
             return values
         return {
@@ -128,7 +136,10 @@ class Config(BaseModel):
 
     @classmethod
     def settings(cls) -> Iterator[Setting]:
-        """Yield every setting, in the order of the groups; one that several kinds have comes once for each."""
+        """Yield every setting, in the order of the groups.
+
+        A setting that several kinds have is yielded once for each of them.
+        """
         for name, field in cls.model_fields.items():
             groups = _groups(field)
             is_common = _COMMON in field.metadata
@@ -144,57 +155,78 @@ class Config(BaseModel):
                 yield Setting(f"{name}.kind", name, choice, None, is_common)
             for group in groups:
                 kind = _default_kind(group) if len(groups) > 1 else None
-                for own in group.settings():
-                    if not (kind and own.name == "kind"):
-                        own_name = name if own.name == "kind" else own.name
-                        yield Setting(f"{name}.{own.key}", own_name, own.field, kind, own.is_common)
+                for setting in group.settings():
+                    if not (kind and setting.name == "kind"):
+                        setting_name = name if setting.name == "kind" else setting.name
+                        yield Setting(
+                            f"{name}.{setting.key}",
+                            setting_name,
+                            setting.field,
+                            kind,
+                            setting.is_common,
+                        )
 
     @classmethod
     def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values with those that were given by their names in their groups."""
-        found = {name: value for name, value in values.items() if name in cls.model_fields}
-        if len(found) < len(values):
+        """Return the values, with those given by name moved into their groups."""
+        values_by_field = {
+            name: value for name, value in values.items() if name in cls.model_fields
+        }
+        if len(values_by_field) < len(values):
             keys = {setting.name: setting.key for setting in cls.settings()}
             by_name = {
-                keys.get(name, name): value for name, value in values.items() if name not in found
+                keys.get(name, name): value
+                for name, value in values.items()
+                if name not in values_by_field
             }
             for key, value in by_name.items():
-                group, _, own = key.partition(".")
-                given = found.get(group)
-                if isinstance(given, Mapping) and given.get(own, value) != value:
+                group, _, name_in_group = key.partition(".")
+                group_values = values_by_field.get(group)
+                if (
+                    isinstance(group_values, Mapping)
+                    and group_values.get(name_in_group, value) != value
+                ):
                     raise OptionInvalid(
-                        f"{own} is given twice, as {value!r} and as {given[own]!r}. Leave out one."
+                        f"{name_in_group} is given twice, as {value!r} and as "
+                        f"{group_values[name_in_group]!r}. Leave out one."
                     )
-            found = _merge(found, nested(by_name))
-        return found
+            values_by_field = _merge(values_by_field, nested(by_name))
+        return values_by_field
 
     @classmethod
     def of(cls, **named: Any) -> Self:
-        """Make it from settings by their names, which type checkers do not know."""
+        """Create the settings from values by name, which type checkers do not know."""
         return cls(**named)
 
     def named(self) -> dict[str, Any]:
-        """Return the settings by their names, as :meth:`of` takes them."""
-        found: dict[str, Any] = {}
+        """Return the settings by name, as :meth:`of` takes them."""
+        named: dict[str, Any] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
             inner = value.named() if isinstance(value, Config) else {name: value}
-            found |= {name if key == "kind" else key: each for key, each in inner.items()}
-        return found
+            named |= {
+                name if key == "kind" else key: inner_value for key, inner_value in inner.items()
+            }
+        return named
 
     def replaced(self, **named: Any) -> Self:
-        """Return a copy with some settings changed, by their names."""
+        """Return a copy with some settings replaced, given by name."""
         return self.of(**self.named() | named)
 
     def to_yaml(self) -> str:
-        """Write it as YAML that ``--config`` reads back."""
+        """Return the settings as YAML that ``--config`` can read."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
     @classmethod
     def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]], spell: Spell = str) -> Self:
-        """Make it from several sources, from weak to strong: the name of each for messages, and its nested values.
+        """Create the settings from several sources, from weak to strong.
 
-        Raises OptionInvalid, naming each setting that cannot be used, and its source.
+        Args:
+            layers: name of each source, for messages, and its nested values.
+            spell: how messages name a setting.
+
+        Raises:
+            OptionInvalid: naming each setting that cannot be used, and its source.
         """
         layers = list(layers)
         values: dict[str, Any] = {}
@@ -207,17 +239,17 @@ class Config(BaseModel):
 
 
 class TargetSettings(Config):
-    """Which target is loaded to decode with, and how."""
+    """Which target is loaded for decoding, and how."""
 
     model: Common[str]
     """The target: a folder, a GGUF file, or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
     template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
-    the drafters were trained from."""
+    """Arguments of the chat template as NAME=VALUE, such as enable_thinking=false; default: those
+    of the store that the drafters were trained from."""
     dtype: Common[Dtype] = "float32"
-    """Dtype of target and drafters; only float32 promises the tokens of plain decoding."""
+    """Dtype of target and drafters; only float32 guarantees the same tokens as plain decoding."""
     device: Common[str] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
 
@@ -226,23 +258,24 @@ class SamplingSettings(Config):
     """Settings of sampling."""
 
     temperature: Common[NonNegative] = 0.0
-    """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
+    """0 decodes greedily. Above 0, tokens are sampled, and drafting does not change the target's
+    distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens up to this cumulative probability."""
     top_k: Natural = 0
-    """Sample from this many most likely tokens; 0 for all."""
+    """Sample from this many of the most likely tokens; 0 for all."""
     repetition_penalty: Positive = 1.0
-    """Divide the logits of tokens that occurred by this."""
+    """Divide the logits of tokens that have already occurred by this."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Random seed; prompt i uses seed + i."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what ``moa.decoding.sampling.SamplingConfig`` takes: all but the seed."""
+        """Return the arguments of ``moa.decoding.sampling.SamplingConfig``: all but the seed."""
         return self.model_dump(exclude={"seed"})
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
-    """Return the groups that a field can be; none for a field that is a setting itself."""
+    """Return the groups that a field can hold; none if the field is a setting itself."""
     annotation = field.annotation
     members = [annotation] if isinstance(annotation, type) else list(typing.get_args(annotation))
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
@@ -275,26 +308,29 @@ def _default_kind(group: type[Config]) -> str:
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """Return the types that a value may have, of a list ``tuple`` whatever it holds, or the words that it may be."""
+    """Return the types that a value may have, or the words that it may be.
+
+    A list is ``tuple``, whatever its items are.
+    """
     if (origin := typing.get_origin(annotation)) is tuple:
         return [tuple]
     if origin is Annotated:
         return plain_types(typing.get_args(annotation)[0])
     return (
-        [kind for one in typing.get_args(annotation) for kind in plain_types(one)]
+        [kind for argument in typing.get_args(annotation) for kind in plain_types(argument)]
         if origin
         else [annotation]
     )
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys into groups: ``{"a.b": 1}`` into ``{"a": {"b": 1}}``."""
-    found: dict[str, Any] = {}
+    """Turn dotted keys into groups: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``."""
+    groups: dict[str, Any] = {}
     for key, value in keys.items():
         for part in reversed(key.split(".")):
             value = {part: value}
-        found = _merge(found, value)
-    return found
+        groups = _merge(groups, value)
+    return groups
 
 
 def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,10 +390,10 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 def resolve(
     config_class: type[Config],
-    flags: Mapping[str, Any],  # name or key to value, those that were given
+    flags: Mapping[str, Any],  # Name or key -> value, only those that were given.
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
-    # nested values by name; the key ``preset`` of any source picks one
+    # Nested values by name; the key ``preset`` of any source selects one.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
     spell: Spell | None = None,
@@ -387,7 +423,7 @@ def resolve(
 
 
 def option_name(name: str) -> str:
-    """The flag of a setting: ``max_length`` becomes ``--max-length``."""
+    """Return the flag of a setting: ``max_length`` becomes ``--max-length``."""
     return "--" + name.replace("_", "-")
 
 
@@ -411,20 +447,23 @@ def _message(
         is_unknown = item["type"] == "extra_forbidden"
         text = _unknown(config_class, name, called, kind) if is_unknown else _problem(called, item)
         problems.setdefault(source and f"{source}: ", []).append(text)
-    found = [where + "; ".join(texts) for where, texts in problems.items()]
+    lines = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
         where = "" if spell is str else ". Give it on the command line or in --config FILE"
-        found.append(f"missing: {', '.join(missing)}{where}")
+        lines.append(f"missing: {', '.join(missing)}{where}")
 
     def spelled(flag: re.Match[str]) -> str:
         name = flag[1].replace("-", "_")
         return spell(name) if name in names.values() else flag[0]
 
-    return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(found)}.")
+    return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(lines)}.")
 
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
-    """Return the key of a place in pydantic's errors, and the kind that those put between a choice and its setting."""
+    """Return the key of a location in pydantic's errors, and the kind in it.
+
+    Pydantic puts the kind between a choice and its setting.
+    """
     parts = []
     kind = None
     rest = list(map(str, loc))
@@ -435,7 +474,7 @@ def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str
         groups = _groups(field) if field else []
         if len(groups) > 1 and rest:
             kind = rest.pop(0)
-            groups = [one for one in groups if _default_kind(one) == kind]
+            groups = [member for member in groups if _default_kind(member) == kind]
         group = groups[0] if groups else None
     return ".".join(parts), kind
 
@@ -448,21 +487,23 @@ def _holds(values: Any, key: str) -> bool:
     return True
 
 
-# What was expected, by pydantic's error type or the beginning of it.
+# What was expected, by pydantic's error type or its first word.
 _WANTED = {
-    "greater_than_equal": "at least {ge}", "greater_than": "above {gt}", "less_than_equal": "at most {le}",
-    "less_than": "below {lt}", "literal_error": "one of {expected}", "union_tag_invalid": "one of {expected_tags}",
-    "too_short": "at least {min_length}", "int": "a whole number", "float": "a number", "bool": "true or false",
-    "string": "text", "tuple": "a list", "model": "a group of settings", "finite": "a finite number",
+    "greater_than_equal": "at least {ge}", "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}", "less_than": "below {lt}",
+    "literal_error": "one of {expected}", "union_tag_invalid": "one of {expected_tags}",
+    "too_short": "at least {min_length}", "int": "a whole number", "float": "a number",
+    "bool": "true or false", "string": "text", "tuple": "a list", "model": "a group of settings",
+    "finite": "a finite number",
 }  # fmt: skip
 
 
 def _problem(name: str, item: ErrorDetails) -> str:
-    """Say what is wrong with one setting: its value, and what was expected."""
+    """Describe the error of one setting: its value, and what was expected."""
     context = item.get("ctx", {})
     if item["type"] == "value_error":
         return str(context["error"])
-    given = context["tag"] if item["type"] == "union_tag_invalid" else item["input"]
+    given_value = context["tag"] if item["type"] == "union_tag_invalid" else item["input"]
     wanted = _WANTED.get(item["type"]) or _WANTED.get(item["type"].partition("_")[0]) or item["msg"]
     words = {
         name: f"{value:g}"
@@ -470,14 +511,14 @@ def _problem(name: str, item: ErrorDetails) -> str:
         else str(value).replace("'", "").replace(" or ", ", ")
         for name, value in context.items()
     }
-    return f"{name} is {given!r:.80}, expected {wanted.format(**words)}"
+    return f"{name} is {given_value!r:.80}, expected {wanted.format(**words)}"
 
 
 def _unknown(config_class: type[Config], name: str, called: str, kind: str | None) -> str:
     settings = list(config_class.settings())
     owners = [setting.kind for setting in settings if setting.name == name and setting.kind]
     if owners:
-        return f"{called} is a setting of {' or '.join(owners)}, {kind} has none; leave it out"
+        return f"{called} is a setting of {' or '.join(owners)}, not of {kind}; leave it out"
     names = sorted({setting.name for setting in settings})
     last = name.rpartition(".")[2]
     return f"unknown setting {name!r} ({_hint(last if last in names else name, names, 'settings')})"

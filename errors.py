@@ -1,7 +1,7 @@
 """All errors that moa-data raises on purpose.
 
-Each says what was found, what was expected and what to do next. Some inherit the builtin that fits as well, so that
-callers which know nothing of moa-data can catch them.
+Each message states what was found, what was expected and what to do next. Some classes also inherit
+from the matching builtin, so that callers can catch them without knowing moa-data.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class MoaDataError(Exception):
-    """The base of all errors that the user can act on.
+    """Base class of all errors that the user can act on.
 
     Args:
         message: what was found and what was expected.
-        hint: what to do next, where the message does not say it.
+        hint: what to do next, if the message does not say it.
     """
 
-    exit_code: int = 2  # exit code of a command that ends with this error
+    exit_code: int = 2  # Exit code of a command that ends with this error.
 
     def __init__(self, message: str = "", hint: str = "") -> None:
         super().__init__(f"{message} {hint}".rstrip())
@@ -25,11 +25,11 @@ class MoaDataError(Exception):
 
 
 class Interrupted(MoaDataError):
-    """A signal stopped the work; the message says what is kept and how to continue."""
+    """A signal stopped the work; the message says what is saved and how to continue."""
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        # None: the KeyboardInterrupt that led here tells it
+        # None if the KeyboardInterrupt that caused this error knows the signal.
         self.signum = None if signum is None else int(signum)
 
 
@@ -42,7 +42,10 @@ class OutputOccupied(MoaDataError, FileExistsError):
 
 
 class StorageUnavailable(MoaDataError, OSError):
-    """A disk or an object store is full, read-only, without locks or out of reach; files that are there may be fine."""
+    """A disk or an object store is full, read-only, unreachable, or does not support locks.
+
+    The files on it may be intact.
+    """
 
 
 class NotEnoughMemory(MoaDataError, MemoryError):
@@ -50,7 +53,10 @@ class NotEnoughMemory(MoaDataError, MemoryError):
 
 
 class StoreError(MoaDataError, ValueError):
-    """The base of what goes wrong with an activation store; itself for arrays that do not fit, and missing parts."""
+    """Base class of errors of an activation store.
+
+    It is raised itself for arrays that do not fit and for missing parts.
+    """
 
 
 class StoreNotFound(StoreError, FileNotFoundError):
@@ -60,12 +66,18 @@ class StoreNotFound(StoreError, FileNotFoundError):
 class StoreMismatch(StoreError):
     """An existing store was made from other inputs than the ones given now.
 
-    The message shows the first keys of the groups that differ; a note of the exception, which tracebacks show, lists
-    all of them. ``advice``: what to do; by default what one who extends a store can do.
+    The message shows the first key of each group that differs, up to a limit. A note of the
+    exception, which tracebacks show, lists all keys.
+
+    Args:
+        path: the store.
+        changes: dotted key -> (value in the store, value given now), for every key that differs.
+        advice: what to do; the default is for somebody who extends a store.
     """
 
     _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
-    """Prefixes of keys in the order of the message; counts and the plan, which follow from them, come last."""
+    """Prefixes of keys, in the order of the message. Counts and the plan, which depend on them, are
+    last."""
     _MAX_SHOWN = 3
     _MAX_VALUE_CHARS = 32
 
@@ -73,9 +85,10 @@ class StoreMismatch(StoreError):
         self,
         path: str,
         changes: Mapping[str, tuple[Any, Any]],
-        advice: str = "Restore those inputs to go on with this store, or choose another output folder.",
+        advice: str = (
+            "Restore those inputs to continue this store, or choose another output folder."
+        ),
     ) -> None:
-        # dotted key -> (value in the store, value given now), for every key that differs
         self.changes = dict(changes)
         groups: dict[str, str] = {}
         for key in sorted(
@@ -102,38 +115,42 @@ class StoreLocked(StoreError, BlockingIOError):
 
 
 class SchemaVersionError(StoreError):
-    """The store was written in another schema version than the one this release reads."""
+    """The store has another schema version than the one that this release reads."""
 
 
 class StoreDamaged(StoreError):
-    """A file of a store is missing, truncated, changed or not what its commit says."""
+    """A file of a store is missing, truncated, changed, or does not match its commit."""
 
 
 class CodecUnknown(StoreError):
-    """No codec has that name, or it does not take fields like these."""
+    """A codec does not exist, or does not support such fields."""
 
 
 class SelectionInvalid(StoreError, IndexError):
-    """The store has no such field, layer, sequence or token."""
+    """The store does not have the requested field, layer, sequence or token."""
 
 
 class ReportUnwritten(StorageUnavailable):
-    """The report of an evaluation cannot be written after all was measured."""
+    """The report of an evaluation cannot be written after everything was measured."""
 
     def __init__(self, path: Path, error: Exception, markdown: str) -> None:
         reason = getattr(error, "strerror", None) or error
         super().__init__(
-            f"{path} cannot be written ({reason}); the report is printed instead. Free some space first."
+            f"{path} cannot be written ({reason}); the report is printed instead. Free some space "
+            "first."
         )
-        self.markdown = markdown  # the report as text
+        self.markdown = markdown  # The report as text.
 
 
 class DatasetError(MoaDataError, ValueError):
-    """Chats, prompts, a file of another project or a folder of the Hub cannot be read, or too much cannot be used."""
+    """Chats, prompts, a file of another project or a folder of the Hub cannot be read.
+
+    Also raised if too many chats cannot be used.
+    """
 
 
 class TemplateError(DatasetError):
-    """The tokenizer has no chat template, or one that cannot be used."""
+    """The tokenizer has no chat template, or its template cannot be used."""
 
 
 class PromptUnusable(TemplateError):
@@ -141,27 +158,30 @@ class PromptUnusable(TemplateError):
 
 
 class DrafterError(MoaDataError, ValueError):
-    """A drafter, its weights, a checkpoint or a decoding request cannot be used as given."""
+    """A drafter, its weights, a checkpoint or a decoding request cannot be used."""
 
 
 class TargetError(DrafterError):
-    """A target cannot be loaded, is not supported, is not the expected one, or gives values that are not finite."""
+    """A target cannot be loaded, is not supported, or is not the expected one.
+
+    Also raised if it computes values that are not finite.
+    """
 
 
 class TrainingError(MoaDataError):
-    """Training cannot start or continue as asked."""
+    """Training cannot start or continue with these settings."""
 
 
 class WorkerError(MoaDataError, RuntimeError):
-    """The processes or the engine that extract cannot run, or have ended with work left."""
+    """The processes or the engine of an extraction cannot run, or ended before the work did."""
 
 
 class ServingError(MoaDataError):
-    """A server or a client cannot work as asked."""
+    """A server or a client cannot work with these settings."""
 
 
 class Overloaded(ServingError):
-    """The server takes no more sessions, tokens or requests just now; try again later."""
+    """The server accepts no more sessions, tokens or requests now; try again later."""
 
 
 class RequestInvalid(ServingError, ValueError):
@@ -173,7 +193,7 @@ class NotAllowed(ServingError, PermissionError):
 
 
 class ProtocolMismatch(ServingError):
-    """Client and server differ in protocol version, target, tokenizer or drafter."""
+    """Client and server have different protocol versions, targets, tokenizers or drafters."""
 
 
 class Disconnected(ServingError, ConnectionError):
@@ -181,4 +201,4 @@ class Disconnected(ServingError, ConnectionError):
 
 
 class RunWarning(UserWarning):
-    """Warns that a training run does not go as its settings say."""
+    """A training run deviates from its settings."""

@@ -1,6 +1,6 @@
-"""What this machine has to give: cores, and memory, under whatever limits this process runs.
+"""Resources of this machine, within the limits of this process: cores and memory.
 
-Standard library only, so that each room may import it.
+Standard library only, so that every package can import it.
 """
 
 import contextlib
@@ -19,26 +19,28 @@ _TWO_GIB_LESS_ONE = 2**31 - 1
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of the processes that torchrun, SLURM or Lightning has started; it speaks for all."""
-    # torchrun's RANK counts over all machines. Under SLURM a machine may run one torchrun, whose
-    # processes then have
-    # SLURM's rank of the machine too; without either, Lightning counts machines and their devices
-    # apart.
+    """Return whether this is the first of the processes that torchrun, SLURM or Lightning started.
+
+    Only the first process prints messages and writes files.
+    """
+    # torchrun's RANK counts over all machines. Under SLURM, each machine may run one torchrun,
+    # whose processes all have the machine's SLURM rank. Without either, Lightning numbers the
+    # machines and the devices of a machine separately.
     names = ("RANK",) if "RANK" in os.environ else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can take without swapping, within its control groups; None if unknown.
+    """Return the bytes that this process can allocate without swapping; None if unknown.
 
-    Files that the kernel keeps in memory count as free.
+    The limits of its control groups are respected. The page cache counts as free.
     """
     free = [
         _kilobytes(Path("/proc/meminfo"), "MemAvailable"),
@@ -48,7 +50,7 @@ def free_memory() -> int | None:
 
 
 def resident_memory() -> int:
-    """Return the bytes of memory that this process holds now; 0 where the system does not say."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         n_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -57,12 +59,15 @@ def resident_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory that this process has held so far; 0 where the system does not say."""
+    """Return the peak resident memory of this process in bytes; 0 if it is not reported."""
     return _kilobytes(Path("/proc/self/status"), "VmHWM") or 0
 
 
 def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware. Any other CPU is slower in bfloat16 than in float32."""
+    """Return whether the CPU multiplies bfloat16 in hardware.
+
+    Any other CPU is slower in bfloat16 than in float32.
+    """
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -72,7 +77,7 @@ def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """Read a line such as ``MemAvailable:  20 kB`` of a file of the kernel, in bytes."""
+    """Read a line such as ``MemAvailable:  20 kB`` of a kernel file, and return bytes."""
     try:
         lines = dict(line.split(":", 1) for line in file.read_text().splitlines())
         return int(lines[name].split()[0]) * 1024
@@ -81,7 +86,7 @@ def _kilobytes(file: Path, name: str) -> int | None:
 
 
 def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
-    """Return what the memory limits of the process's control group, and of those around it, leave of themselves."""
+    """Return the memory left within each limit of the process's control group and its parents."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -108,30 +113,31 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return what is left of one limit, the files that the kernel keeps being given up first; nothing without limit."""
+    """Return the memory left within one limit without the page cache; empty without a limit."""
     try:
-        # Version 2 says "max" where memory is not limited, version 1 a number larger than any
-        # memory.
-        most, used = int(limit.read_text()), int(usage.read_text())
+        # If memory is not limited, cgroup version 2 has "max", which raises ValueError here, and
+        # version 1 a number larger than any memory.
+        n_limit, n_used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
-        return [max(0, most - used + int(counts.get(cache, 0)))]
+        return [max(0, n_limit - n_used + int(counts.get(cache, 0)))]
     except (OSError, ValueError):
         return []
 
 
 def fix_sums() -> None:
-    """Let MKL sum in one order whatever the number of threads, unless the user has chosen (``MKL_CBWR``).
+    """Make MKL sum in one order for any number of threads, unless the user set ``MKL_CBWR``.
 
-    Otherwise products of a few rows on a CPU differ in their last bits between one thread and two. MKL looks at its
-    first product, so this comes before; it costs no time that could be measured.
+    Otherwise products of a few rows on a CPU differ in the last bits between one thread and two.
+    MKL reads the variable at its first product, so call this before. It costs no measurable time.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc, where it is, not to give large blocks back to the system, only to fault them in again a moment later.
+    """Ask glibc, if it is used, to keep large freed blocks instead of returning them to the system.
 
-    Page faults cost 17-33 % of a training step on a CPU, and a fifth of the speed of two threads that encode.
+    Returned blocks would soon be allocated and page-faulted again. Page faults cost 17-33 % of a
+    training step on a CPU, and a fifth of the speed of two encoding threads.
     """
     with contextlib.suppress(OSError):
         libc = ctypes.CDLL("libc.so.6")
@@ -140,10 +146,10 @@ def keep_freed_memory() -> None:
 
 
 def use_huge_pages() -> None:
-    """Ask Linux for huge pages for the large blocks that this process holds; takes some seconds a GB.
+    """Ask Linux for huge pages for the large memory blocks of this process; takes seconds per GB.
 
-    A call of a few tokens reads every weight once, and with pages of 4 KiB a core gets two thirds of the bytes a second
-    from memory: serving a small target on a CPU takes 5-7 % longer.
+    A call of a few tokens reads every weight once. With pages of 4 KiB, a core reads only two
+    thirds as many bytes per second from memory: serving a small target on a CPU takes 5-7 % longer.
     """
     with contextlib.suppress(OSError):
         madvise = ctypes.CDLL("libc.so.6").madvise
@@ -157,6 +163,7 @@ def use_huge_pages() -> None:
                 and name in ([], ["[heap]"])
                 and stop - start >= _HUGE_PAGE
             ):
-                # what comes later, and what is there
+                # Request huge pages for memory that is allocated later, then collapse the existing
+                # pages.
                 for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                     madvise(start, stop - start, advice)

@@ -1,6 +1,6 @@
-"""Texts that every stage uses: progress, sizes, durations, commands, and foreign text made safe to show.
+"""Format progress, sizes, durations and commands, and make foreign text safe to show.
 
-Standard library only, so that each room may import it.
+Standard library only, so that every package can import it.
 """
 
 import os
@@ -8,15 +8,16 @@ import re
 from collections.abc import Callable, Iterable
 
 Progress = Callable[[int, int, str], None]
-"""Called with (done, total, message) while a long task runs; the message begins with the name of its phase."""
+"""Called with (done, total, message) during a long task; the message starts with the name of its
+phase."""
 
-# C0 and C1 controls but newline and tab, DEL, signs that turn the direction of writing, halves of
-# surrogate pairs.
+# C0 and C1 controls except newline and tab, DEL, characters that change the writing direction, and
+# surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Write a size with a decimal unit, e.g. ``31.5 TB``."""
+    """Format a size with a decimal unit, e.g. ``31.5 TB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 1000:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
@@ -25,26 +26,26 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def counted(count: int, unit: str) -> str:
-    """Write a count with its unit: ``1 part``, ``1,200 parts``."""
+    """Format a count with its unit: ``1 part``, ``1,200 parts``."""
     return f"{count:,} {unit}{'s' * (count != 1)}"
 
 
 def format_hours(seconds: float) -> str:
-    """Write a duration in hours, or in minutes or seconds where it is short."""
+    """Format a duration in hours, or in minutes or seconds if it is short."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def format_range(low: float, high: float, form: Callable[[float], str]) -> str:
-    """Write a range, e.g. ``2.1 GB to 2.4 GB`` or ``up to 2.4 GB``; one figure where both look alike."""
+    """Format a range: ``2.1 GB to 2.4 GB``, ``up to 2.4 GB``, or one value if both are equal."""
     return " to ".join(dict.fromkeys((form(low) if low else "up", form(high))))
 
 
 def activation_name(field: str) -> str:
-    """Return what ``--activations`` calls a field of a store: ``hidden/layer_6`` is ``hidden:layer:6``.
+    """Return the name of a field in ``--activations``: ``hidden/layer_6`` is ``hidden:layer:6``.
 
-    Keys and values are ``kv``, also those of some layers, such as ``kv/full_attention``.
+    All keys and values are ``kv``, including those of some layers, such as ``kv/full_attention``.
     """
     return (
         "kv"
@@ -56,7 +57,13 @@ def activation_name(field: str) -> str:
 def add_command(
     store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0
 ) -> str:
-    """Return the command that adds fields, or decoder layers for ``target/``, to a store."""
+    """Return the command that adds fields to a store.
+
+    Args:
+        store: path or URL of the store.
+        fields: names of the fields.
+        target_layers: number of decoder layers to add to ``target/``.
+    """
     names = ",".join(dict.fromkeys(map(activation_name, fields)))
     command = f"moa-data add {os.fspath(store)} --model MODEL" + (
         f" --activations {names}" if names else ""
@@ -65,9 +72,9 @@ def add_command(
 
 
 def printable(text: str) -> str:
-    r"""Write each control character of a text as an escape, such as ``\x1b``; newlines and tabs stay.
+    r"""Escape the control characters of a text, such as ``\x1b``; newlines and tabs stay.
 
-    What comes out can be encoded as UTF-8, and escaping it again changes nothing.
+    The result can be encoded as UTF-8, and escaping it again changes nothing.
     """
     return _CONTROLS.sub(_escape, text)
 
@@ -78,5 +85,5 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type where there is none."""
+    """Return the first line of an error's message, or the name of its type if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,5 @@
-"""The commands of ``moa-data``, one file a family; the only code that prints, reads arguments and exits.
+"""The commands of ``moa-data``, one file per family.
 
-Each imports its stage when it runs, so that ``--help`` answers at once.
+Only this package prints, reads arguments and exits. Each command imports its stage when it runs, so
+that ``--help`` is fast.
 """

@@ -1,6 +1,7 @@
-"""The command chat, and how it shows an answer while it comes.
+"""The command chat, and the display of an answer while it is generated.
 
-On a terminal all of an answer is shown, and what was wrong is rewritten; elsewhere what is verified.
+A terminal shows all tokens at once and rewrites the wrong ones. Other outputs get verified text
+only.
 """
 
 import contextlib
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
     from ..serving.client.session import Event, OnEvent, Stats
 
-# Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet
-# is dim.
+# Accepted drafts are green, the target's own tokens are plain, and unverified tokens are dim.
 _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
 _RESET = "\x1b[0m"
 _ERASE_BELOW = "\x1b[J"
@@ -48,56 +48,65 @@ class ChatConfig(Config):
     """Settings of `moa-data chat`."""
 
     server: Common[str]
-    """HOST:PORT of the server's gRPC port; https://HOST:PORT for TLS with the certificates that the system trusts."""
+    """HOST:PORT of the server's gRPC port; https://HOST:PORT for TLS with the system's
+    certificates."""
     token_file: Common[str | None] = None
-    """File whose first line is the server's bearer token."""
+    """File with the server's bearer token in its first line."""
     ca: str | None = None
-    """Certificate authority in PEM, for TLS with a server of your own."""
+    """File of a private certificate authority (PEM), for TLS."""
     drafter: Common[str]
-    """A run of `moa-data train`, or a folder with a drafter: moa, eagle, dspark, dflash or independent."""
+    """A run of `moa-data train`, or a folder with a drafter: moa, eagle, dspark, dflash or
+    independent."""
     bundle: Common[str | None] = None
-    """The store that the drafter was trained from, or its folder target/, which has the tokenizer and the pieces of the
-    target that the drafter needs; default: the store that the run recorded."""
+    """The store that the drafter was trained from, or its folder target/. It has the tokenizer and
+    the weights of the target that the drafter needs. Default: the store recorded by the run."""
     mode: Common[Literal["server", "client"]] = "server"
-    """Where drafts are made. server: there, and text is streamed; client: here, before its answers, which pays where
-    the server's own drafts are dear and the network is fast. Offline both draft here."""
+    """Where tokens are drafted. server: the server drafts and streams text. client: this machine
+    drafts before the server answers, which pays if the server's own drafts are expensive and the
+    network is fast. Offline, this machine drafts in both modes."""
     max_new_tokens: Common[Count] = 512
     """Stop an answer after this many tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"
-    """What crosses the network for the drafter: fewer bits are fewer bytes and, at int4, somewhat worse drafts. The
-    text is the same."""
+    """Encoding of the activations that the server sends to the drafter. Fewer bits mean less
+    traffic and, with int4, slightly worse drafts. The text is the same."""
     max_offline: Natural = 64
-    """Without a network, go on for at most this many tokens."""
+    """Without a network, continue for at most this many tokens."""
     offline_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Without a network, stop where all that was drafted since is less likely than this to be right."""
+    """Without a network, stop when the estimated probability that all unverified tokens are right
+    falls below this."""
     connect_s: Positive = 10.0
-    """Seconds to wait for a server that does not answer, at the start."""
+    """Seconds to wait for the server's first response."""
     template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
-    the drafter was trained from."""
+    """Arguments of the chat template as NAME=VALUE, such as enable_thinking=false; default: those
+    of the store that the drafter was trained from."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     dtype: Dtype = "float32"
-    """Dtype of the drafter; the text does not depend on it."""
+    """Dtype of the drafter; it does not change the text."""
     device: str = "cpu"
-    """Where the drafter runs: cpu, cuda, cuda:1, ..."""
+    """Device of the drafter: cpu, cuda, cuda:1, ..."""
 
 
 @stage_command(ChatConfig)
 @click.option(
     "--prompt", metavar="TEXT",
-    help="Answer this alone, and end; by default prompts are asked for, or read from standard input, one a line.",
+    help="Answer this prompt and exit. By default, prompts are asked for, or read from standard "
+    "input, one per line.",
 )  # fmt: skip
 @click.option(
     "--session", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Keep the conversation here, for --resume, should this process end.",
+    help="Save the conversation to this file, so that --resume can continue it.",
 )  # fmt: skip
 @click.option(
     "--resume", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Go on with the conversation of a file that --session wrote, first with an answer that had not ended.",
+    help=(
+        "Continue the conversation of a file written by --session, starting with an unfinished "
+        "answer."
+    ),
 )  # fmt: skip
 @click.option(
     "--web", type=click.IntRange(0, 65535), metavar="PORT",
-    help="Chat on a page at http://127.0.0.1:PORT, which also shows the course of an answer and can cut the network.",
+    help="Chat on a web page at http://127.0.0.1:PORT, which also shows how an answer is drafted "
+    "and can cut the network.",
 )  # fmt: skip
 def chat(
     config: ChatConfig,
@@ -106,18 +115,21 @@ def chat(
     resume: Path | None,
     web: int | None,
 ) -> None:
-    """Chat with a target on a server; drafts are made here, where they go on without a network.
+    """Chat with a target on a server, drafting on this machine.
 
-    The server runs the target (`moa-data serve`), this machine a drafter and no more. Green text was drafted here and
-    verified there, plain text is the server's own. When the network goes, dim text is the drafter's alone; when it
-    returns, the server verifies it in one call, what was wrong is taken back, and the answer goes on. It is always the
-    target's own, token for token. In a pipe only verified text is written.
+    The server runs the target (`moa-data serve`), this machine only a drafter. Green text was
+    drafted here and verified by the server; plain text comes from the server. If the network fails,
+    the drafter continues alone in dim text. When the network is back, the server verifies this text
+    in one call, wrong tokens are removed, and the answer continues. The final answer is exactly the
+    target's own. In a pipe only verified text is written.
 
     \b
     Examples:
       moa-data chat --server gpu-box:8001 --drafter runs/moa
-      moa-data chat --server gpu-box:8001 --drafter runs/moa --bundle store --prompt "Why is the sky blue?" > sky.txt
-      moa-data chat --server https://gpu-box:8001 --ca ca.pem --token-file token --drafter runs/moa --session chat.json
+      moa-data chat --server gpu-box:8001 --drafter runs/moa --bundle store \\
+          --prompt "Why is the sky blue?" > sky.txt
+      moa-data chat --server https://gpu-box:8001 --ca ca.pem --token-file token \\
+          --drafter runs/moa --session chat.json
       moa-data chat --server gpu-box:8001 --drafter runs/moa --web 8080
     """
     if prompt is not None and (resume or web is not None):
@@ -154,7 +166,7 @@ def chat(
 
 
 class _Conversation:
-    """The messages so far; answers are added as they end."""
+    """The messages of the conversation; an answer is added when it is complete."""
 
     def __init__(
         self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None"
@@ -168,7 +180,7 @@ class _Conversation:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
     def ask(self, text: str, note: "OnEvent") -> "Answer":
-        """Answer a prompt; one that cannot be answered leaves no message."""
+        """Answer a prompt; if it fails, no message is added."""
         from ..moa.decoding.sampling import SamplingConfig
 
         config = self._config
@@ -176,8 +188,8 @@ class _Conversation:
         self._add("user", text)
         try:
             answer = self.client.chat(
-                self._messages, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
-                on_event=note,
+                self._messages, max_new_tokens=config.max_new_tokens, sampling=sampling,
+                seed=config.sampling.seed, on_event=note,
             )  # fmt: skip
         except MoaDataError:
             self._messages.pop()
@@ -201,7 +213,8 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
         stats = answer_to(view.note).stats
     finally:
         view.end()
-    if isinstance(view, PlainAnswer):  # a terminal has shown the figures below the answer
+    # A terminal has already shown the statistics below the answer.
+    if isinstance(view, PlainAnswer):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 
 
@@ -238,7 +251,7 @@ def _prompts() -> Iterator[str]:
 
 
 class PlainAnswer:
-    """Writes what is verified, as soon as it is: nothing has to be taken back in a pipe or a file."""
+    """Writes verified text as soon as possible, because a pipe or file cannot be rewritten."""
 
     def __init__(self) -> None:
         self._unverified: list[str] = []
@@ -269,19 +282,18 @@ class PlainAnswer:
 
 
 class TerminalAnswer:
-    """Writes on a terminal, and rewrites from the first token that changes; below stands a line of figures."""
+    """Writes to a terminal, rewriting from the first token that changes, above a status line."""
 
-    # Lines are broken here, never by the terminal, so that it is known where each token stands:
-    # rows and columns from
-    # the beginning of the answer. The cursor moves by differences of these, which scrolling does
-    # not change.
+    # Lines are broken here, not by the terminal, so that the position of each token is known: its
+    # row and column relative to the start of the answer. The cursor moves by differences of
+    # positions, which scrolling does not change.
 
     def __init__(self) -> None:
         self._write = out.write
         self._size = _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
-        # row and column of each token, and of the end
+        # Row and column of each token, and of the end of the text.
         self._starts: list[tuple[int, int]] = [(0, 0)]
         self._mode = "connecting"
         self._stats: Stats | None = None
@@ -322,14 +334,15 @@ class TerminalAnswer:
             self._show_status()
 
     def end(self) -> None:
-        """Leave the answer and its figures as they are, and the cursor below."""
+        """Keep the answer and the status line, and move the cursor below them."""
         self._clear_status()
         self._write(f"\r\n{_STYLES['unverified']}{self._status}{_RESET}\r\n")
 
     def _rewrite(self, first: int) -> None:
         _, height = self._size()
         end = self._starts[-1]
-        top = end[0] - (height - 4)  # what has left the screen cannot be written again
+        # Rows that have scrolled off the screen cannot be rewritten.
+        top = end[0] - (height - 4)
         while first < len(self._texts) and self._starts[first][0] < top:
             first += 1
         start = max(self._starts[first], (top, 0))
@@ -345,7 +358,7 @@ class TerminalAnswer:
         self._show_status()
 
     def _broken(self, text: str, start: tuple[int, int]) -> tuple[str, tuple[int, int]]:
-        """Break a text into lines of the terminal's width; returns it, and where it ends."""
+        """Break a text at the terminal's width, and return the result and its end position."""
         width, _ = self._size()
         row, column = start
         parts = list[str]()
@@ -367,7 +380,7 @@ class TerminalAnswer:
         return f"\r{up}{right}"
 
     def _show_status(self) -> None:
-        """Write the line of figures, two rows below the text, and go back to the end of the text."""
+        """Write the status line two rows below the text, and return to the end of the text."""
         self._clear_status()
         parts = [self._mode]
         if (stats := self._stats) is not None and stats.n_tokens:

@@ -1,4 +1,4 @@
-"""Shared by all commands: errors as one line with an exit code, progress on standard error, provenance of outputs."""
+"""Shared by all commands: one-line errors with exit codes, progress display, provenance."""
 
 import contextlib
 import errno
@@ -28,27 +28,28 @@ from ..text import printable
 from .signals import end_command, interruption_code
 
 FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
-"""Exit codes: something wrong was found, the input can't be used, parts are still to be written, the code is wrong."""
+"""Exit codes: a problem was found, the input can't be used, parts of the store are missing, a
+bug."""
 LOG_LINE_EVERY_S = 10.0
 Report = TypeVar("Report")
 
-# What libraries say where memory is short, whatever the class of the error.
+# Texts of libraries when memory is short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
-# Command -> the flag that bounds the size of its tensors.
+# Command -> the flag that limits the size of its tensors.
 _FEWER_TENSORS = {
-    "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size", "regenerate": "--batch-size",
-    "serve": "--kv-tokens",
+    "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size",
+    "regenerate": "--batch-size", "serve": "--kv-tokens",
 }  # fmt: skip
-# Command -> what to do after an interruption; all others keep what is finished.
+# Command -> what to do after an interruption. All other commands keep finished work.
 _CONTINUE = {
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
-    "chat": "With --session FILE, --resume FILE goes on with the answer.",
+    "chat": "If --session FILE was given, --resume FILE continues the answer.",
     **dict.fromkeys(
         ("plan", "inspect", "verify", "audit", "generate", "eval", "export-drafter"),
         "Nothing was written; run the same command again.",
     ),
 }
-# The extra of docs/install.md that a command needs; `extract` for all others.
+# Command -> the extra of docs/install.md that it needs; `extract` for all others.
 _EXTRAS = {
     **dict.fromkeys(("train", "export-drafter"), "train"),
     **dict.fromkeys(("serve", "chat"), "serve"),
@@ -57,81 +58,88 @@ _EXTRAS = {
 
 
 class StageFailure(click.ClickException):
-    """Ends a command with one line on standard error, or silently where the line is empty."""
+    """Ends a command with one line on standard error, or silently if the line is empty."""
 
     def __init__(self, line: str, exit_code: int = UNUSABLE) -> None:
         super().__init__(line)
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
     def format_message(self) -> str:
-        """Return the line, which may quote names and rows of others."""
+        """Return the line, with control characters escaped, as it may quote foreign text."""
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line, unless standard error can't be written: the exit code still says what happened."""
+        """Print the line; if standard error can't be written, only the exit code reports."""
         if self.message:
             with contextlib.suppress(OSError):
                 super().show(file)
 
 
 class StandardOutput(Console):
-    """Standard output: control characters are escaped, and neither markup nor names of emoji are read."""
+    """Standard output; control characters are escaped, markup and emoji names are literal."""
 
     def __init__(self) -> None:
-        # Wide enough for any table: one that were fitted to the terminal, or to 80 columns in a
-        # pipe, would be cut.
+        # Wide enough for any table; otherwise rich would cut tables to the terminal's width, or to
+        # 80 columns in a pipe.
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape before rich drops some of the control characters."""
+        """Escape control characters before rich drops some of them."""
         return super().render_str(printable(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape also what came as a renderable."""
+        """Escape control characters in renderables too."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print as ``Console.print`` does."""
+        """Print like ``Console.print``, and end the command if standard output fails."""
         with _output_failures():
             super().print(*args, **kwargs)
 
     def write(self, text: str) -> None:
-        """Write text at once as it is, control sequences included; the caller has escaped what came from elsewhere."""
+        """Write and flush text with its control sequences; the caller escapes foreign text."""
         with _output_failures():
             self.file.write(text)
             self.file.flush()
 
     def on_broken_pipe(self) -> None:
-        """Leave the exit code to :func:`failure_of`; rich would end with 1, which means something else here."""
+        """Raise BrokenPipeError, so that :func:`failure_of` chooses the exit code.
+
+        rich would exit with 1, which has another meaning here.
+        """
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @contextlib.contextmanager
 def _output_failures() -> Iterator[None]:
-    """Turn an error of standard output into the end of the command."""
+    """Turn an error of standard output into a StageFailure."""
     try:
         yield
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise failure_of(error) from error
-        line = f"standard output can't be written: {error.strerror}. What the command did is kept."
+        line = (
+            f"standard output can't be written: {error.strerror}. The results of the command are "
+            "saved."
+        )
         raise StageFailure(line) from error
 
 
-out = StandardOutput()  # standard output; errors and progress go to standard error
+out = StandardOutput()  # Standard output. Errors and progress go to standard error.
 
 
 class StageGroup(click.Group):
-    """A click group whose commands end in one line on stderr and an exit code that has one meaning."""
+    """A click group whose commands end with one line on stderr and a well-defined exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command and exit; takes what ``click.Command.main`` takes, but always exits."""
+        """Run a command and exit; takes the arguments of ``click.Command.main``."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            # Python's own flush at the end could only change the exit code to 120
+            # Flush here: an error of Python's own flush at exit would only change the exit code to
+            # 120.
             with _output_failures():
                 sys.stdout.flush()
             code = result if isinstance(result, int) else 0
@@ -146,17 +154,17 @@ class StageGroup(click.Group):
         sys.exit(code)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options before the command; of these ``--help`` and ``--version`` print."""
+        """Parse the options before the command; ``--help`` and ``--version`` print here."""
         with _output_failures():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command and turn whatever it raises into a :class:`StageFailure`."""
+        """Run a command and turn any error into a :class:`StageFailure`."""
         try:
             return super().invoke(ctx)
         except (click.exceptions.Exit, StageFailure):
             raise
-        # Also SystemExit, with which a library could end a command as if all had been done.
+        # This includes SystemExit, with which a library could end a command as if it had succeeded.
         except BaseException as error:
             end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
@@ -166,20 +174,20 @@ class StageGroup(click.Group):
 
 
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
-    """Return what a command ends with for an error that it raised."""
+    """Return the failure with which a command ends after an error."""
     if (code := interruption_code(error)) is not None:
         hint = _CONTINUE.get(
-            command, "What is finished is kept; run the same command again to go on."
+            command, "Finished work is kept; run the same command again to continue."
         )
         line = _one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}"
-        # of several processes all were stopped
+        # All processes were stopped, but only the first one prints the line.
         return StageFailure(line if is_first_process() else "", code)
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "moa-data"
         return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
     if isinstance(error, click.ClickException):
         return StageFailure(error.format_message())
-    # the reader has gone, as `head` does: end as SIGPIPE ends a program
+    # The reader has exited, as `head` does: exit as if ended by SIGPIPE.
     if isinstance(error, BrokenPipeError):
         return StageFailure("", 128 + signal.SIGPIPE)
     if (message := user_message(error, command)) is not None:
@@ -187,14 +195,15 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
             message, error.exit_code if isinstance(error, MoaDataError) else UNUSABLE
         )
     return StageFailure(
-        f"{type(error).__name__}: {_one_line(error)}. This is a fault of moa-data {__version__}, not of your input: "
-        "please report it with the lines above and the command. What was committed or saved before is kept.",
+        f"{type(error).__name__}: {_one_line(error)}. This is a bug in moa-data {__version__}, not "
+        "a problem of your input: please report it with the lines above and the command. "
+        "Everything committed or saved before is kept.",
         FAULT,
     )
 
 
 def user_message(error: BaseException, command: str = "") -> str | None:
-    """Return the line for an error that the user can act on, or None for one that is a fault of the code."""
+    """Return the line for an error that the user can act on; None for a bug."""
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
@@ -203,16 +212,23 @@ def user_message(error: BaseException, command: str = "") -> str | None:
         and (error.name or "moa_data").split(".")[0] != "moa_data"
     ):
         extra = "gguf" if error.name in ("gguf", "accelerate") else _EXTRAS.get(command, "extract")
-        return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[{extra}]'."
+        return (
+            f"{error.name} is not installed, and this command needs it: pip install "
+            f"'moa-data[{extra}]'."
+        )
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
-        # Python's own error comes from data; torch's from tensors, whose sizes a flag changes.
+        # Python's own MemoryError comes from data. Errors of torch come from tensors, whose sizes a
+        # flag changes.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
-        advice = f"Free some, or lower {flag}" if flag else "Free some"
+        advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
         return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
     if (trouble := machine_trouble(error)) is not None:
         return str(trouble)
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}. Check the path and the room there, or choose another."
+        return (
+            f"{error.filename}: {error.strerror}. Check the path and the free space, or choose "
+            "another."
+        )
     return text if isinstance(error, OSError) else None
 
 
@@ -221,7 +237,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def tell(text: str) -> None:
-    """Print a line for people on standard error; work goes on where it can't be written."""
+    """Print a line on standard error; if it can't be written, continue without."""
     with contextlib.suppress(OSError):
         click.echo(printable(text), err=True)
 
@@ -236,18 +252,23 @@ PHASE_UNITS = {
     "learn": ("step", False),
     **dict.fromkeys(("extract", "add", "recode"), ("token", False)),
 }
-"""Phases that follow each other in one command: first word of the message -> unit, and whether counts are shortened."""
+"""Phases of a command: first word of the progress message -> unit, and whether to shorten
+counts."""
 _LOG_FORMAT = (
     "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
 )
 
 
 class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
-    """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every ten seconds.
+    """Show progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
-    A new phase ends the bar before it: another total, a smaller count, or a message that begins with another word of
-    ``PHASE_UNITS``. Work goes on without either where standard error can't be written any more. ``scaled`` counts are
-    shortened to k, M and G.
+    A new phase ends the previous bar. A phase is new if the total changes, the count falls, or the
+    message starts with another word of ``PHASE_UNITS``. If standard error can't be written, work
+    continues without progress.
+
+    Args:
+        unit: unit of the counts, except in phases of ``PHASE_UNITS``.
+        scaled: shorten counts to k, M and G.
     """
 
     def __init__(self, unit: str, scaled: bool = False) -> None:
@@ -256,7 +277,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
         self._bar: Any = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
-        """Show ``done`` of ``total`` units and a message."""
+        """Show ``done`` of ``total`` units, and a message."""
         with contextlib.suppress(OSError):
             word = message.split(" ", 1)[0].rstrip(":,")
             bar = self._bar
@@ -276,7 +297,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
             "dynamic_ncols": True,
             "unit": unit or "it",
         }
-        # where a bar that is drawn over and over would leave one endless line
+        # A bar that is redrawn would be one endless line in a log.
         if not sys.stderr.isatty():
             options |= {
                 "file": _Log(),
@@ -290,7 +311,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
         return tqdm(total=total, initial=done, desc=message, unit_scale=scaled, **options)
 
     def close(self) -> None:
-        """Leave the last state on its line."""
+        """Keep the last state on its line."""
         bar = self._bar
         self._bar = None
         if bar is not None:
@@ -302,7 +323,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
 
 
 def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
-    """Run a stage under a line of progress and print what its report says; returns the report."""
+    """Run a stage with a progress line, print its report, and return it."""
     with ProgressLine(unit) as progress:
         report = run(*arguments, progress=progress, **options)
     out.print(report if isinstance(report, str) else cast(Any, report).describe())
@@ -310,13 +331,13 @@ def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options:
 
 
 class _Log:
-    """Standard error as a log: each state of a bar is a line of its own."""
+    """Standard error as a log: each state of a bar is a separate line."""
 
     last = ""
 
     def write(self, text: str) -> None:
         line = text.strip()
-        if line and line != self.last:  # a bar is drawn once more when it ends
+        if line and line != self.last:  # A bar is drawn once more at its end.
             sys.stderr.write(line + "\n")
             self.last = line
 
@@ -325,20 +346,22 @@ class _Log:
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' bars and advice off the terminal, and waiting threads off the cores; the user's settings win."""
+    """Silence progress bars and advice of libraries, and let waiting threads sleep.
+
+    Settings of the user take precedence.
+    """
     quiet = {
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "GRPC_VERBOSITY": "NONE",  # of a network that is gone it has a line for every attempt
-        # Else threads of OpenMP that wait for each other keep their cores busy, and with more
-        # threads than free cores a
-        # target call takes ten times as long.
+        # gRPC prints a line for every attempt to connect while the network is down.
+        "GRPC_VERBOSITY": "NONE",
+        # Otherwise OpenMP threads that wait for each other keep their cores busy. With more threads
+        # than free cores, a target call then takes ten times as long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file
-    # they are noise.
+    # Progress bars of large downloads and loads are useful on a terminal, but noise in a log file.
     if not sys.stderr.isatty():
         quiet["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in quiet.items():
@@ -346,12 +369,16 @@ def quiet_libraries() -> None:
 
 
 _PACKAGES = (
-    "moa-data", "torch", "transformers", "tokenizers", "datasets", "lightning", "zarr", "numcodecs", "pyarrow", "numpy",
+    "moa-data", "torch", "transformers", "tokenizers", "datasets", "lightning", "zarr",
+    "numcodecs", "pyarrow", "numpy",
 )  # fmt: skip
 
 
 def collect_provenance() -> dict[str, Any]:
-    """Describe this run for JSON; it differs from run to run, so keep it out of files that must be reproducible."""
+    """Describe this run: command, time, versions and machine.
+
+    The result differs from run to run, so it must not be in files that have to be reproducible.
+    """
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -371,9 +398,9 @@ def collect_provenance() -> dict[str, Any]:
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Return the commit of the checkout whose root is ``folder``, and whether tracked files differ from it."""
-    # An installed package may lie inside somebody else's checkout, whose commit would say nothing
-    # about this code.
+    """Return the commit of the checkout at ``folder``, and whether tracked files are modified."""
+    # An installed package may be inside another project's checkout, whose commit is not related to
+    # this code.
     if not (folder / ".git").exists():
         return None, None
     command = [
@@ -389,6 +416,6 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None, None
-    # "# branch.oid COMMIT", then further headers and changed files
+    # The first header is "# branch.oid COMMIT"; further headers and the changed files follow.
     header, *changes = done.stdout.splitlines()
     return header.split()[-1], not all(line.startswith("#") for line in changes)

@@ -25,14 +25,16 @@ class GenerateConfig(DecodingConfig):
     """Settings of `moa-data generate`."""
 
     drafter: Common[str]
-    """A run of `moa-data train`, or a folder with a drafter, also one of the EAGLE or MoA authors."""
+    """A run of `moa-data train`, or a folder with a drafter, also in the format of the EAGLE or MoA
+    authors."""
     max_new_tokens: Common[Count] = 256
     """Stop after this many tokens."""
     tree: Common[str] = "auto"
-    """Drafts per target call: a chain's length such as 5, 10@0.2 or 7c0.3 for one that stops early, a tree such as
-    6x8x62; or auto, plain where drafts do not pay (docs/decoding.md)."""
+    """Drafts per target call. A chain has a length, such as 5; 10@0.2 or 7c0.3 stop early. A tree
+    is, for example, 6x8x62. auto decodes without drafts while drafting does not pay
+    (docs/decoding.md)."""
     compare: Common[bool] = False
-    """Decode without drafts, too, and compare: the same tokens, and how much slower."""
+    """Also decode without drafts, and compare tokens and speed."""
 
     @override
     def tree_shape(self) -> "TreeShape | None":
@@ -42,20 +44,24 @@ class GenerateConfig(DecodingConfig):
 @stage_command(GenerateConfig)
 @click.option(
     "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
-    help="What the user says; - reads it from standard input. Given several times, the prompts are decoded together.",
+    help=(
+        "The user's message; - reads it from standard input. Several prompts are decoded together."
+    ),
 )  # fmt: skip
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
-    """Answer prompts with target and drafter; drafted and accepted text is green.
+    """Answer prompts with target and drafter; accepted drafts are green.
 
-    Afterwards prints acceptance length (tokens committed per target call, bonus token included), target calls and
-    tokens/s; with --compare beside plain decoding of the same prompts. With a temperature of 0 both give the same
-    tokens; above it both sample from the same distribution, and equal seeds give equal answers where --tree names a
-    shape (auto's choice depends on the machine's timing).
+    Prints the acceptance length (tokens committed per target call, bonus token included), target
+    calls and tokens/s; with --compare, also those of plain decoding of the same prompts. With
+    temperature 0 both give the same tokens. With a higher temperature both sample from the same
+    distribution, and equal seeds give equal answers if --tree is a shape (the choice of auto
+    depends on the machine's timing).
 
     \b
     Examples:
       moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "Why is the sky blue?"
-      moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "A poem." --temperature 0.8 --tree 6x8x62
+      moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "A poem." \\
+          --temperature 0.8 --tree 6x8x62
     """
     texts = [_read_prompt(text) for text in prompts]
     import torch
@@ -79,8 +85,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)
     shape = config.tree_shape()
-    # The first calls set up kernels and buffers, which would be counted against whichever method
-    # comes first.
+    # The first calls initialize kernels and buffers. Without a warm-up, this would be counted
+    # against whichever method runs first.
     generate_batch(
         target,
         rows,
@@ -99,17 +105,18 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
 
     try:
         drafted = generate_batch(
-            target, rows, max_new_tokens=config.max_new_tokens, proposer=proposer, tree=shape or auto,
-            sampling=sampling, seed=config.sampling.seed, on_tokens=print_tokens if len(rows) == 1 else None,
+            target, rows, max_new_tokens=config.max_new_tokens, proposer=proposer,
+            tree=shape or auto, sampling=sampling, seed=config.sampling.seed,
+            on_tokens=print_tokens if len(rows) == 1 else None,
         )  # fmt: skip
     finally:
-        out.print(text.rest)  # also ends the line of an answer that Ctrl-C cuts short
+        out.print(text.rest)  # Also ends the line of an interrupted answer.
     if len(rows) > 1:
         for number, generation in enumerate(drafted, start=1):
             out.print(f"[{number}]", style="bold")
             out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
     if shape is None:
-        tell(f"auto: {auto.describe([one.stats for one in drafted])}")
+        tell(f"auto: {auto.describe([answer.stats for answer in drafted])}")
     reference = None
     if config.compare:
         reference = generate_batch(
@@ -123,11 +130,12 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
 
 
 def _read_prompt(text: str) -> str:
-    """Return a prompt as it was given, or from standard input for a dash."""
+    """Return a prompt; a dash reads it from standard input."""
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
-        text.encode()  # bytes that are not text may come as halves of surrogate pairs
+        # Bytes that are not UTF-8 may arrive as surrogates, which cannot be encoded.
+        text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
             f"the prompt is not UTF-8 text ({error.reason} at {error.start:,}); convert it."
@@ -141,21 +149,22 @@ def _read_prompt(text: str) -> str:
 
 @stage_command(EvalConfig, name="eval")
 def evaluate(config: EvalConfig) -> None:
-    """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
+    """Measure drafters: acceptance length, target calls and tokens/s, compared with plain decoding.
 
-    All methods decode the same prompts in alternation. The prompts are chats (jsonl; the last assistant turn is left
-    out) or Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token
-    included. Beside it stands what each drafter's training cost, with a warning where drafters were not trained alike.
+    All methods decode the same prompts in alternation. The prompts are chats (jsonl; the last
+    assistant turn is left out) or Spec-Bench questions (multi-turn). The acceptance length is the
+    number of tokens committed per target call, bonus token included. The report also has the cost
+    of each drafter's training, and a warning if drafters were trained differently.
 
-    With --disconnect N the target also answers up to cuts, from where each drafter writes N tokens without it: the
-    report has a section on how far they agree with the target.
+    With --disconnect N, each drafter also continues answers of the target at some positions for N
+    tokens without the target. The report then has a section on how far they agree with the target.
 
     \b
     Examples:
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
       moa-data eval --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts spec_bench.jsonl \\
           --method plain,chain,tree,auto,prompt-lookup --repeats 3
-      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain     how much is noise
+      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain  measure noise
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts gsm8k.jsonl --method plain \\
           --disconnect 256 --scorer my_scores.py:exact_answer
     """
@@ -166,11 +175,11 @@ def evaluate(config: EvalConfig) -> None:
         try:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
-            out.print(error.markdown)  # what was measured is not lost
+            out.print(error.markdown)  # So the measurements are not lost.
             raise
     out.print(markdown_report(report))
     for warning in report.warnings:
-        tell(f"not trained alike: {warning}.")
+        tell(f"trained differently: {warning}.")
 
 
 @click.command()
@@ -180,13 +189,13 @@ def evaluate(config: EvalConfig) -> None:
 )
 @click.option(
     "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
-    help="The other side: vLLM, transformers, or speculators' own model, which is fed with the text.",
+    help="The other engine: vLLM, transformers, or speculators' own model, which reads the text.",
 )  # fmt: skip
 @click.option(
     "--python",
     default=sys.executable,
     metavar="FILE",
-    help="Python that has it; default: this one.",
+    help="Python interpreter that has the engine; default: this one.",
 )
 @click.option(
     "--prompts",
@@ -201,37 +210,40 @@ def evaluate(config: EvalConfig) -> None:
     "--draft-length",
     default=5,
     show_default=True,
-    help="Tokens drafted a round; DFlash drafts whole blocks.",
+    help="Tokens drafted per round; DFlash drafts whole blocks.",
 )
 @click.option(
-    "--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Dtype of both sides.",
+    "--dtype", default="float32", show_default=True,
+    type=click.Choice(["float32", "bfloat16", "float16"]), help="Dtype of both sides.",
 )  # fmt: skip
-@click.option("--out", "report", metavar="FILE", help="Write what was found as JSON, too.")
+@click.option("--out", "report", metavar="FILE", help="Also write the result as JSON.")
 def conform(
     drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any
 ) -> None:
-    """Say whether another engine drafts as this package does, and what it does differently.
+    """Check whether another engine drafts like this package, and find the difference.
 
-    Both decode the same prompts greedily, and the drafts of every round are compared. Where they part, each known wrong
-    choice is put into our own code (layers counted off by one, norms left out, positions, mask token, attention, draft
-    vocabulary, dtype, ...), and the one with which all rounds are the other side's is named. A run of `train` is
-    exported for the engine first; a folder of another program is given to it as it is.
+    Both decode the same prompts greedily, and the drafts of every round are compared. If they
+    differ, known mistakes are put into our own code one by one (layer numbers off by one, missing
+    norms, positions, mask token, attention, draft vocabulary, dtype, ...). The mistake that
+    reproduces all rounds of the other engine is named. A run of `train` is exported for the engine
+    first; a folder of another program is used as it is.
 
-    Exit code 0 if all drafts are equal, 1 if they part, 2 if the engine or the drafter cannot be used.
+    Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
+    used.
 
     \b
     Examples:
       moa-data conform runs/dflash --model ./llama3-8b --with transformers
-      moa-data conform runs/eagle3 --model ./llama3-8b --with vllm --python ~/vllm/bin/python --prompts test.jsonl
+      moa-data conform runs/eagle3 --model ./llama3-8b --with vllm --python ~/vllm/bin/python \\
+          --prompts test.jsonl
     """
     from ..evaluation.conform import conform as run_conform
 
-    found = run_stage(
+    result = run_stage(
         "choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options
     )
     if report is not None:
         with disk_full_guard(report):
-            write_atomic(Path(report), (json.dumps(asdict(found), indent=2) + "\n").encode())
-    if found.partings:
+            write_atomic(Path(report), (json.dumps(asdict(result), indent=2) + "\n").encode())
+    if result.partings:
         raise StageFailure("", FOUND)

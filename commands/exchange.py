@@ -14,11 +14,12 @@ from .options import stage_command
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
-    `export-drafter` writes drafters. The index has ids, lengths, tokens, masks and texts of all sequences and where
-    their activations lie, for DuckDB, Polars or `datasets` to choose by.
+    `export-drafter` writes drafters. The index has the ids, lengths, tokens, masks and texts of all
+    sequences and the locations of their activations, so that DuckDB, Polars or `datasets` can
+    select from it.
 
-    Numbers of layers and norms are converted; files that are there already are kept. If the store lacks a field that
-    the layout needs, the command names the `moa-data add` that adds it.
+    Layer numbers and norms are converted. Existing files are kept. If the store lacks a field that
+    the layout needs, the error names the `moa-data add` command that adds it.
 
     \b
     Examples:
@@ -32,11 +33,12 @@ def export_command(config: ExportConfig) -> None:
 
 @stage_command(DrafterExportConfig, arguments=("drafter",), name="export-drafter")
 def export_drafter_command(config: DrafterExportConfig) -> None:
-    """Write a trained drafter for vLLM, SGLang, transformers, speculators, or the code of the authors of EAGLE or MoA.
+    """Write a trained drafter for vLLM, SGLang, transformers, speculators or the authors' code.
 
-    A drafter that the other program would run differently is refused; of `moa` drafters that are those not trained with
-    --preset paper. The folder is loaded again and compared before it gets its name; --drafter of `eval` and `generate`
-    takes it, too.
+    There are formats for the code of the EAGLE and MoA authors. A drafter that the other program
+    would run differently is refused; for `moa` drafters, this means all that were not trained with
+    --preset paper. The folder is loaded again and compared before it gets its final name. --drafter
+    of `eval` and `generate` accepts it, too.
 
     \b
     Examples:
@@ -50,7 +52,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
 
 @stage_command(ImportConfig, arguments=("folder",), name="import")
 def import_command(config: ImportConfig) -> None:
-    """Make a store from files of speculators, SpecForge or EAGLE.
+    """Create a store from files of speculators, SpecForge or EAGLE.
 
     The target gives the store its norm, embeddings and LM head; its layers are not run.
 
@@ -69,14 +71,15 @@ def import_command(config: ImportConfig) -> None:
 @click.option(
     "--private",
     is_flag=True,
-    help="Make the repository private; one that is there and public is refused.",
+    help="Create a private repository; an existing public one is refused.",
 )
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
 
-    A store becomes a dataset, a drafter (or the drafter of a run) a model; REPO is OWNER/NAME, and made where it is
-    missing. Run the same command again to continue after an interruption. Logs of runs stay here: they tell of paths
-    and machines. The token comes from HF_TOKEN.
+    A store becomes a dataset, a drafter (or the drafter of a run) a model. REPO is OWNER/NAME and
+    is created if it does not exist. Run the same command again to continue after an interruption.
+    Logs of runs are not pushed, because they reveal paths and machines. The token is read from
+    HF_TOKEN.
 
     \b
     Examples:
@@ -95,8 +98,8 @@ def push(path: Path, repo: str, private: bool) -> None:
 def pull(repo: str, path: Path, revision: str | None) -> None:
     """Pull a store or a drafter from the Hugging Face Hub, and check every byte.
 
-    Each file is compared with the hash of its commit, and a store with its own checksums. Run the same command again to
-    go on after an interruption. A private repository needs HF_TOKEN.
+    Each file is compared with the hash of its commit, and a store with its own checksums. Run the
+    same command again to continue after an interruption. A private repository needs HF_TOKEN.
 
     \b
     Example:

@@ -1,4 +1,7 @@
-"""Commands that run the target, or write a store: regenerate, plan, extract, add, recode, compare, repair, audit."""
+"""Commands that run the target, or write a store.
+
+regenerate, plan, extract, add, recode, compare, repair, audit.
+"""
 
 import json
 from dataclasses import asdict
@@ -18,24 +21,29 @@ if TYPE_CHECKING:
 
 @stage_command(RegenerateConfig)
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be asked, time a few tokens, and stop."
+    "--dry-run", is_flag=True, help="Print what would be generated, time a few tokens, and stop."
 )
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
-    """Let the target answer the questions of a chat dataset, or its own, as chats to extract.
+    """Let the target answer the questions of a chat dataset, or write the questions too.
 
-    Drafters learn best from the target's own words. Each turn is asked with the target's own answers before it. A chat
-    is kept up to its last answer; rows that give none are counted by reason. Answers are those of plain decoding,
-    whatever --drafter proposes. No dataset is needed with --self-prompted: the target writes the questions too.
+    Drafters learn best from the target's own words; the chats are the input of `extract`. Each turn
+    is asked with the target's own answers in its history. A chat is kept up to its last answer;
+    unusable rows are counted by reason. The answers are those of plain decoding, whatever --drafter
+    proposes. With --self-prompted no dataset is needed: the target writes the questions too.
 
-    Answered chats are appended to FILE batch by batch; run the same command again after an interruption, and the bytes
-    are those of a run that was not interrupted. NAME.regeneration.json beside NAME.jsonl says who answered, and how.
+    Answered chats are appended to FILE in batches. Run the same command again after an
+    interruption; the result has the same bytes as an uninterrupted run. NAME.regeneration.json next
+    to NAME.jsonl records who answered, and how.
 
     \b
     Examples:
-      moa-data regenerate --model ./llama3-8b --drafter runs/moa --dataset HuggingFaceH4/ultrachat_200k \\
-          --split train_sft --out chats.jsonl --device cuda --dtype bfloat16 --batch-size 32
-      moa-data regenerate --model ./llama3-8b --self-prompted 20000 --out chats.jsonl --device cuda --dtype bfloat16
-      moa-data regenerate --server http://127.0.0.1:8000/v1 --dataset chats.jsonl --out answered --temperature 0.7
+      moa-data regenerate --model ./llama3-8b --drafter runs/moa \\
+          --dataset HuggingFaceH4/ultrachat_200k --split train_sft --out chats.jsonl \\
+          --device cuda --dtype bfloat16 --batch-size 32
+      moa-data regenerate --model ./llama3-8b --self-prompted 20000 --out chats.jsonl \\
+          --device cuda --dtype bfloat16
+      moa-data regenerate --server http://127.0.0.1:8000/v1 --dataset chats.jsonl --out answered \\
+          --temperature 0.7
     """
     from ..pipeline import regenerate as job
 
@@ -53,20 +61,21 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     "--worker",
     type=(int, int),
     hidden=True,
-    help="Be worker K of N of the command that started this process.",
+    help="Run as worker K of N of the command that started this process.",
 )
 def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     """Run a target over chats and store its activations.
 
-    `moa-data plan` with the same options says beforehand what that costs.
+    `moa-data plan` with the same options estimates the cost.
 
-    Run the same command again to go on after an interruption: committed parts are kept. If anything that shapes the
-    data has changed meanwhile, the command refuses and names what; more --activations or --target-layers than the store
-    has are what `moa-data add` is for.
+    Run the same command again to continue after an interruption: committed parts are kept. If
+    anything that determines the data has changed since then, the command refuses and names the
+    change. To add --activations or --target-layers to an existing store, use `moa-data add`.
 
-    With --workers N the command starts itself N times, with a device each. The same command may also run several times
-    at once, on machines that share the disk too: a free worker takes the next part that nobody has committed.
-    With --engine ray workers run on all machines of a Ray cluster, and a lost one is started again.
+    With --workers N the command starts itself N times, with one device each. The same command may
+    also run several times at once, also on machines that share the disk: a free worker takes the
+    next part that is not committed. With --engine ray, workers run on all machines of a Ray
+    cluster, and a lost worker is started again.
 
     \b
     Examples:
@@ -74,8 +83,8 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
           --dataset HuggingFaceH4/ultrachat_200k --split train_sft --out stores/llama3-8b
       moa-data extract --model ./tiny-llama --dataset chats.jsonl --out store \\
           --max-sequences 500 --target-layers 1 --activations kv,hidden:last
-      moa-data extract --model /shared/llama3-8b --dataset /shared/chats.jsonl --out /shared/store \\
-          --engine ray --address auto --workers 64 --gpus-per-worker 1
+      moa-data extract --model /shared/llama3-8b --dataset /shared/chats.jsonl \\
+          --out /shared/store --engine ray --address auto --workers 64 --gpus-per-worker 1
     """
     from ..pipeline.extract import extract as run_extract
 
@@ -90,12 +99,12 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 
 @stage_command(ExtractConfig)
 def plan(config: ExtractConfig) -> None:
-    """Say what an extraction would cost, and which drafter and which activations suit.
+    """Estimate the cost of an extraction, and recommend a drafter and activations.
 
-    Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and times three
-    batches on this machine: forwards with random weights of the target's sizes, and encoding and writing to the disk of
-    --out. Bytes, memory and time are ranges. Leaves no files. Fails when memory can't hold the target, or the disk the
-    store.
+    Takes the options of `extract`. Reads the dataset, the tokenizer and the target's config.json,
+    and times three batches on this machine: forwards with random weights of the target's sizes, and
+    encoding and writing to the disk of --out. Bytes, memory and time are ranges. No files are left.
+    Fails if the target does not fit into memory, or the store onto the disk.
 
     \b
     Example:
@@ -114,10 +123,11 @@ def plan(config: ExtractConfig) -> None:
         extraction_plan.forward.check_memory()
     extraction_plan.check_disk()
     if config.forward.source == "vllm":
-        out.print("time         not measured: vLLM is not started for a plan")
+        out.print("time         not measured: a plan does not start vLLM")
     elif not is_here:
         out.print(
-            "time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind"
+            "time         not measured, because this machine has no GPU; run `plan` on a machine "
+            "like the workers'"
         )
     else:
         out.print(describe_estimate(extraction_plan, config.scale.workers))
@@ -126,14 +136,13 @@ def plan(config: ExtractConfig) -> None:
 
 
 @stage_command(AddConfig, arguments=("store",))
-@click.option(
-    "--dry-run", is_flag=True, help="Print what would be added and what it costs, and stop."
-)
+@click.option("--dry-run", is_flag=True, help="Print what would be added and its cost, and stop.")
 def add(config: AddConfig, dry_run: bool) -> None:
-    """Add activations to a store; what it holds already is kept, byte for byte.
+    """Add activations to a store; existing ones are kept, byte for byte.
 
-    Runs the target again over the stored tokens, in the batches of the extraction; the dataset is not needed. Until all
-    parts have the new fields the store is as it was. Run the same command again to go on after an interruption.
+    Runs the target again over the stored tokens, in the batches of the extraction; the dataset is
+    not needed. Until all parts have the new fields, readers see the store as it was. Run the same
+    command again to continue after an interruption.
 
     \b
     Examples:
@@ -159,7 +168,8 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="lossless, int8 or transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
+    help="lossless, int8 or "
+    "transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
 )
 @click.option(
     "--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store."
@@ -167,23 +177,25 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--drafter",
     metavar="RUN",
-    help="Folder of a drafter that was trained from STORE. Bits of keys and values go to the errors that change its "
-    "drafts; needs a transform codec.",
+    help="Folder of a drafter trained from STORE. The bits of keys and values are spent where "
+    "errors would change its drafts; needs a transform codec.",
 )
 def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
-    Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
-    go on after an interruption. With --drafter the errors of keys and values are measured by what they change of that
-    drafter's next-token distributions. The store is then for drafters that read the same layers in the same way;
-    others may lose more than from an even one. The report ends with what `moa-data compare` prints of the two stores.
+    The result is that of `extract --codec`, with a transform codec up to rounding. Run the same
+    command again to continue after an interruption. With --drafter, errors of keys and values are
+    weighted by how much they change that drafter's next-token distributions. The store then suits
+    drafters that read the same layers in the same way; others may lose more than with evenly spent
+    bits. The report ends with the output of `moa-data compare` for the two stores.
 
     \b
     Examples:
       moa-data recode store --codec int8 --out store-int8
       moa-data recode store --codec transform:1.0 --out store-small
       moa-data recode store --codec transform:0.86,hidden=3.2,tokens@all --out store-smaller
-      moa-data recode store --codec transform:0.3,hidden=1.2,tokens,from-kv@all --drafter runs/moa --out store-smallest
+      moa-data recode store --codec transform:0.3,hidden=1.2,tokens,from-kv@all \\
+          --drafter runs/moa --out store-smallest
     """
     from ..pipeline.recode import recode as run_recode
 
@@ -203,7 +215,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 @click.argument("store", type=StoreArgument())
 @click.option(
     "--model",
-    help="The stores' target, which then continues sequences from the keys and values of both stores.",
+    help="The stores' target; it then continues sequences from the keys and values of both stores.",
 )
 @click.option(
     "--samples",
@@ -219,7 +231,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     default=0,
     show_default=True,
     metavar="N",
-    help="Picks the sequences.",
+    help="Random seed of the choice of sequences.",
 )
 @click.option(
     "--device",
@@ -235,12 +247,13 @@ def compare(
     seed: int,
     device: str,
 ) -> None:
-    """Say what a codec has cost: compare a store with the lossless one of the same chats.
+    """Measure the loss of a codec: compare a store with the lossless one of the same chats.
 
-    Prints bytes a token, relative errors of keys and values by layer, those of hidden states and of the logits that the
-    last one gives, and the KL of the teacher's next-token distributions. With --model the target also continues the
-    second half of each sequence from the stored keys and values of the first half, and the KL of its distributions is
-    printed. The sequences are drawn at random from those of both stores.
+    Prints bytes per token; relative errors of keys and values by layer, of hidden states, and of
+    the logits computed from the last one; and the KL of the target's next-token distributions. With
+    --model the target also continues the second half of each sequence from the stored keys and
+    values of the first half, and the KL of its distributions is printed. The sequences are drawn at
+    random from those in both stores.
 
     \b
     Examples:
@@ -265,25 +278,28 @@ def compare(
 @click.argument("store", type=StoreArgument())
 @click.option(
     "--model",
-    help="Extract what is damaged or missing with this target, the one the store was made with.",
+    help="Extract damaged and missing parts with this target, the one of the store.",
 )
 @click.option(
     "--dataset",
-    help="The chats, if they are no longer where the store's last extraction found them.",
+    help="The chats, if they have moved since the store's last extraction.",
 )
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
 @click.option(
-    "--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them."
+    "--drop",
+    is_flag=True,
+    help="Delete the damaged parts instead, and keep the rest of the store.",
 )
 def repair(
     store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool
 ) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
-    Every byte is checked first. With --model or --drop the damaged parts are then deleted, and with --model extracted
-    again together with the missing ones; run the same command again, or `extract`, to go on after an interruption.
-    Where a file could not be checked (too many open files, no right to read it) nothing is deleted: exit code 2.
-    Without --model and --drop this is `moa-data verify`.
+    Every byte is checked first. With --model or --drop the damaged parts are then deleted, and with
+    --model extracted again together with the missing ones. Run the same command again, or
+    `extract`, to continue after an interruption. If a file could not be checked (too many open
+    files, no right to read it), nothing is deleted and the exit code is 2. Without --model and
+    --drop the command is `moa-data verify`.
 
     \b
     Examples:
@@ -317,7 +333,7 @@ def repair(
 @click.option(
     "--model",
     required=True,
-    help="The target the store was made with: a folder, a GGUF file, or a hub id.",
+    help="The target of the store: a folder, a GGUF file, or a hub id.",
 )
 @click.option(
     "--samples",
@@ -333,14 +349,14 @@ def repair(
     default=0,
     show_default=True,
     metavar="N",
-    help="Picks the sequences.",
+    help="Random seed of the choice of sequences.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.
 
-    Compares tokens, masks, keys and values, hidden states and the teacher's logits. Exit code 1 if anything is out of
-    tolerance.
+    Compares tokens, masks, keys and values, hidden states and the target's logits. Exit code 1 if
+    anything is out of tolerance.
 
     \b
     Example:

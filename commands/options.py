@@ -1,6 +1,7 @@
-"""Options of a command from the settings of its stage: every setting is a flag, and has a place in a YAML file.
+"""Options of a command, generated from the settings of its stage.
 
-``--help`` shows the common ones, ``--help-all`` shows all of them.
+Every setting is a flag, and can be set in a YAML file. ``--help`` shows the common settings,
+``--help-all`` shows all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StageCommand(click.Command):
-    """A command that makes the settings of a stage, ``config_class``, from its options; see :func:`stage_command`."""
+    """A command whose options are the settings of a stage; see :func:`stage_command`."""
 
     def __init__(self, name: str, config_class: type[Config], **attributes: Any) -> None:
         super().__init__(name, **attributes)
@@ -36,11 +37,13 @@ class StageCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the common options, or with ``--help-all`` all settings by group and the others."""
+        """Write the common options, or all settings by group (``--help-all``) and other options."""
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
-        arguments = {one.name for one in self.params if isinstance(one, click.Argument)}
+        arguments = {
+            parameter.name for parameter in self.params if isinstance(parameter, click.Argument)
+        }
         sections: dict[str, list[tuple[str, str]]] = {}
         for setting in self.config_class.settings():
             group = setting.key.rpartition(".")[0] or "settings"
@@ -53,7 +56,9 @@ class StageCommand(click.Command):
             sections.setdefault(heading, []).append((name, _help(setting)))
         settings = {setting.name for setting in self.config_class.settings()}
         records = [
-            one.get_help_record(ctx) for one in self.get_params(ctx) if one.name not in settings
+            parameter.get_help_record(ctx)
+            for parameter in self.get_params(ctx)
+            if parameter.name not in settings
         ]
         sections["other"] = [record for record in records if record]
         for heading, rows in sections.items():
@@ -72,7 +77,7 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> "StorePath":
-        """Return the store's place."""
+        """Return the path of the store."""
         from ..storage.backend import open_path
 
         return open_path(value)
@@ -85,15 +90,18 @@ def stage_command(
     earlier: Earlier | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], StageCommand]:
-    """Make a command of a function, which is called with ``config`` besides its own parameters.
+    """Return a decorator that makes a command of a function.
+
+    The function is called with ``config`` and its own parameters.
 
     Args:
+        config_class: the settings.
         arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
-        earlier: finds the settings of an earlier run, which all else wins over.
-        name: of the command; None for the function's.
+        earlier: finds the settings of an earlier run; all other sources take precedence.
+        name: name of the command; None for the function's name.
     """
-    # Of settings that several kinds have, the flag shows the first one's.
+    # If several kinds have a setting, the flag shows the first one.
     settings = {setting.name: setting for setting in reversed(list(config_class.settings()))}
 
     def spell(name: str) -> str:
@@ -103,13 +111,15 @@ def stage_command(
         def run(
             *args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any
         ) -> Any:
-            given = {
+            given_values = {
                 name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))
             }
-            given = {name: value for name, value in given.items() if value is not None}
+            given_values = {
+                name: value for name, value in given_values.items() if value is not None
+            }
             try:
                 config = resolve(
-                    config_class, given, config_path, assignments, presets, earlier, spell
+                    config_class, given_values, config_path, assignments, presets, earlier, spell
                 )
             except OptionInvalid as error:
                 raise click.UsageError(str(error)) from error
@@ -117,14 +127,14 @@ def stage_command(
 
         flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
         is_short = any(setting.is_common for setting in flags)
-        # click's decorators add to it from below
-        own = getattr(command, "__click_params__", [])[::-1]
+        # click's decorators append their parameters from the bottom up.
+        own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
-            *(one for one in own if not one.is_flag),
+            *(parameter for parameter in own_parameters if not parameter.is_flag),
             *(click.Argument([name], required=False, metavar=name.upper()) for name in arguments),
             *(_option(setting, hidden=is_short and not setting.is_common) for setting in flags),
             *_sources(presets),
-            *(one for one in own if one.is_flag),
+            *(parameter for parameter in own_parameters if parameter.is_flag),
         ]
         return StageCommand(
             name or command.__name__,
@@ -139,16 +149,18 @@ def stage_command(
 
 def _sources(presets: Presets | None) -> list[click.Parameter]:
     names = ", ".join(presets or ())
-    preset = click.Option(["--preset"], help=f"Named values, which all else wins over: {names}.")
+    preset = click.Option(
+        ["--preset"], help=f"Named values; all other sources override them: {names}."
+    )
     return [
         *([preset] if presets else []),
         click.Option(
             ["--config", "config_path"], type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-            help="YAML file of settings, as `name: value`; --set and flags win over it.",
+            help="YAML file of settings, as `name: value`; --set and flags take precedence.",
         ),
         click.Option(
             ["--set", "assignments"], multiple=True, metavar="NAME=VALUE",
-            help="Any setting by its name; `none` means no value.",
+            help="Any setting by name; `none` means no value.",
         ),
     ]  # fmt: skip
 
@@ -166,7 +178,7 @@ def help_text(setting: Setting) -> str:
 
 
 def default_text(setting: Setting) -> str:
-    """Return the default of a setting as it would be typed; nothing for none."""
+    """Return the default of a setting as a user would type it; empty if there is none."""
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):
         return ""
@@ -176,7 +188,10 @@ def default_text(setting: Setting) -> str:
 
 
 def type_text(setting: Setting) -> str:
-    """Return what a setting takes: ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that it may be."""
+    """Return the type of a setting as shown in the help.
+
+    It is ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that the setting may be.
+    """
     kind, *words = [
         kind for kind in plain_types(setting.field.annotation) if kind is not type(None)
     ]
@@ -187,7 +202,7 @@ def type_text(setting: Setting) -> str:
 
 def _option(setting: Setting, hidden: bool) -> click.Option:
     name, kind = _flag(setting)
-    # Without a default of click's, so that a flag that was not given stays weaker than the file.
+    # click gets no default, so that a flag that is not given does not override the file.
     return click.Option(
         [name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden
     )

@@ -15,16 +15,17 @@ _LOG = logging.getLogger(__name__)
 
 @stage_command(ServeConfig)
 def serve(config: ServeConfig) -> None:
-    """Serve a target over OpenAI's API, and to clients that draft for themselves.
+    """Serve a target over OpenAI's API, and to clients with their own drafters.
 
-    Texts of all clients share target calls, as many as come. With --drafter each answer is drafted while that pays;
-    it is the same text, token for token, as without. Programs that speak OpenAI's API need another base URL only:
-    http://HOST:PORT/v1. There are /v1/chat/completions, /v1/completions and /v1/models; /health and /metrics
-    (Prometheus). A request chooses a drafter with "drafter": "NAME", or "none". Clients that hold the drafter come
-    over gRPC instead (moa.v1 in serving/moa_v1.proto).
+    Requests of all clients share target calls (continuous batching). With --drafter, answers are
+    drafted while that pays; the text is the same, token for token, as without. Programs that use
+    OpenAI's API need only another base URL: http://HOST:PORT/v1. The routes are
+    /v1/chat/completions, /v1/completions and /v1/models; /health and /metrics (Prometheus). A
+    request selects a drafter with "drafter": "NAME", or "none". Clients that run the drafter
+    themselves connect over gRPC (moa.v1 in serving/moa_v1.proto).
 
-    Each request is one JSON line on standard error. Ctrl-C and SIGTERM let answers that have begun end first
-    (--set grace_s=S), a second one does not.
+    Each request is logged as one JSON line on standard error. Ctrl-C and SIGTERM first let running
+    answers end (--set grace_s=S); a second signal does not.
 
     \b
     Examples:
@@ -49,7 +50,7 @@ def serve(config: ServeConfig) -> None:
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     if config.tls is not None:
-        check_tls(*config.tls)  # before a model is loaded
+        check_tls(*config.tls)  # Check before a model is loaded.
     tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     identities = None
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
@@ -80,7 +81,8 @@ def serve(config: ServeConfig) -> None:
         )
 
     if target.device.type == "cpu":
-        threading.Thread(target=settle_memory, daemon=True).start()  # requests need not wait for it
+        # Requests need not wait for this.
+        threading.Thread(target=settle_memory, daemon=True).start()
 
     def on_ready(http: str, grpc: str | None) -> None:
         names = ", ".join(drafters) or "none"

@@ -1,15 +1,17 @@
-"""How SIGINT, SIGTERM and SIGHUP end a command, whatever it is doing.
+"""How SIGINT, SIGTERM and SIGHUP end a command at any moment.
 
     while                     a signal
-    ------------------------  ------------------------------------------------------------------------------------------
+    ------------------------  --------------------------------------------------------------------
     the program is imported   ends the process: nothing has been done
-    the command runs          raises SignalReceived in the main thread; within an import, where that would leave half a
-                              module and a locked import system, it ends the process
+    the command runs          raises SignalReceived in the main thread; within an import, where that
+                              would leave half a module and a locked import system, it ends the
+                              process
     the outcome is decided    ends the process with the exit code that was decided
 
-A thread hears of signals even while the main one is within a C library. It ends the process CLEANUP_S after the first
-signal, and at a second SIGINT. Code that installs handlers of its own (training saves its state, a server drains) takes
-the time it needs, until a second SIGINT.
+A watching thread receives signals even while the main thread is inside a C library. It ends the
+process CLEANUP_S after the first signal, and at a second SIGINT. If code has installed its own
+handlers (training saves its state, a server drains), it may take the time it needs, until a second
+SIGINT.
 """
 
 import atexit
@@ -29,8 +31,9 @@ from ..machine import is_first_process
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-CLEANUP_S = 3.0  # time for a command to discard what it has in flight, from the signal on
-# a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
+# Time for a command to discard work in flight, starting at the signal.
+CLEANUP_S = 3.0
+# Treat a second SIGINT within this time as the same Ctrl-C, which a shell or launcher may forward.
 _REPEAT_S = 1.0
 _POLL_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,9 +43,8 @@ _IMPORT = "<frozen importlib._bootstrap"
 class SignalReceived(KeyboardInterrupt):
     """SIGINT, SIGTERM or SIGHUP arrived."""
 
-    # SIGINT has it too: a plain KeyboardInterrupt that passes through `exec` of a text, as named
-    # tuples and dataclasses
-    # run theirs, makes Python end with that signal after everything was handled.
+    # SIGINT uses this class too: if a plain KeyboardInterrupt passes through `exec` of a text, as
+    # in named tuples and dataclasses, Python ends with that signal even after it was handled.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -50,18 +52,20 @@ class SignalReceived(KeyboardInterrupt):
 
 
 class _State:
-    """The state that the main thread and the watching one share."""
+    """State shared by the main thread and the watching thread."""
 
-    phase = "starting"  # or "running", where a signal raises an exception, or "ending"
-    signum: int | None = None  # of the first signal
-    is_raised = False  # in the main thread; further ones must not break off its handling
-    code: int | None = None  # exit code of the process, once it is decided
+    phase = "starting"  # Or "running" (a signal raises an exception), or "ending".
+    signum: int | None = None  # Number of the first signal.
+    # Whether SignalReceived was raised in the main thread. Further signals must not interrupt its
+    # handling.
+    is_raised = False
+    code: int | None = None  # Exit code of the process, once it is decided.
 
 
 def watch_signals() -> None:
-    """Let the three signals end the process, and from :func:`begin_command` on the command.
+    """Make the three signals end the process, or the command after :func:`begin_command`.
 
-    A signal that is ignored when the process starts stays ignored: that is how ``nohup`` works.
+    A signal that is ignored when the process starts stays ignored, so that ``nohup`` works.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -71,17 +75,17 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    atexit.register(_leave)  # registered first, called last
+    atexit.register(_leave)  # Registered first, so called last.
     os.register_at_fork(after_in_child=_forget_parent)
 
 
 def begin_command() -> None:
-    """Let signals raise :class:`SignalReceived` in the main thread."""
+    """Make signals raise :class:`SignalReceived` in the main thread."""
     _State.phase = "running"
 
 
 def end_with_input() -> None:
-    """Send this process SIGTERM once its standard input is closed, which is when its parent has ended."""
+    """Send SIGTERM to this process when its standard input closes, because its parent has ended."""
 
     def wait_for_end() -> None:
         os.read(0, 1)
@@ -91,26 +95,30 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Let signals raise no more: they would only break off the report of how the command ended."""
+    """Stop raising exceptions for signals; they would interrupt the report of the outcome."""
     _State.phase = "ending"
 
 
 def decide(code: int) -> int:
-    """Decide the exit code of the process for good, and return it: 128 + the number of a signal that came before."""
+    """Set the final exit code of the process, and return it.
+
+    If a signal came before, the code is 128 + its number.
+    """
     end_command()
     if _State.signum is not None and code < 128:
         if code == 0:
-            _tell("Error: interrupted at its very end. Run the same command again.")
+            _tell("Error: interrupted just before its end. Run the same command again.")
         code = 128 + _State.signum
     _State.code = code
     return code
 
 
 def interruption_code(error: BaseException | None) -> int | None:
-    """Return the exit code of an error that a signal led to, 128 + its number; None for any other error.
+    """Return the exit code of an error caused by a signal, 128 + its number; None for other errors.
 
-    A ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted` in its chain counts, and without either any error
-    after a signal: libraries replace exceptions by their own.
+    An error counts if its chain has a ``KeyboardInterrupt`` or
+    :class:`~moa_data.errors.Interrupted`. Otherwise any error after a signal counts, because
+    libraries replace exceptions by their own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -137,39 +145,43 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 
 def _drop(unraisable: "UnraisableHookArgs") -> None:
-    # Raised in a destructor, which drops it: the watching thread ends the process.
+    # Python discards an exception that is raised in a destructor. The watching thread ends the
+    # process then.
     if not isinstance(unraisable.exc_value, SignalReceived):
         sys.__unraisablehook__(unraisable)
 
 
 def _watch(pipe: int) -> NoReturn:
-    """End the process after a signal, at a second SIGINT or when the command takes too long to end itself."""
+    """End the process after a signal.
+
+    This happens at a second SIGINT, or if the command takes too long to end.
+    """
     while (signum := _next_signal(pipe, None)) is None:
         pass
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
-    # A handler that the command has installed by now takes its time; a later one does not know of
-    # this signal.
+    # A handler that the command has already installed may take its time. A later one does not know
+    # about this signal.
     is_patient = signal.getsignal(signum) is not _raise
-    is_told = False
+    is_hint_shown = False
     began_s = time.monotonic()
     while is_patient or time.monotonic() < began_s + CLEANUP_S:
-        again = _next_signal(pipe, _POLL_S)
+        next_signal = _next_signal(pipe, _POLL_S)
         is_later = time.monotonic() > began_s + _REPEAT_S
-        if is_patient and is_later and not is_told:
-            _tell("Ending what has begun; a second Ctrl-C ends it at once.")
-            is_told = True
-        if again == signal.SIGINT and is_later:
+        if is_patient and is_later and not is_hint_shown:
+            _tell("Finishing what has started; press Ctrl-C again to stop at once.")
+            is_hint_shown = True
+        if next_signal == signal.SIGINT and is_later:
             if not is_patient:
                 _end("interrupted at once.")
-            # its handler ends the command now, or this thread does
+            # The command's handler ends the command now, or this thread does.
             is_patient, began_s = False, time.monotonic()
     _end("interrupted; the command did not end by itself.")
 
 
 def _next_signal(pipe: int, wait_s: float | None) -> int | None:
-    """Return the number of a signal of ours that has come; None where none has."""
+    """Return the number of one of the three signals; None if none has arrived."""
     if not select.select([pipe], [], [], wait_s)[0]:
         return None
     [number] = os.read(pipe, 1)
@@ -177,21 +189,24 @@ def _next_signal(pipe: int, wait_s: float | None) -> int | None:
 
 
 def _end(line: str) -> NoReturn:
-    """End the process at once, with a line unless its exit code is decided."""
+    """End the process immediately, with a message unless the exit code is already decided."""
     if _State.code is None:
         _tell(f"Error: {line} Run the same command again.")
     os._exit(128 + (_State.signum or 0) if _State.code is None else _State.code)
 
 
 def _tell(line: str) -> None:
-    # Without the locks of Python's streams, which the main thread may hold.
+    # Write without the locks of Python's streams, which the main thread may hold.
     if is_first_process():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
 
 
 def _leave() -> None:
-    """Skip what Python and libraries do at their very end: it can hang, crash or change the exit code."""
+    """Exit without the final cleanup of Python and libraries.
+
+    It could hang, crash or change the exit code.
+    """
     if _State.code is None:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -201,6 +216,6 @@ def _leave() -> None:
 
 
 def _forget_parent() -> None:
-    """Leave the pipe and the exit code to the process that this one was forked from."""
+    """Reset the wakeup pipe and the exit hook in a forked child; they belong to the parent."""
     signal.set_wakeup_fd(-1)
     atexit.unregister(_leave)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     help="Show sequence I, with the trained response in colour.",
 )
 def inspect(store: "StorePath", sequence: int | None) -> None:
-    """Show what a store holds: identities, conventions, activations, sizes, lengths.
+    """Show the contents of a store: identities, conventions, activations, sizes, lengths.
 
     \b
     Examples:
@@ -53,12 +53,13 @@ def inspect(store: "StorePath", sequence: int | None) -> None:
 
 
 def _decoder(target: Path) -> Callable[[list[int]], str]:
-    """Return what makes text of token ids; in the base install, which has no tokenizer, the ids themselves."""
+    """Return a function that decodes token ids; without a tokenizer installed it shows the ids."""
     try:
         from ..moa.targets.live import load_target_tokenizer
     except ModuleNotFoundError as error:
         tell(
-            f"Token ids in place of text: {error.name} is not installed (pip install 'moa-data[extract]')."
+            f"Showing token ids instead of text: {error.name} is not installed (pip install "
+            "'moa-data[extract]')."
         )
         return lambda ids: " ".join(map(str, ids))
     tokenizer = load_target_tokenizer(target)
@@ -70,13 +71,14 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 @click.option(
     "--checksums-only",
     is_flag=True,
-    help="Compare all bytes, decode no values: as fast as the disk reads.",
+    help="Compare checksums of all bytes without decoding values; as fast as the disk.",
 )
 def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
-    Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could not be checked, which
-    is not damage. Exit code 3 if nothing is damaged, but parts are still to be written.
+    Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could
+    not be checked, which does not mean damage. Exit code 3 if nothing is damaged, but parts are
+    missing.
 
     \b
     Examples:
@@ -88,7 +90,7 @@ def verify(store: "StorePath", checksums_only: bool) -> None:
 
 
 def check_store(store: "StorePath", values: bool = True) -> None:
-    """Print what a check finds; raise StageFailure unless the store is complete and whole."""
+    """Print the result of a check; raise StageFailure unless the store is complete and intact."""
     from ..storage.read.verify import verify_store
     from .views import COMPLETE_IT, verify_view
 
@@ -98,8 +100,8 @@ def check_store(store: "StorePath", values: bool = True) -> None:
     report.check_complete(store)
     if not report.ok:
         raise StageFailure(
-            f"{store} is damaged in {counted(len(report.damages), 'place')}. `moa-data repair` extracts the damaged "
-            "parts again (--model MODEL) or deletes them (--drop).",
+            f"{store} is damaged in {counted(len(report.damages), 'place')}. `moa-data repair` "
+            "extracts the damaged parts again (--model MODEL) or deletes them (--drop).",
             FOUND,
         )
     if report.missing:

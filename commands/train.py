@@ -16,7 +16,7 @@ from .options import stage_command
 def _show_warning(
     others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any
 ) -> None:
-    """Show a warning of a run in one line, and others as Python does."""
+    """Show a warning of a run on one line, and other warnings as Python does."""
     if issubclass(category, RunWarning):
         tell(str(message))
     else:
@@ -27,20 +27,23 @@ def _show_warning(
 def train(config: TrainConfig) -> None:
     """Train a drafter from a store; the target is never loaded.
 
-    Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a PNG of the curves
-    to --out. With --resume it goes on from the last checkpoint with the settings of the run, bit for bit on a CPU;
-    --max-steps with it makes the run longer. --init-from starts a new run from the weights of another.
+    Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a
+    PNG of the curves to --out. --resume continues from the last checkpoint with the settings of the
+    run, bit for bit on a CPU; with --max-steps it makes the run longer. --init-from starts a new
+    run from the weights of another one.
 
-    What is not given is chosen from the target's size, the number of tokens and the length of the run: epochs,
-    optimizer, learning rate, warm-up, decay, batch and validation. The command prints what it chose, and why. --preset
-    paper is Mixture of Attentions as published, and what `export-drafter --format moa` takes.
+    Settings that are not given are chosen from the target's size, the number of tokens and the
+    length of the run: epochs, optimizer, learning rate, warm-up, decay, batch and validation. The
+    command prints its choices and the reasons. --preset paper is Mixture of Attentions as
+    published, and required by `export-drafter --format moa`.
 
-    On an accelerator as many sequences go through a forward as fit into memory, which a trial step finds out, and on a
-    CPU at most 2,048 tokens; the batch is accumulated from them. --micro-batch-size sets their number: the result
-    differs by rounding alone. --dry-run prints what would be chosen, time, memory and disk, and writes nothing.
+    On an accelerator, a forward takes as many sequences as fit into memory, which trial steps
+    determine; on a CPU at most 2,048 tokens. Gradients are accumulated over the batch.
+    --micro-batch-size sets the number of sequences; the result differs only by rounding. --dry-run
+    prints the choices, time, memory and disk, and writes nothing.
 
-    Several devices share each batch; the result differs by rounding alone. On several machines run the command under
-    torchrun or srun, with --num-nodes.
+    Several devices share each batch; the result differs only by rounding. On several machines, run
+    the command under torchrun or srun, with --num-nodes.
 
     \b
     Examples:
@@ -79,21 +82,21 @@ def train(config: TrainConfig) -> None:
     out.print(train_view(report))
     if report.n_pending_parts:
         tell(
-            f"{counted(report.n_pending_parts, 'part')} of {config.store} are not extracted yet; the drafter saw the "
-            "others only."
+            f"{counted(report.n_pending_parts, 'part')} of {config.store} are not extracted yet; "
+            "the drafter was trained on the others only."
         )
 
 
 @stage_command(DemoConfig)
 def demo(config: DemoConfig) -> None:
-    """Show the whole idea on a small machine, without network, in a few minutes.
+    """Demonstrate everything on a small machine, without network, in a few minutes.
 
-    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from the store, decodes
-    held-out prompts with it, and serves one answer over a network that is cut on the way. Running it again reuses what
-    is finished.
+    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from
+    the store, decodes held-out prompts with it, and serves one answer over a network that is cut in
+    between. Running it again reuses what is finished.
 
-    With --model the same is done with a real target, which writes the chats itself: some 20 minutes on two cores for
-    smollm2.
+    With --model the same is done with a real target, which writes the chats itself; this takes
+    about 20 minutes on two cores for smollm2.
 
     \b
     Examples:

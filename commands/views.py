@@ -1,4 +1,4 @@
-"""Builds what the command line shows, as rich renderables, from the stages' reports; prints nothing itself."""
+"""Build rich renderables of the stages' reports for the command line; prints nothing itself."""
 
 import itertools
 import math
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from ..trainer.fit import RunPlan, TrainReport
 
 BAR_CELLS = 40
-COMPLETE_IT = "Run the command that made it again: it writes what is missing."
+COMPLETE_IT = "Run the command that created it again: it writes the missing parts."
 
 
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
-    """Show names and values under a title, one a line; values are never broken, so that ids can be searched for."""
+    """Show names and values under a title, one per line.
+
+    Values are never broken over lines, so that ids can be searched for.
+    """
     width = max(map(len, pairs), default=0)
     lines = [
         Text.assemble(
@@ -41,22 +44,23 @@ def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    most = max(counts, default=0) or 1
+    max_count = max(counts, default=0) or 1
     for label, count in zip(labels, counts, strict=True):
-        cells = max(round(BAR_CELLS * count / most), 1 if count else 0)
+        cells = max(round(BAR_CELLS * count / max_count), 1 if count else 0)
         table.add_row(label, Text("█" * cells, style="cyan"), f"{count:,}")
     return table
 
 
 def summary_view(summary: "StoreSummary") -> RenderableType:
-    """Show a store at a glance: size and progress, fields, lengths, target, identities, conventions."""
+    """Show a store: size, progress, fields, lengths, target, identities and conventions."""
     facts: dict[str, Any] = {
         "sequences": f"{summary.n_sequences:,} of {summary.manifest.n_sequences:,} planned",
         "tokens": f"{summary.n_tokens:,} of {summary.manifest.n_tokens:,} planned"
         f", {summary.n_response_tokens / max(summary.n_tokens, 1):.0%} in responses",
-        "parts": f"{summary.manifest.n_parts - summary.n_pending_parts} of {summary.manifest.n_parts} committed",
-        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of {format_bytes(summary.raw_bytes)} raw, "
-        f"{summary.bytes_per_token:,.0f} bytes per token",
+        "parts": f"{summary.manifest.n_parts - summary.n_pending_parts} of "
+        f"{summary.manifest.n_parts} committed",
+        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of "
+        f"{format_bytes(summary.raw_bytes)} raw, {summary.bytes_per_token:,.0f} bytes per token",
         "codec": summary.codec,
         "target bundle": "target/" if summary.has_target else "missing",
     }
@@ -67,7 +71,8 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         pairs_view(str(summary.path), facts),
         fields_table(summary),
         pairs_view(
-            "Their meaning", {item.spec.name: item.spec.description for item in summary.fields}
+            "Meaning of the fields",
+            {item.spec.name: item.spec.description for item in summary.fields},
         ),
         Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], counts[first:])),
         pairs_view("Target", summary.manifest.target),
@@ -78,11 +83,11 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     if summary.missing:
         blocks.insert(1, _incomplete(summary.missing))
     if summary.unfinished:
-        found = ", ".join(
+        fields = ", ".join(
             f"{name} (in {n} of {summary.manifest.n_parts} parts)"
             for name, n in summary.unfinished.items()
         )
-        advice = f"Being added, not to be read yet: {found}; run the same add command again."
+        advice = f"Being added, not readable yet: {fields}; run the same add command again."
         blocks.insert(1, Text(advice, style="yellow"))
     return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
 
@@ -92,7 +97,7 @@ def _incomplete(missing: str) -> Text:
 
 
 def fields_table(summary: "StoreSummary") -> Table:
-    """Show the activations of a store and what each costs, in 80 columns."""
+    """Show the activations of a store and their sizes, in 80 columns."""
     table = Table(
         title="Activations",
         title_justify="left",
@@ -108,8 +113,8 @@ def fields_table(summary: "StoreSummary") -> Table:
     for item in summary.fields:
         spec = item.spec
         ratio = item.stored_bytes / item.raw_bytes if item.raw_bytes else math.nan
-        whole = (spec.name, spec.dtype, "x".join(map(str, spec.token_shape)) or "1")
-        rows = [(whole, format_bytes(item.raw_bytes), item.stored_bytes, f"{ratio:.3f}", "")]
+        cells = (spec.name, spec.dtype, "x".join(map(str, spec.token_shape)) or "1")
+        rows = [(cells, format_bytes(item.raw_bytes), item.stored_bytes, f"{ratio:.3f}", "")]
         for array, n_bytes in item.arrays.items() if len(item.arrays) > 1 else ():
             name = f"  {array.name.removeprefix(spec.name + '/')}"
             rows.append(((name, array.logical_dtype, ""), "", n_bytes, "", "dim"))
@@ -121,7 +126,7 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """Show what is still to be written, damage by part, what could not be checked, and what was."""
+    """Show missing parts, damage by part, files that could not be checked, and the verdict."""
     blocks: list[RenderableType] = [_incomplete(report.missing)] if report.missing else []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
@@ -152,7 +157,7 @@ def sample_view(
     mask: Sequence[int],
     decode: Callable[[list[int]], str],
 ) -> RenderableType:
-    """Show one sequence with its trained response (mask 1) in colour, and in ⟦ ⟧ for terminals without."""
+    """Show one sequence; the trained response (mask 1) is coloured and enclosed in ⟦ ⟧."""
     text = Text()
     for is_response, run in itertools.groupby(
         zip(mask, tokens, strict=True), key=lambda pair: bool(pair[0])
@@ -179,7 +184,8 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         "parameters": f"{plan.n_parameters:,}",
         "time": _range_text(plan.cost.seconds, format_hours),
         "memory": _range_text(plan.cost.memory_bytes, format_bytes),
-        "disk": f"{_range_text(plan.cost.disk_bytes, format_bytes)}; free {format_bytes(plan.free_disk_bytes)}",
+        "disk": f"{_range_text(plan.cost.disk_bytes, format_bytes)}; "
+        f"free {format_bytes(plan.free_disk_bytes)}",
         "validation": _validation_text(plan),
         "exports to": ", ".join(
             name for name, problems in plan.export_problems.items() if not problems
@@ -191,7 +197,10 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
             facts[f"not to {name}"] = "; ".join(problems)
     if plan.other_drafter is not None:
         facts["better suited"] = f"{plan.other_drafter.choice}: {plan.other_drafter.reason}"
-    title = f"Chosen for a target of width {plan.hidden_size:,} and {plan.n_tokens_per_epoch:,} training tokens"
+    title = (
+        f"Chosen for a target of width {plan.hidden_size:,} and {plan.n_tokens_per_epoch:,} "
+        "training tokens"
+    )
     chosen = {setting.name: f"{setting.value!s:<7} {setting.why}" for setting in plan.chosen}
     return Group(pairs_view("Training", facts), pairs_view(title, chosen))
 
@@ -208,18 +217,21 @@ def _validation_text(plan: "RunPlan") -> str:
         if plan.has_own_answers
         else "answers not known to be the target's own"
     )
-    return f"{plan.n_validation_sequences:,} sequences, {plan.n_validation_positions:,} response tokens; {answers}"
+    return (
+        f"{plan.n_validation_sequences:,} sequences, {plan.n_validation_positions:,} response "
+        f"tokens; {answers}"
+    )
 
 
 def train_view(report: "TrainReport") -> RenderableType:
-    """Show the figures of a training run, and where its drafter is."""
+    """Show the results of a training run, and the path of its drafter."""
     speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
     share = report.data_wait_share
     best = report.best_expected_acceptance_length
     width = ""
     if report.best_half_width is not None:
         width = f" ± {report.best_half_width:.2f} (95 %, {report.n_validation_sequences} sequences)"
-    # of the last steps alone; the run's stand above
+    # These metrics are of the last steps only; those of the whole run are shown above.
     speeds = ("train/tokens_per_s", "train/data_wait_share")
     facts = {
         "run": report.out,
@@ -244,34 +256,35 @@ def decoding_view(
     shape: str,
     sampled: bool = False,
 ) -> RenderableType:
-    """Compare speculative with plain decoding of the same prompts; sampled ones differ by chance."""
+    """Compare speculative with plain decoding of the same prompts; samples differ by chance."""
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
         table.add_column(name, justify="left" if not name else "right")
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
         stats = [generation.stats for generation in generations]
-        n_calls = sum(one.n_target_calls for one in stats)
+        n_calls = sum(answer.n_target_calls for answer in stats)
         table.add_row(
             name,
-            f"{sum(one.n_tokens for one in stats):,}",
+            f"{sum(answer.n_tokens for answer in stats):,}",
             f"{n_calls:,}",
-            f"{sum(sum(one.committed_per_call) for one in stats) / max(1, n_calls):.2f}",
+            f"{sum(sum(answer.committed_per_call) for answer in stats) / max(1, n_calls):.2f}",
             f"{_tokens_per_s(generations):.1f}",
-            f"{1e3 * sum(one.draft_s for one in stats) / max(1, n_calls):.1f}",
-            f"{1e3 * sum(one.verify_s for one in stats) / max(1, n_calls):.1f}",
+            f"{1e3 * sum(answer.draft_s for answer in stats) / max(1, n_calls):.1f}",
+            f"{1e3 * sum(answer.verify_s for answer in stats) / max(1, n_calls):.1f}",
         )
     lines: list[RenderableType] = [table]
     if plain:
         ratio = _tokens_per_s(drafted) / _tokens_per_s(plain)
-        equal = [one.tokens for one in plain] == [one.tokens for one in drafted]
+        equal = [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
         same = "the same tokens" if equal else "OTHER tokens than plain decoding"
         if sampled and not equal:
             same = "other random draws of the same distribution"
         lines.append(Text(f"{ratio:.2f} times the speed of plain decoding, {same}."))
     lines.append(
         Text(
-            "Target calls after the prefill. Tokens/call is the acceptance length, bonus token included; ms per call.\n"
-            "The times of one answer are rough; `moa-data eval` measures many in turns.",
+            "Target calls are counted after the prefill. Tokens/call is the acceptance length, "
+            "bonus token included; ms are per call.\nTimes of a single answer are imprecise; "
+            "`moa-data eval` measures many in turns.",
             style="dim",
         )
     )
@@ -279,7 +292,9 @@ def decoding_view(
 
 
 def _tokens_per_s(generations: "Sequence[Generation]") -> float:
-    # Prefill, drafts and target calls; printing the text is left out.
-    stats = [one.stats for one in generations]
-    seconds = sum(max(one.prefill_s + one.draft_s + one.verify_s, 1e-9) for one in stats)
-    return sum(one.n_tokens for one in stats) / seconds
+    # Prefill, drafts and target calls count; printing the text does not.
+    stats = [answer.stats for answer in generations]
+    seconds = sum(
+        max(answer.prefill_s + answer.draft_s + answer.verify_s, 1e-9) for answer in stats
+    )
+    return sum(answer.n_tokens for answer in stats) / seconds

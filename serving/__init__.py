@@ -1,4 +1,5 @@
-"""Client-server decoding: an engine that batches sessions, its HTTP and gRPC servers, and a client that drafts.
+"""Client-server decoding: an engine that batches sequences, HTTP and gRPC servers, and a client.
 
-The client holds a drafter and the frozen weights of a target, never the target. Nothing here prints or reads a store.
+The client drafts. It holds a drafter and the frozen weights of a target, never the target itself.
+This package prints nothing and reads no store.
 """

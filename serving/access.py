@@ -1,18 +1,20 @@
-"""Who may use a server, and how fast: bearer tokens, rates, web pages of other sites, open connections.
+"""Access to a server: bearer tokens, rate limits, foreign web pages, open connections.
 
-Without tokens, everyone who reaches the server may use it, on a machine with a browser every web page: a form or
-text/plain is sent without asking, and a name of the page's own that resolves to 127.0.0.1 makes the answers readable.
-So such a server takes only JSON, no foreign ``Origin``, and, on a loopback address, no foreign ``Host``.
+Without tokens, everyone who can reach the server may use it. On a machine with a browser, this
+includes every web page: a browser sends a form or text/plain to any address without asking, and a
+page whose own host name resolves to 127.0.0.1 can read the answers. So a server without tokens
+accepts only JSON, no foreign ``Origin``, and, on a loopback address, no foreign ``Host``.
 
-uvicorn has no deadline for a request's head, a TLS handshake or a reader, and counts no addresses. Here a connection is
-*waiting* until its request has arrived completely, and again when it is answered; meanwhile it is *working*::
+uvicorn has no deadline for a request's head, a TLS handshake or a slow reader, and does not count
+connections per address. Here a connection is *waiting* until its request has arrived completely,
+and again after the answer. In between it is *working*::
 
     accept -> handshake -> head -> body -> answer -> head -> body -> ...
               '---- waiting ----------'   working   '-- waiting --'
               '------ head_s ----' body_s write_s
 
-Where too many are open, the one that has waited longest gives way to the new one. So connections that send nothing, or
-send it slowly, keep nobody out, whatever their number.
+If too many connections are open, a new one replaces the one that has waited longest. So connections
+that send nothing, or send slowly, cannot block others, whatever their number.
 """
 
 import asyncio
@@ -41,17 +43,18 @@ from .config import LimitOptions
 
 _LOG = logging.getLogger(__name__)
 _SCHEME = "bearer "
-_RETRY_S = 0.1  # seconds without accepting connections where the process may open no more files
-# seconds in which the request of a new connection is expected to be read, however busy the process
-# is
+# Seconds without accepting connections if the process cannot open more files.
+_RETRY_S = 0.1
+# Within this time, a new connection's request is expected to be read, however busy the process is.
 _YOUNG_S = 1.0
-_BURST = 3  # how many times the bound may come at once beyond it, for that long
-# seconds after which a reader that takes nothing may lose its place to another request
+# Young connections may exceed the limit by up to this many times the limit.
+_BURST = 3
+# After this time, a connection whose reader takes nothing may be dropped for another request.
 _STUCK_S = 1.0
 
 
 def read_tokens(path: str | Path) -> list[str]:
-    """Read a file of tokens, one a line; empty lines and those that begin with # are skipped."""
+    """Read a file of tokens, one per line; empty lines and lines that start with # are skipped."""
     try:
         lines = [
             line.strip()
@@ -64,37 +67,39 @@ def read_tokens(path: str | Path) -> list[str]:
     if tokens := [line for line in lines if line and not line.startswith("#")]:
         return tokens
     raise RequestInvalid(
-        f"{path} holds no token; write one a line, or start without a file of tokens."
+        f"{path} contains no token; write one per line, or start without a file of tokens."
     )
 
 
 class BearerTokens:
-    """The tokens with which a server may be used; none lets everybody in."""
+    """The tokens that give access to a server; without any, everybody has access."""
 
     def __init__(self, tokens: Iterable[str] = ()) -> None:
-        # Hashes have one length, so that comparing them shows nothing of a token's.
+        # Hashes have equal length, so comparing them reveals nothing about a token's length.
         self._hashes = [_hash(token) for token in tokens]
         self.is_open = not self._hashes
 
     def check(self, authorization: Sequence[str]) -> str:
-        """Check the values of ``authorization`` headers, in the same time for a wrong token as for a right one.
+        """Check the values of ``authorization`` headers, in constant time.
 
-        Returns what stands for the token's owner, without telling it; empty where everybody is let in.
+        Returns:
+            An identifier of the token's owner that does not reveal the token; empty if there are no
+                tokens.
         """
         if self.is_open:
             return ""
-        if len(authorization) > 1:  # a proxy may have checked another one
+        if len(authorization) > 1:  # A proxy may have checked another one.
             raise NotAllowed(
                 f"the request has {len(authorization)} authorization headers; send one."
             )
-        given = authorization[0] if authorization else ""
-        if given[: len(_SCHEME)].lower() != _SCHEME:
-            raise NotAllowed("this server asks for a token; send `authorization: Bearer TOKEN`.")
-        digest = _hash(given[len(_SCHEME) :].strip())
-        # all of them, whichever is right
+        header = authorization[0] if authorization else ""
+        if header[: len(_SCHEME)].lower() != _SCHEME:
+            raise NotAllowed("this server requires a token; send `authorization: Bearer TOKEN`.")
+        digest = _hash(header[len(_SCHEME) :].strip())
+        # Compare with all tokens, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
-            raise NotAllowed("this token is not known here; ask the owner of the server for one.")
+            raise NotAllowed("this token is unknown; ask the owner of the server for one.")
         return digest.hex()[:16]
 
 
@@ -103,7 +108,7 @@ def _hash(token: str) -> bytes:
 
 
 class Rate:
-    """A token bucket: so many events a second, and some at once after a rest."""
+    """A token bucket: a sustained rate per second, and a burst after a pause."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
         self._per_second = per_second
@@ -112,7 +117,7 @@ class Rate:
         self._since = time.monotonic()
 
     def take(self) -> float:
-        """Count one; returns the seconds to wait before it may be served."""
+        """Count one event, and return the seconds to wait before it may be served."""
         now = time.monotonic()
         self._left = min(self._at_once, self._left + (now - self._since) * self._per_second) - 1
         self._since = now
@@ -120,12 +125,13 @@ class Rate:
 
 
 class Guard:
-    """Middleware of all routes, inside the log's; ``/health`` is answered to everybody.
+    """Middleware of all routes, inside the request log; ``/health`` is open to everybody.
 
     Args:
-        names: by which the server may be addressed, other than ``localhost`` and addresses, in lower case.
-        checks_hosts: whether the ``Host`` of a request has to be one of them.
-        checks_pages: whether web pages of other sites are kept out.
+        app: the application.
+        names: host names of the server other than ``localhost`` and addresses, in lower case.
+        checks_hosts: whether the ``Host`` of a request must be one of them.
+        checks_pages: whether web pages of other sites are refused.
     """
 
     def __init__(
@@ -146,7 +152,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
-        # a proxy may have believed the other one
+        # A proxy may have used the other header (request smuggling).
         if {b"transfer-encoding", b"content-length"} <= names:
             message = "a request has either a content-length or a transfer-encoding; send one."
             return ApiError(400, message, None, "invalid_request")
@@ -167,7 +173,10 @@ class Guard:
         )
         foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
         if foreign:
-            message = f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it with "
+            message = (
+                f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it "
+                "with "
+            )
             return ApiError(
                 403, message + "--allowed-host NAME or a token file.", None, "foreign_host"
             )
@@ -177,7 +186,10 @@ class Guard:
             if authority not in hosts and not (authority and _name_of(authority) in self._names)
         ]  # fmt: skip
         if foreign:
-            message = f"web pages of {foreign[0][:120]!r} may not use this server; start it with --allowed-host NAME "
+            message = (
+                f"web pages of {foreign[0][:120]!r} may not use this server; start it with "
+                "--allowed-host NAME "
+            )
             return ApiError(403, message + "or a token file.", None, "foreign_origin")
         if method == "POST" and [value.partition(";")[0].strip() for value in types] != [
             "application/json"
@@ -204,7 +216,7 @@ def _name_of(authority: str) -> str:
 
 
 class Connection(H11Protocol):
-    """One connection, by uvicorn's protocol. Times are of ``time.monotonic()``."""
+    """One connection, based on uvicorn's protocol. Times are those of ``time.monotonic()``."""
 
     def __init__(
         self, pool: "Connections", sock: socket.socket, address: str, **options: Any
@@ -214,13 +226,16 @@ class Connection(H11Protocol):
         self.address = address
         self._socket = sock
         self._routes, self.app = self.app, self._answer
-        self.is_working = False  # whether a request has arrived completely and is not answered
-        self.is_surplus = False  # whether there were too many when it came, all of them working
-        self.is_cut = False  # whether the server broke it off
-        self.is_malformed = False  # whether its request was refused since the body is not HTTP
-        self.has_asked = False  # whether it has ever sent the head of a request
-        self.since = time.monotonic()  # from which it waits
-        # when its answer has to end; since when its reader takes nothing
+        # Whether a request has arrived completely and is not answered yet.
+        self.is_working = False
+        # Whether there were too many connections when it arrived, all of them working.
+        self.is_surplus = False
+        self.is_cut = False  # Whether the server aborted it.
+        # Whether its request was refused because the body is not HTTP.
+        self.is_malformed = False
+        self.has_asked = False  # Whether it has ever sent the head of a request.
+        self.since = time.monotonic()  # Start of its waiting time.
+        # Deadline of its answer; time since when its reader takes nothing.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -232,13 +247,15 @@ class Connection(H11Protocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP, and close the connection; uvicorn calls it for any of them.
+        """Answer bytes that are not HTTP with 400, and close the connection.
 
-        In the body of a request they end this request, whose own answer may have been sent in part or completely.
+        uvicorn calls this. If the bytes are in the body of a request, they end that request, whose
+        answer may already have been sent in part or completely.
         """
         if self.cycle is None or self.cycle.response_complete:
             _LOG.warning("%s sent bytes that are not HTTP", self.address)
-        else:  # the line of the request says it
+        # The log line of the request reports it.
+        else:
             self.is_malformed = not self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -248,7 +265,10 @@ class Connection(H11Protocol):
             self.transport.close()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Work on a request whose head has arrived; one that was sent together with it may begin before its end."""
+        """Answer a request whose head has arrived.
+
+        A pipelined request may start before the previous one has ended.
+        """
         scope["moa_data.connection"] = self
 
         async def receive_and_note() -> Any:
@@ -273,8 +293,8 @@ class Connection(H11Protocol):
         self._set_deadline(self.pool.limits.head_s)
 
     async def _write(self, writing: Any) -> None:
-        """Wait for a reader to have room; one that has none for too long is cut off."""
-        if not self.flow.write_paused:  # then nothing waits
+        """Wait until the reader has room; abort if it takes nothing for too long."""
+        if not self.flow.write_paused:  # Nothing is buffered.
             await writing
             return
         now = time.monotonic()
@@ -288,17 +308,17 @@ class Connection(H11Protocol):
             self.blocked_s = float("inf")
 
     def abort(self) -> None:
-        """Break it off."""
+        """Abort the connection."""
         self.is_cut = True
         if self.transport is not None:
             self.transport.abort()
-        else:  # in the TLS handshake
-            with contextlib.suppress(OSError):  # it has ended already
+        else:  # During the TLS handshake.
+            with contextlib.suppress(OSError):  # It has already ended.
                 self._socket.shutdown(socket.SHUT_RDWR)
         self.forget()
 
     def forget(self) -> None:
-        """Note that it has ended."""
+        """Remove the connection from the pool."""
         self._set_deadline(None)
         self.pool.open.discard(self)
 
@@ -319,9 +339,9 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, connection: Connection) -> None:
-        """Count a new connection; where there are too many, those that wait give way."""
-        own = {each for each in self.open if each.address == connection.address}
-        has_room = self.make_room(own, self.limits.max_connections_each)
+        """Add a new connection; if there are too many, waiting ones are aborted."""
+        same_address = {other for other in self.open if other.address == connection.address}
+        has_room = self.make_room(same_address, self.limits.max_connections_each)
         connection.is_surplus = not (
             has_room and self.make_room(self.open, self.limits.max_connections)
         )
@@ -329,49 +349,54 @@ class Connections:
         connection.wait()
 
     def make_room(self, crowd: set[Connection], most: int) -> bool:
-        """Break off connections that have waited longest, those that never sent a request first.
+        """Abort the connections that have waited longest, those that never sent a request first.
 
-        Returns whether there is room, or will be as soon as one of those that wait is late.
+        Returns:
+            Whether there is room, or will be as soon as a waiting connection is no longer young.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
             return True
         waiting = sorted(
-            (each for each in crowd if not each.is_working),
-            key=lambda each: (each.has_asked, each.since),
+            (connection for connection in crowd if not connection.is_working),
+            key=lambda connection: (connection.has_asked, connection.since),
         )
-        # The requests of many that come at once have not been read yet, so those of the last second
-        # stay, while they
-        # are at most some times the bound.
+        # If many connections arrive at once, their requests have not been read yet. So connections
+        # younger than a second are kept, as long as the surplus is at most ``_BURST`` times the
+        # limit.
         late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
-        for each in waiting[:n_surplus]:
-            if each.since <= late:
-                each.abort()
+        for connection in waiting[:n_surplus]:
+            if connection.since <= late:
+                connection.abort()
         return bool(waiting)
 
     def drop_stuck(self) -> bool:
-        """Break off the connection whose reader has taken nothing for longest; returns False if all take something."""
-        stuck = min(self.open, key=lambda each: each.blocked_s, default=None)
+        """Abort the connection whose reader has taken nothing for the longest time.
+
+        Returns:
+            False if no reader is stuck.
+        """
+        stuck = min(self.open, key=lambda connection: connection.blocked_s, default=None)
         if stuck is None or time.monotonic() - stuck.blocked_s < _STUCK_S:
             return False
         stuck.abort()
         return True
 
-    # What uvicorn asks of an ``asyncio.Server``, which knows a connection only when its TLS
-    # handshake has ended.
+    # The interface of ``asyncio.Server`` that uvicorn uses. asyncio's own server knows a connection
+    # only after its TLS handshake.
 
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
-        """Accept connections from now on."""
+        """Start accepting connections."""
         listener.listen(2048)
         self._tasks.add(asyncio.create_task(self._accept(listener, make, tls)))
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         for task in self._tasks:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait for the end of that."""
+        """Wait until accepting has stopped."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(
@@ -382,14 +407,14 @@ class Connections:
                 sock, peer = await asyncio.get_running_loop().sock_accept(listener)
             except ConnectionAbortedError:
                 continue
-            except OSError:  # too many open files
+            except OSError:  # Too many open files.
                 self.make_room(self.open, len(self.open))
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = asyncio.create_task(self._connect(make(self, sock, str(peer[0])), sock, tls))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            await asyncio.sleep(0)  # let others run, however many connect
+            await asyncio.sleep(0)  # Let other tasks run, however many connect.
 
     async def _connect(self, connection: Connection, sock: socket.socket, tls: Any) -> None:
         self.add(connection)
@@ -400,13 +425,13 @@ class Connections:
                 ssl=tls,
                 ssl_handshake_timeout=self.limits.head_s if tls else None,
             )
-        except OSError:  # no TLS, or it took too long
+        except OSError:  # The TLS handshake failed or took too long.
             sock.close()
             connection.forget()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with bounded connections, and without signal handlers of its own."""
+    """uvicorn with a limit on connections, and without its own signal handlers."""
 
     def __init__(self, config: uvicorn.Config, limits: LimitOptions) -> None:
         super().__init__(config)

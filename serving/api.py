@@ -1,7 +1,8 @@
-"""Requests, answers and errors in the form of OpenAI's API.
+"""Requests, answers and errors in the format of OpenAI's API.
 
-A setting that is not supported is refused, unless its value changes nothing. ``drafter`` is an addition of this server;
-``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``min_tokens`` and ``structured_outputs`` are vLLM's.
+A setting that is not supported is refused, unless its value changes nothing. ``drafter`` is an
+extension of this server. ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``,
+``min_tokens`` and ``structured_outputs`` are extensions of vLLM.
 """
 
 import asyncio
@@ -28,51 +29,54 @@ from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-# commits that wait for a reader when its sequence is held, and when it is released
+# Number of unread commits at which a sequence is held, and at which it is released.
 _HOLD_AT, _RELEASE_AT = 64, 8
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 
-# Settings of OpenAI's API and of vLLM's that this server lacks -> values, besides null, at which
-# they change nothing.
+# Settings of OpenAI's API and vLLM's that this server lacks -> values, besides null, that change
+# nothing and are accepted.
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "modalities": (["text"],),
-    "service_tier": ("auto", "default"), "store": (False,), "audio": (), "prediction": (), "reasoning_effort": (),
-    "verbosity": (), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": (),
-    "use_beam_search": (False,), "length_penalty": (1,), "stop_token_ids": ([],), "bad_words": ([],),
-    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],),
+    "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "service_tier": ("auto", "default"), "store": (False,), "audio": (),
+    "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": (),
+    "use_beam_search": (False,), "length_penalty": (1,), "stop_token_ids": ([],),
+    "bad_words": ([],), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
 }  # fmt: skip
-# Settings that concern the caller's own records, and never the answer.
+# Settings for the caller's own records, which never affect the answer.
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error that is answered in OpenAI's form."""
+    """An error that is sent to the client in OpenAI's format."""
 
-    status: int  # of HTTP
-    message: str  # one line: what was wrong and what to do
-    param: str | None = None  # the setting that was wrong
-    code: str | None = None  # a word for programs
-    retry_after_s: float | None = None  # when it makes sense to try again
+    status: int  # HTTP status.
+    message: str  # One line: what was wrong and what to do.
+    param: str | None = None  # The invalid setting.
+    code: str | None = None  # An identifier for programs.
+    retry_after_s: float | None = None  # Seconds after which a retry makes sense.
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """Turn any error of a request into one of the API."""
+        """Turn any error of a request into an ApiError."""
         if isinstance(error, cls):
             return error
         for kind, status, code, retry_s in (
-            (RequestInvalid, 400, "invalid_value", None), (NotAllowed, 401, "invalid_api_key", None),
+            (RequestInvalid, 400, "invalid_value", None),
+            (NotAllowed, 401, "invalid_api_key", None),
             (Overloaded, 503, "overloaded", 1), (ServingError, 500, "internal_error", None),
         ):  # fmt: skip
             if isinstance(error, kind):
                 return cls(status, str(error), code=code, retry_after_s=retry_s)
-        # A fault of the server, which the log has in full.
+        # An internal error; the log has the details.
         return cls(500, "the server failed at this request.", code="internal_error")
 
     def response(self, **headers: str) -> JSONResponse:
-        """Make the answer."""
+        """Create the HTTP response."""
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.retry_after_s is not None:
@@ -81,7 +85,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """The JSON object of the response."""
         kinds = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
         kind = kinds.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
@@ -98,14 +102,15 @@ class _StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-# A body of a megabyte can hold half a million wrong items, and each would become an error, for
-# seconds.
+# A body of a megabyte can contain half a million wrong items. An error for each of them would take
+# seconds, so validation stops at the first one.
 _FAILS_FAST = Field(fail_fast=True)
 _MAX_MESSAGES = 10_000
-_MAX_CHOICES = 128  # texts of one request
+_MAX_CHOICES = 128  # Maximum number of answers of one request.
 _MAX_LOGPROBS = 20
-_MIN_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON lacks; as in vLLM
-# lists and objects of a body, counted by their brackets: Python takes 0.2 s to make them
+_MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
+# Maximum number of lists and objects of a body, counted by brackets. Python needs 0.2 s to create
+# that many.
 _MAX_CONTAINERS = 100_000
 
 
@@ -121,7 +126,7 @@ class _Body(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read the body of a request, or raise ApiError."""
+        """Parse the body of a request, or raise ApiError."""
         if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
             raise ApiError(
                 400,
@@ -143,13 +148,13 @@ class _Body(BaseModel):
 
 
 class AnswerRequest(_Body):
-    """The settings that requests for chat completions and for completions have in common."""
+    """Settings that requests for chat completions and for completions share."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 keep all tokens
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 keep all tokens.
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -166,18 +171,18 @@ class AnswerRequest(_Body):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     drafter: str | None = None
-    """Name of the drafter whose drafts speed the answer up, ``none`` for plain decoding."""
+    """Name of the drafter that speeds up the answer; ``none`` for plain decoding."""
 
     @property
     def n_logprobs(self) -> int | None:
-        """The number of most likely tokens whose log-probabilities are asked for; None where none at all are."""
+        """The number of top log-probabilities requested; None for no log-probabilities at all."""
         if self.logprobs is None or self.logprobs is False:
             return None
         return getattr(self, "top_logprobs", None) or 0 if self.logprobs is True else self.logprobs
 
     @property
     def form(self) -> tuple[str, Any] | None:
-        """The kind of form that the answer is to have, json or regex, and the form; None for any text."""
+        """The requested form of the answer, as ("json" or "regex", form); None for any text."""
         match self.response_format, self.structured_outputs:
             case ((None | {"type": "text"}), None):
                 return None
@@ -195,7 +200,10 @@ class AnswerRequest(_Body):
                 if all(isinstance(text, str) for text in others):
                     return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
-        message = "give text, json_object or a json_schema, or one of structured_outputs' json, regex and choice."
+        message = (
+            "give text, json_object or a json_schema, or one of structured_outputs' json, regex "
+            "and choice."
+        )
         raise ApiError(400, message, param, "invalid_value")
 
     @property
@@ -248,7 +256,7 @@ class ChatRequest(AnswerRequest):
             )
         if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
             message = (
-                'tools are called by nobody here. Leave them out, or give "none" as tool_choice.'
+                'this server does not call tools. Leave them out, or give "none" as tool_choice.'
             )
             raise ApiError(
                 400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter"
@@ -264,7 +272,7 @@ class CompletionRequest(AnswerRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, as texts or as tokens, at least one."""
+        """The prompts, at least one, each a text or a list of token ids."""
         prompt = self.prompt
         prompts = (
             prompt
@@ -272,34 +280,40 @@ class CompletionRequest(AnswerRequest):
             else [prompt]
         )
         are_texts = isinstance(prompts[0], str)
-        # By hand: pydantic would try each kind of prompt on half a million items.
+        # Checked here, because pydantic would try each kind of prompt on half a million items.
         are_right = len(prompts) * (self.n or 1) <= _MAX_CHOICES and all(
-            isinstance(one, str)
+            isinstance(item, str)
             if are_texts
-            else isinstance(one, list) and all(type(token) is int for token in one)
-            for one in prompts
+            else isinstance(item, list) and all(type(token) is int for token in item)
+            for item in prompts
         )
         if not are_right:
-            message = f"prompt: Input should be a text or a list of token ids, or up to {_MAX_CHOICES} of either."
+            message = (
+                "prompt: Input should be a text or a list of token ids, or up to "
+                f"{_MAX_CHOICES} of either."
+            )
             raise ApiError(400, message, "prompt", "invalid_value")
         return prompts
 
 
 class TokenizeRequest(_Body):
-    """The body of ``/tokenize`` with a prompt or a chat, or of ``/detokenize`` with tokens; vLLM has both too."""
+    """The body of ``/tokenize`` or ``/detokenize``, both as in vLLM.
+
+    ``/tokenize`` takes a prompt or a chat, ``/detokenize`` takes tokens.
+    """
 
     model: str | None = None
     tokens: Annotated[list[int], _FAILS_FAST] | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
-    add_special_tokens: bool | None = None  # of a prompt; those of a chat are the template's
+    add_special_tokens: bool | None = None  # For a prompt only; a chat's are in the template.
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     def check(self, *kinds: str) -> None:
-        """Refuse all but exactly one of some kinds, with its own settings."""
-        own = {
+        """Refuse a request unless it has one of some kinds of input, with its own settings."""
+        settings_of = {
             "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
             "messages": ("tools", "add_generation_prompt", "return_token_strs"),
         }  # fmt: skip
@@ -312,14 +326,14 @@ class TokenizeRequest(_Body):
                 "missing_required_parameter",
             )
         for name in type(self).model_fields:
-            if name not in ("model", kind, *own[kind]) and getattr(self, name) not in (
+            if name not in ("model", kind, *settings_of[kind]) and getattr(self, name) not in (
                 None,
                 False,
                 [],
             ):
                 raise ApiError(
                     400,
-                    f"{name} says nothing about {kind}. Leave it out.",
+                    f"{name} does not apply to {kind}. Leave it out.",
                     name,
                     "unsupported_parameter",
                 )
@@ -339,7 +353,7 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 class AnswerText:
-    """One text of a request on its way from the engine's thread to a reader in the event loop."""
+    """One answer of a request, passed from the engine's thread to a reader in the event loop."""
 
     def __init__(
         self,
@@ -355,15 +369,16 @@ class AnswerText:
         self._commits: deque[Commit] = deque()
         self._has_come = news
         self._is_held = False
-        # The tokenizer's own: what transformers does besides costs the event loop as much again.
+        # Use the backend tokenizer's decode: the wrapper of transformers would double the time in
+        # the event loop.
         decode = partial(engine.target.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
         self._text = Detokenizer(decode)
         self._stops = StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
-        # the latter stop or length when the answer has ended
+        # ``finish_reason`` is "stop" or "length" once the answer has ended.
         self.n_tokens, self.finish_reason = 0, ""
-        self.first_s: float | None = None  # seconds from the request to its first token
-        # tokens with their log-probabilities, which were not shown yet
+        self.first_s: float | None = None  # Seconds from the request to its first token.
+        # Tokens that were not shown yet, with their log-probabilities.
         self.scored: list[tuple[int, Logprobs]] = []
         self._id: int | None = engine.add(
             request, lambda commit: call_in(loop, self._arrive, commit)
@@ -371,7 +386,11 @@ class AnswerText:
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text that has come, each piece not empty but the last one; ServingError where it has failed."""
+        """Yield the new text in pieces, none of them empty except possibly the last one.
+
+        Raises:
+            ServingError: the answer has failed.
+        """
         while self._commits and not self.finish_reason:
             piece = self._take(self._commits.popleft())
             if piece or self.finish_reason:
@@ -380,13 +399,13 @@ class AnswerText:
             self._hold(False)
 
     def close(self) -> None:
-        """Free the sequence."""
+        """Remove the sequence from the engine."""
         if self._id is not None:
             self._engine.remove(self._id)
             self._id = None
 
     def _take(self, commit: Commit) -> str:
-        """Take the tokens of one call up to a stop string; returns the text that they add."""
+        """Take the tokens of one target call up to a stop string, and return their text."""
         if commit.error is not None:
             raise commit.error
         if commit.tokens and self.first_s is None:
@@ -416,7 +435,11 @@ class AnswerText:
 
 
 class Answers:
-    """The texts of one request, which end at ``ends_s`` of time.monotonic(), the loop's clock, complete or not."""
+    """The answers of one request.
+
+    They end at ``ends_s``, complete or not, on the clock of ``time.monotonic()``, which is also the
+    event loop's.
+    """
 
     def __init__(
         self, engine: Engine, requests: Sequence[Request], stops: Sequence[str], ends_s: float
@@ -435,22 +458,26 @@ class Answers:
 
     @property
     def n_tokens(self) -> int:
-        """New tokens of all texts."""
+        """Number of new tokens of all answers."""
         return sum(text.n_tokens for text in self.texts)
 
     @property
     def first_s(self) -> float | None:
-        """Seconds from the request to the first token of any text."""
+        """Seconds from the request to the first token of any answer."""
         return min((text.first_s for text in self.texts if text.first_s is not None), default=None)
 
     @property
     def finish_reason(self) -> str:
-        """Why the texts have ended, each reason once; empty while one has not."""
+        """The reasons why the answers have ended, each once; empty while one has not ended."""
         reasons = [text.finish_reason for text in self.texts]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
     async def pieces(self) -> AsyncIterator[tuple[AnswerText, str]]:
-        """Yield texts and pieces of them as they come; ServingError or ApiError where they do not end well."""
+        """Yield answers and new pieces of their text.
+
+        Raises:
+            ServingError, ApiError: an answer failed, or takes too long.
+        """
         while not self.finish_reason:
             await self._has_come.wait()
             if self._is_late:
@@ -463,14 +490,14 @@ class Answers:
                     yield text, piece
 
     async def whole(self) -> list[str]:
-        """Wait for the end, and return the texts."""
+        """Wait until all answers have ended, and return their texts."""
         pieces: list[list[str]] = [[] for _ in self.texts]
         async for text, piece in self.pieces():
             pieces[text.index].append(piece)
-        return ["".join(own) for own in pieces]
+        return ["".join(parts) for parts in pieces]
 
     def close(self) -> None:
-        """Free the sequences; the answers have ended, or their reader has gone."""
+        """Remove the sequences from the engine, because the answers or their reader have ended."""
         self._timer.cancel()
         for text in self.texts:
             text.close()
@@ -481,7 +508,7 @@ class Answers:
 
 
 class AnswerForm:
-    """Writes the answer to a request as JSON, whole or as server-sent events."""
+    """Formats the answer to a request as JSON, complete or as server-sent events."""
 
     def __init__(
         self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any
@@ -490,17 +517,17 @@ class AnswerForm:
         self._n_prompt = n_prompt
         self._decode = tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        # of each text with log-probabilities: characters of the tokens shown
+        # Index of an answer with log-probabilities -> number of characters of its tokens shown.
         self._offsets: Counter[int] = Counter()
-        # of each text: its events before and after what they add
+        # Index of an answer -> start and end of its events, around the text.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._facts = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
-            "model": asked.model, "system_fingerprint": fingerprint,
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()), "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
     def whole(self, texts: Sequence[str], answers: Answers) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the complete answer."""
         choices = []
         for text, answer in zip(texts, answers.texts, strict=True):
             message = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -513,21 +540,21 @@ class AnswerForm:
         return self._facts | {"object": name, "choices": choices, "usage": self._usage(answers)}
 
     def first(self, answers: Answers) -> bytes:
-        """The events before all text, which name the role of a chat."""
+        """Return the events before all text, which name the role in a chat."""
         texts = answers.texts if self._is_chat else ()
         return b"".join(
             self._delta(text, {"role": "assistant", "content": ""}, None) for text in texts
         )
 
     def piece(self, answer: AnswerText, text: str) -> bytes:
-        """The events of a piece of text, and of the end where it is the last one."""
+        """Return the events of a piece of text, and of the end if it is the last one."""
         events = self._text(answer, text) if text else b""
         if reason := answer.finish_reason:
             events += self._delta(answer, {} if self._is_chat else "", reason)
         return events
 
     def last(self, answers: Answers) -> bytes:
-        """The events after all text: where asked for, how many tokens it has."""
+        """Return the events after all text, with the usage if it was requested."""
         events = (
             event(self._chunk([]) | {"usage": self._usage(answers)}) if self._has_usage else b""
         )
@@ -536,10 +563,10 @@ class AnswerForm:
     def _text(self, answer: AnswerText, text: str) -> bytes:
         if answer.scored:
             return self._delta(answer, {"content": text} if self._is_chat else text, None)
-        # Only the text changes from event to event, and making the rest takes longer.
+        # Only the text changes from event to event, and serializing the rest takes longer.
         if answer.index not in self._frames:
-            whole = self._delta(answer, {"content": ""} if self._is_chat else "", None)
-            head, _, tail = whole.rpartition(b'""')
+            frame = self._delta(answer, {"content": ""} if self._is_chat else "", None)
+            head, _, tail = frame.rpartition(b'""')
             self._frames[answer.index] = head, tail
         head, tail = self._frames[answer.index]
         return head + _ENCODER.encode(text).encode() + tail
@@ -566,12 +593,14 @@ class AnswerForm:
     def _chat_logprobs(self, answer: AnswerText) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._decode([token])
-            is_whole = "\ufffd" not in text  # else it has only a part of a character's bytes
+            # A token with this character has only some bytes of a character.
+            is_whole = "\ufffd" not in text
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
 
         content = [
-            entry(token, logprob) | {"top_logprobs": [entry(*one) for one in likeliest]}
+            entry(token, logprob)
+            | {"top_logprobs": [entry(*alternative) for alternative in likeliest]}
             for token, (logprob, likeliest) in answer.scored
         ]
         return {"content": content, "refusal": None}
@@ -582,9 +611,10 @@ class AnswerForm:
         self._offsets[answer.index] = offsets.pop()
         values = []
         tops = []
-        for text, (_, (own, likeliest)) in zip(tokens, answer.scored, strict=True):
-            values.append(max(own, _MIN_LOGPROB))
-            # Parts of characters are shown alike: the likeliest of them, or the text's own.
+        for text, (_, (logprob_of_text, likeliest)) in zip(tokens, answer.scored, strict=True):
+            values.append(max(logprob_of_text, _MIN_LOGPROB))
+            # Incomplete characters look the same; the most likely one is kept, or the token of the
+            # text.
             top = {
                 self._decode([token]): max(logprob, _MIN_LOGPROB)
                 for token, logprob in reversed(likeliest)
@@ -599,7 +629,8 @@ class AnswerForm:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._facts | {
-            "object": "chat.completion.chunk" if self._is_chat else "text_completion", "choices": choices
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "choices": choices,
         }  # fmt: skip
 
     def _usage(self, answers: Answers) -> dict[str, int]:
@@ -613,5 +644,5 @@ class AnswerForm:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """Write one server-sent event."""
+    """Format one server-sent event."""
     return b"data: " + _ENCODER.encode(value).encode() + b"\n\n"

@@ -1,30 +1,32 @@
-"""Text of an answer that comes token by token: detokenized, taken back, and cut at stop strings."""
+"""Detokenize an answer token by token, roll it back, and cut it at stop strings."""
 
 from collections.abc import Callable, Sequence
 
-# Tokens after which text that ends inside a character is shown as it is: no character has that many
+# Number of tokens after which an incomplete character is shown as it is. No character has that many
 # bytes.
 _LONGEST = 16
 
 
 class Detokenizer:
-    """The text of an answer that grows by tokens and may shrink again; ``decode`` leaves special tokens out."""
+    """The text of an answer that grows token by token and can be rolled back.
 
-    # What a token adds depends on those before it: a byte may complete a character, and some
-    # tokenizers drop the space
-    # of a text's first word. So each step decodes the tokens since the last one that ended a text,
-    # with and without the
-    # new token, and no earlier ones.
+    ``decode`` must skip special tokens.
+    """
+
+    # The text of a token depends on the tokens before it: a byte may complete a character, and some
+    # tokenizers drop the space of a text's first word. So each step decodes the tokens since the
+    # last complete text twice, with and without the new token. Earlier tokens are not decoded
+    # again.
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # Of each token: where the window that it was decoded in begins, and where the tokens that
-        # are not shown begin.
+        # (start of the window in which a token was decoded, number of tokens whose text is shown),
+        # after each token.
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:
-        """Add a token; returns the text that it adds, empty while a character is not complete."""
+        """Add a token, and return the new text; empty while a character is incomplete."""
         self._tokens.append(token)
         first, shown = self._windows[-1]
         before = self._decode(self._tokens[first:shown])
@@ -36,27 +38,32 @@ class Detokenizer:
         return after[len(before) :]
 
     def truncate(self, n_tokens: int) -> None:
-        """Take back all but the first tokens."""
+        """Remove all tokens but the first ``n_tokens``."""
         del self._tokens[n_tokens:], self._windows[n_tokens + 1 :]
 
     @property
     def rest(self) -> str:
-        """What the last tokens would show that are not part of the text, because a character is not complete."""
+        """The text of the last tokens that is held back because a character is incomplete."""
         first, shown = self._windows[-1]
         return self._decode(self._tokens[first:])[len(self._decode(self._tokens[first:shown])) :]
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces at the first of some stop strings that ends after so many pieces."""
+    """Cuts a text that arrives in pieces at the first stop string.
+
+    Args:
+        stops: the stop strings.
+        n_before: number of first pieces in which no stop string may end.
+    """
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self._n_before = n_before
-        self.is_found = False  # nothing is passed on from then on
+        self.is_found = False  # Whether a stop string was found; then no more text is passed on.
 
     def push(self, text: str) -> str:
-        """Take the next piece; returns what can be passed on, without an end that may begin a stop string."""
+        """Take the next piece, and return text that cannot be the start of a stop string."""
         if self.is_found or not self._stops:
             return "" if self.is_found else text
         n_held = len(self._held)
@@ -64,25 +71,25 @@ class StopStrings:
         ends = (
             (text.find(stop, max(0, n_held + 1 - len(stop))), len(stop)) for stop in self._stops
         )
-        found = [(at + n, at) for at, n in ends if at >= 0]
+        matches = [(start + n, start) for start, n in ends if start >= 0]
         self._n_before -= 1
-        # the one that is complete first; of those that end together the longest
-        if found and self._n_before < 0:
+        # Use the stop string that is complete first; of several that end together, the longest.
+        if matches and self._n_before < 0:
             self.is_found = True
             self._held = ""
-            return text[: min(found)[1]]
+            return text[: min(matches)[1]]
         n_free = min(_possible_start(text, stop) for stop in self._stops)
         self._held = text[n_free:]
         return text[:n_free]
 
     def rest(self) -> str:
-        """Return what was held back, when the text has ended."""
+        """Return the text that was held back, at the end of the answer."""
         return self._held
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Find where a stop string may begin whose end has not come; the length of the text if nowhere."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0 and not stop.startswith(text[at:]):
-        at = text.find(stop[0], at + 1)
-    return at if at >= 0 else len(text)
+    """Return the position of a possible incomplete stop string, or the length of the text."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return start if start >= 0 else len(text)

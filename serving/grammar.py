@@ -1,6 +1,7 @@
-"""Answers of a given form: which tokens may come next under a JSON schema or a regular expression.
+"""Constrain answers: which tokens may come next under a JSON schema or a regular expression.
 
-A grammar is asked about an answer and about the drafts after it, and goes back where they are not accepted.
+A grammar is evaluated for an answer and the drafts after it, and rolled back when drafts are
+rejected.
 """
 
 from collections.abc import Sequence
@@ -13,39 +14,45 @@ from ..moa.targets.live import Target
 
 
 class Grammar:
-    """Tells which tokens may follow those of one answer: [V] bool."""
+    """Computes which tokens may follow an answer: [V] bool."""
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher = matcher
         self._n_vocab = n_vocab
-        self._taken: list[int] = []  # tokens that the matcher has
+        self._taken: list[int] = []  # Tokens that the matcher has consumed.
 
     def __call__(self, answer: Sequence[int]) -> np.ndarray:
-        """Move to an answer, whose tokens were allowed each at its place, from wherever this is."""
+        """Move from the current state to an answer, and return the allowed next tokens.
+
+        Each token of the answer must have been allowed at its position.
+        """
         matcher = self._matcher
-        taken = self._taken
+        consumed = self._taken
         answer = list(answer)
-        n_same = min(len(taken), len(answer))
-        while answer[:n_same] != taken[:n_same]:
+        n_same = min(len(consumed), len(answer))
+        while answer[:n_same] != consumed[:n_same]:
             n_same -= 1
-        if n_same < len(taken):
-            matcher.rollback(len(taken) - n_same)
-            del taken[n_same:]
+        if n_same < len(consumed):
+            matcher.rollback(len(consumed) - n_same)
+            del consumed[n_same:]
         for token in answer[n_same:]:
-            if matcher.is_stopped():  # nothing but the end is left
+            if matcher.is_stopped():  # Only the end of the text is left.
                 break
             matcher.consume_token(token)
-            taken.append(token)
+            consumed.append(token)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ServingError(
-                f"the form cannot be followed further ({matcher.get_error().splitlines()[0]})"
+                f"no further token follows the form ({matcher.get_error().splitlines()[0]})"
             )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
 
 class Grammars:
-    """Makes grammars for the tokens of a target; loading llguidance and its view of the tokenizer takes a second."""
+    """Creates grammars for the tokens of a target.
+
+    Loading llguidance and its view of the tokenizer takes a second.
+    """
 
     def __init__(self, target: Target) -> None:
         try:
@@ -53,8 +60,8 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestInvalid(
-                f"{error.name} is not installed where the server runs, and a form of answers needs it: "
-                "pip install 'moa-data[structured]'."
+                f"{error.name} is not installed on the server, but a form of answers needs "
+                "it: pip install 'moa-data[structured]'."
             ) from error
         self._n_vocab = target.sizes["vocab_size"]
         self._matcher = LLMatcher
@@ -63,7 +70,7 @@ class Grammars:
         self._tokenizer = from_tokenizer(target.tokenizer, n_tokens, ends)
 
     def make(self, kind: str, form: Any, n: int) -> list[Grammar]:
-        """Make grammars of one form for n answers; RequestInvalid where it cannot be followed."""
+        """Create grammars of one form for n answers; RequestInvalid if it is not supported."""
         grammar = (
             self._matcher.grammar_from_json_schema
             if kind == "json"

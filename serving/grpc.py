@@ -1,8 +1,10 @@
-"""The gRPC server of ``moa.v1``: one bidirectional stream a drafting session, see docs/protocol.md.
+"""The gRPC server of ``moa.v1``, the protocol in docs/protocol.md.
 
-A *stream* carries messages both ways; a *session* (``sessions``) is the text, which outlives its streams; the engine
-computes. Whatever comes in ends at most its own stream, with a :class:`Failure` and the gRPC status
-that goes with it.
+Each drafting session has one bidirectional stream at a time.
+
+A *stream* carries messages in both directions. A *session* (``sessions``) is the text, which
+outlives its streams. The engine computes. Whatever arrives can end at most its own stream, with a
+:class:`Failure` and the matching gRPC status.
 """
 
 import asyncio
@@ -37,77 +39,79 @@ from .wire import ERRORS, PROTOCOL, STATUSES, check_codec
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 8192  # open connections; further ones are closed at once
-# Seconds after which a session of which nothing is heard, and that takes nothing, may give way to
-# another.
+# Maximum number of open connections; further ones are closed at once.
+_MAX_CONNECTIONS = 8192
+# Seconds after which a session may be replaced by another one, if nothing was heard from it and it
+# takes nothing.
 _SILENT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of what the server has, see ``wire``; empty ones are not compared."""
+    """Hashes of target, tokenizer and drafters, see ``wire``; an empty hash always matches."""
 
     target: str = ""
     tokenizer: str = ""
-    # by name; the first drafts for clients that name none
+    # Drafter name -> hash. The first one drafts for clients that name none.
     drafters: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, body: pb.Open) -> None:
-        """Raise ProtocolMismatch for an Open of another protocol, target or tokenizer."""
+        """Raise ProtocolMismatch if protocol, target or tokenizer of an Open differ."""
         if body.protocol != PROTOCOL:
             raise ProtocolMismatch(
-                f"the client speaks protocol {body.protocol}, this server {PROTOCOL}; install the same release on both."
+                f"the client uses protocol {body.protocol}, this server {PROTOCOL}; install the "
+                "same release on both."
             )
-        given = body.identities
-        for what, theirs, own in (
-            ("target", given.target, self.target), ("tokenizer", given.tokenizer, self.tokenizer)
+        client = body.identities
+        for part, theirs, ours in (
+            ("target", client.target, self.target), ("tokenizer", client.tokenizer, self.tokenizer)
         ):  # fmt: skip
-            if theirs and own and theirs != own:
+            if theirs and ours and theirs != ours:
                 raise ProtocolMismatch(
-                    f"the client's {what} is {theirs[:12]}, the server's {own[:12]}; use the same {what} on both sides."
+                    f"the client's {part} is {theirs[:12]}, the server's {ours[:12]}; use the same "
+                    f"{part} on both sides."
                 )
 
     def drafter(self, identity: str) -> str:
-        """Find the drafter whose contexts a client wants, by default the first."""
+        """Return the name of the drafter whose contexts a client needs; by default the first."""
         if not self.drafters:
             raise RequestInvalid(
-                "this server has no drafter, and the client's needs what one sees of the target; start "
-                "`moa-data serve` with --drafter and the drafter of the client."
+                "this server has no drafter, but the client's drafter needs activations of the "
+                "target; start `moa-data serve` with --drafter and the client's drafter."
             )
-        for name, own in self.drafters.items():
-            if not identity or not own or own == identity:
+        for name, known_identity in self.drafters.items():
+            if not identity or not known_identity or known_identity == identity:
                 return name
-        known = ", ".join(own[:12] for own in self.drafters.values())
+        known = ", ".join(known_identity[:12] for known_identity in self.drafters.values())
         raise ProtocolMismatch(
-            f"the client's drafter is {identity[:12]}, the server has {known}; use the same drafter on both sides."
+            f"the client's drafter is {identity[:12]}, the server has {known}; use the same "
+            "drafter on both sides."
         )
 
 
 @dataclass
 class DraftingCounts:
-    """What the server has done and holds."""
+    """Counters and gauges of the gRPC server."""
 
     n_sessions: int = count(
-        "moa_drafting_sessions", "Drafting sessions, with a stream or without.", True
+        "moa_drafting_sessions", "Drafting sessions, with or without a stream.", True
     )
     n_streams: int = count("moa_drafting_streams", "Open streams.", True)
     n_opened: int = count("moa_drafting_opened", "Sessions that were opened.")
     n_resumed: int = count("moa_drafting_resumed", "Times that a session was resumed.")
-    n_rebuilt: int = count(
-        "moa_drafting_rebuilt", "Times that a resumed text had to be read again."
-    )
+    n_rebuilt: int = count("moa_drafting_rebuilt", "Times that a resumed text was prefilled again.")
     n_messages: Counter[str] = count(  # noqa: RUF009
-        "moa_drafting_messages", "Messages of clients by kind.", labels=("kind",)
+        "moa_drafting_messages", "Messages of clients, by kind.", labels=("kind",)
     )
     n_failures: Counter[str] = count(  # noqa: RUF009
-        "moa_drafting_failures", "Failures told to clients by code.", labels=("code",)
+        "moa_drafting_failures", "Failures sent to clients, by code.", labels=("code",)
     )
     n_bytes_in: int = count("moa_drafting_bytes_in", "Bytes of messages from clients.")
     n_bytes_out: int = count("moa_drafting_bytes_out", "Bytes of messages to clients.")
 
 
 class DraftingServer:
-    """Serves streams, and keeps the sessions."""
+    """Serves streams and holds the sessions."""
 
     def __init__(
         self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens
@@ -124,32 +128,39 @@ class DraftingServer:
         self._is_draining = False
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, credentials: Any = None) -> None:
-        """Serve in the running event loop from now on; port 0 is any free one, ``credentials`` are for TLS."""
+        """Start serving in the running event loop.
+
+        Args:
+            host: address to listen on.
+            port: port to listen on; 0 for any free port.
+            credentials: gRPC credentials for TLS.
+        """
         settings = self._settings
         keepalive_ms = round(self._settings.keepalive_s * 1000)
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_body_bytes),
-                # of one connection
+                # Streams of one connection.
                 ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
-                # else one that swallows pings stays for a minute
+                # Otherwise a connection that drops pings stays open for a minute.
                 ("grpc.http2.ping_timeout_ms", keepalive_ms),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.server_handshake_timeout_ms", round(self._limits.head_s * 1000)),
-                # none is open
+                # Time after which a connection without streams is closed.
                 ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
-                # clients may try the connection, too
+                # Clients may ping too.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-                ("grpc.so_reuseport", 0),  # a port in use is an error
+                ("grpc.so_reuseport", 0),  # A port in use is an error.
             ],
-            # Twice the sessions: one that is resumed has two streams for a moment.
+            # Twice the sessions: a session that is resumed has two streams for a moment.
             maximum_concurrent_rpcs=2 * settings.max_sessions,
         )
-        # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
+        # Messages are received as bytes and parsed here. If grpc parsed them, a malformed one would
+        # end the stream as if the server had failed.
         methods = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("moa.v1.Drafting", methods),)
@@ -169,7 +180,7 @@ class DraftingServer:
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Take up nothing more, let what is being done end within some seconds, and stop."""
+        """Refuse new sessions, let running work end within the grace period, and stop."""
         self._is_draining = True
         end = time.monotonic() + grace_s
         while self._streams and time.monotonic() < end:
@@ -197,14 +208,14 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # a client that reads nothing gets its status when it does
+            # A client that reads nothing gets the status when it reads again.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
                         f"nothing was read for {self._limits.write_s:g} s; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
-            raise asyncio.CancelledError from error  # for grpc the stream has been broken off
+            raise asyncio.CancelledError from error  # For grpc the stream is cancelled.
         finally:
             reader.cancel()
             self._streams.discard(stream)
@@ -220,7 +231,7 @@ class DraftingServer:
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))
             late = time.monotonic() - idle_s
-            for session in [each for each in self._sessions.values() if each.used_s < late]:
+            for session in [idle for idle in self._sessions.values() if idle.used_s < late]:
                 session.send_failure(
                     "idle",
                     f"nothing was heard for {idle_s:g} s; open the session again.",
@@ -247,7 +258,7 @@ class DraftingServer:
             await self._take_messages(stream, requests)
         except MoaDataError as error:
             stream.fail(_code(error), str(error), ends=True)
-        except Exception:  # noqa: BLE001 - other streams must not end of it
+        except Exception:  # noqa: BLE001 - other streams must go on
             _LOG.exception("a stream failed")
             stream.fail("internal", "the server failed; open the session again.", ends=True)
         finally:
@@ -267,7 +278,7 @@ class DraftingServer:
                     f"these {len(data)} bytes are not a message of moa.v1; check the client."
                 ) from error
             await self._take(stream, message)
-        # The client says nothing more; it may still read the answers.
+        # The client sends nothing more, but may still read the answers.
         if stream.session is None:
             stream.close()
         elif stream.session.stream is stream:
@@ -275,7 +286,7 @@ class DraftingServer:
 
     async def _take(self, stream: Stream, message: pb.ClientMessage) -> None:
         if message.sequence <= stream.last_sequence:
-            return  # sent again
+            return  # The message was sent again.
         stream.last_sequence = message.sequence
         kind = message.WhichOneof("body")
         session = stream.session
@@ -287,7 +298,7 @@ class DraftingServer:
         elif session is None:
             raise RequestInvalid("the session is not open; send Open first.")
         elif session.stream is not stream:
-            return  # another stream has resumed the session
+            return  # Another stream has resumed the session.
         elif kind == "close":
             self._forget(session)
             stream.close()
@@ -298,12 +309,12 @@ class DraftingServer:
                 self.counts.n_failures[_code(error)] += 1
                 session.send_failure(_code(error), str(error), answers=message.sequence)
         else:
-            what = (
-                "the session is open already"
+            reason = (
+                "the session is already open"
                 if kind == "open"
-                else "the message is of no known kind"
+                else "the kind of the message is unknown"
             )
-            session.send_failure("invalid", f"{what}; it is ignored.", answers=message.sequence)
+            session.send_failure("invalid", f"{reason}; it is ignored.", answers=message.sequence)
         if session is not None:
             session.used_s = time.monotonic()
 
@@ -331,13 +342,16 @@ class DraftingServer:
             check_codec(body.codec)
             drafter = self._identities.drafter(body.identities.drafter)
             wants_context = self._engine.drafters[drafter].context_width != 0
-        given = body.sampling
+        settings = body.sampling
         sampling = SamplingConfig(
-            given.temperature, given.top_p or 1.0, given.top_k, given.repetition_penalty or 1.0
+            settings.temperature,
+            settings.top_p or 1.0,
+            settings.top_k,
+            settings.repetition_penalty or 1.0,
         )
         return Request(
-            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, given.seed, drafter, wants_context,
-            body.n_context,
+            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, settings.seed,
+            drafter, wants_context, body.n_context,
         )  # fmt: skip
 
     def _answer_open(
@@ -349,17 +363,20 @@ class DraftingServer:
         was_rebuilt: bool,
     ) -> None:
         engine = self._engine
-        own = self._identities
+        known = self._identities
         width = (
             engine.drafters[request.drafter].context_width
             if request.drafter and request.wants_context
             else 0
         )
-        drafter = own.drafters.get(request.drafter or "", "")
+        drafter = known.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
-            session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
-            max_drafts=engine.max_drafts, max_positions=engine.target.max_positions,
-            identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
+            session=session.id, n_committed=len(session.tokens), context_width=width,
+            was_rebuilt=was_rebuilt, max_drafts=engine.max_drafts,
+            max_positions=engine.target.max_positions,
+            identities=pb.Identities(
+                target=known.target, tokenizer=known.tokenizer, drafter=drafter
+            ),
         )  # fmt: skip
         stream.session = session
         session.used_s = time.monotonic()
@@ -369,15 +386,19 @@ class DraftingServer:
             stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
     async def _resume(self, known: DraftingSession, request: Request) -> bool:
-        """Take a session from its stream, if it has one; returns whether its text must be read again."""
+        """Take a session from its current stream, if it has one.
+
+        Returns:
+            Whether its text must be prefilled again.
+        """
         known.check_text(request)
         known.send_failure("invalid", "another stream has resumed the session.", ends=True)
         known.detach()
         await known.stopped.wait()
         self.counts.n_resumed += 1
         if self._sessions.get(known.id) is not known:
-            raise Overloaded("the session was forgotten just now; open it again.")
-        known.check_text(request)  # the engine may have added tokens meanwhile
+            raise Overloaded("the session was just removed; open it again.")
+        known.check_text(request)  # The engine may have added tokens meanwhile.
         if not known.must_rebuild(request):
             return False
         self.counts.n_rebuilt += 1
@@ -385,19 +406,19 @@ class DraftingServer:
         return True
 
     def _new_session(self, stream: Stream, request: Request) -> DraftingSession:
-        own = [
+        client_sessions = [
             session
             for session in self._sessions.values()
             if session.counted_by == stream.counted_by
         ]
-        if len(own) >= self._settings.max_sessions_each:
-            self._make_room(own)
+        if len(client_sessions) >= self._settings.max_sessions_each:
+            self._make_room(client_sessions)
         if len(self._sessions) >= self._settings.max_sessions:
             self._make_room(list(self._sessions.values()))
         try:
             session = DraftingSession(stream, self._engine, request, self._forget)
         except Overloaded:
-            # The engine forgets a text between two calls, so the room is for the next attempt.
+            # The engine removes a sequence between two calls, so only the next attempt has room.
             self._make_room(list(self._sessions.values()))
             raise
         self._sessions[session.id] = session
@@ -406,19 +427,24 @@ class DraftingServer:
         return session
 
     def _make_room(self, sessions: list[DraftingSession]) -> None:
-        """Forget the session that has been without a stream for longest, else the one whose stream has been silent."""
+        """Remove the session that has been without a stream for the longest time.
+
+        If all have streams, remove the one whose stream has been silent for the longest time.
+        """
         late = time.monotonic() - _SILENT_S
         silent = [
-            each for each in sessions
-            if each.stream is None or (each.used_s < late and (each.stopped.is_set() or each.stream.is_full))
+            other for other in sessions
+            if other.stream is None
+            or (other.used_s < late and (other.stopped.is_set() or other.stream.is_full))
         ]  # fmt: skip
         if not silent:
             raise Overloaded(
-                f"{len(sessions)} sessions are open, which is the most; close one, or try again later."
+                f"{len(sessions)} sessions are open, which is the limit; close one, or try again "
+                "later."
             )
         session = min(silent, key=lambda session: (session.stream is not None, session.used_s))
         session.send_failure(
-            "unavailable", "the session gave way to another; open it again.", ends=True
+            "unavailable", "the session was replaced by another one; open it again.", ends=True
         )
         self._forget(session)
 
@@ -429,10 +455,12 @@ class DraftingServer:
 
 
 def _end(stream: Stream) -> None:
-    stream.fail("unavailable", "the server is going down; open the session again later.", ends=True)
+    stream.fail(
+        "unavailable", "the server is shutting down; open the session again later.", ends=True
+    )
 
 
 def _code(error: MoaDataError) -> str:
-    if isinstance(error, DrafterError):  # of sampling settings
+    if isinstance(error, DrafterError):  # Invalid sampling settings.
         return "invalid"
     return next((code for code, kind in ERRORS.items() if isinstance(error, kind)), "internal")

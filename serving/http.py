@@ -1,14 +1,15 @@
-"""OpenAI's API over HTTP: chat completions, completions, models, streamed or not; health and metrics.
+"""OpenAI's API over HTTP: completions of chats and prompts, models, health, metrics.
 
-The way of a request::
+A request passes these layers::
 
-    access        bounds on connections and times
-    metrics       counts and logs it
-    access        foreign pages
-    here          token, rate, body within bounds, prompt -> tokens in a thread
+    access        limits on connections and times
+    metrics       counts and logs the request
+    access        refuses foreign web pages
+    this module   token, rate, body within limits, prompt -> tokens in a thread
     api           settings -> request of the engine; commits -> text -> events
 
-A client that goes away frees its text in the engine, one that reads slowly holds it.
+If a client disconnects, its sequence is removed from the engine. If it reads slowly, its sequence
+is held.
 """
 
 import asyncio
@@ -55,22 +56,23 @@ from .metrics import Facts, Metrics, RequestLog
 from .wire import target_identity
 
 _T = TypeVar("_T")
-# Stands for a top_p of 0: only the most likely token.
+# Replaces a top_p of 0, which keeps only the most likely token.
 _MIN_TOP_P = 1e-9
-# Seconds that a request waits for the room of a reader that was cut off.
+# Seconds that a request waits for the room of an aborted connection.
 _ROOM_S = 5.0
-# Owners of tokens, or addresses, whose rates are remembered.
+# Maximum number of token owners, or addresses, whose rates are kept.
 _MAX_OWNERS = 10_000
-# Status in the log of a request whose client has gone; nobody gets it.
+# Status in the log of a request whose client has disconnected; it is never sent.
 _CLIENT_GONE = 499
-# Characters whose tokens take some hundredths of a second.
+# Maximum length of a short prompt. Its tokenization takes a few hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Short prompts, long ones, and forms of answers that wait to be read; further ones are refused.
+# Maximum number of waiting short prompts, long prompts, and forms of answers; further ones are
+# refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 
 class Service:
-    """The routes, and what they work with. Requests that name no drafter use the engine's first one."""
+    """The routes and their state. Requests that name no drafter use the engine's first one."""
 
     def __init__(self, engine: Engine, config: ServeConfig, tokens: BearerTokens) -> None:
         self.engine = engine
@@ -80,9 +82,9 @@ class Service:
         self.model_name = config.name or Path(config.model).name
         self.limits = config.limits
         weights = target_identity(self.target.identity)
-        # stands for the weights in answers
+        # Identifies the weights in responses.
         self._fingerprint = f"fp_{weights[:12]}" if weights else None
-        # draining: the server ends, requests are refused
+        # While draining, the server is stopping and refuses requests.
         self.is_draining, self._created = False, int(time.time())
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
@@ -91,14 +93,13 @@ class Service:
             len(token) for token in self.target.tokenizer.get_vocab()
         )
         self._grammars = cache(lambda: Grammars(self.target))
-        # Long prompts and forms have threads of their own, so that short prompts never wait for
-        # them.
+        # Long prompts and forms have separate threads, so that short prompts never wait for them.
         self._tokenizers = [
             _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
         ]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
-        """Make the application; ``access.Guard`` explains the arguments."""
+        """Create the application; ``access.Guard`` explains the arguments."""
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -129,8 +130,8 @@ class Service:
         asked = CompletionRequest.parse(await self._body(request))
         self._check_model(asked.model)
         prompts = [
-            one if isinstance(one, list) else await self._prompt(request, one)
-            for one in asked.prompts
+            prompt if isinstance(prompt, list) else await self._prompt(request, prompt)
+            for prompt in asked.prompts
         ]
         return await self._answer(request, asked, prompts)
 
@@ -148,8 +149,8 @@ class Service:
         names = (
             self.target.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
         )
-        found = {"count": len(tokens), "max_model_len": self.engine.max_positions, "tokens": tokens}
-        return JSONResponse(found | {"token_strs": names})
+        facts = {"count": len(tokens), "max_model_len": self.engine.max_positions, "tokens": tokens}
+        return JSONResponse(facts | {"token_strs": names})
 
     async def _text(self, request: HttpRequest) -> Response:
         asked = TokenizeRequest.parse(await self._body(request))
@@ -192,17 +193,21 @@ class Service:
         }
         return facts | {"drafters": list(self.engine.drafters)}
 
-    # What is refused: ApiError or ServingError says why
+    # Checks, which raise ApiError or ServingError
 
     def _admit(self, request: HttpRequest) -> None:
-        """Check token and rate of a request: 401 or 429."""
+        """Check the token and rate of a request; the errors are 401 and 429."""
         owner = self._check_token(request)
         if self.limits.requests_per_s <= 0:
             return
         owner = owner or (request.client.host if request.client else "")
         if wait_s := self._rate_of(owner).take():
             raise ApiError(
-                429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s
+                429,
+                "too many requests; send fewer, or try again later.",
+                None,
+                "rate_limit_exceeded",
+                wait_s,
             )
 
     def _check_token(self, request: HttpRequest) -> str:
@@ -214,19 +219,22 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
 
     async def _body(self, request: HttpRequest) -> bytes:
-        """Read the body of a request that may be answered: else 400, 401, 408, 413, 429 or 503."""
+        """Read the body of a request after checking whether it may be answered.
+
+        The errors are 400, 401, 408, 413, 429 and 503.
+        """
         self._admit(request)
         if self.is_draining:
             raise ApiError(
-                503, "the server is about to end; ask another, or later.", None, "draining", 5
+                503, "the server is shutting down; try another one, or later.", None, "draining", 5
             )
         limits = self.limits
-        most = self.limits.max_body_bytes
+        max_bytes = self.limits.max_body_bytes
         too_large = ApiError(
-            413, f"the body has more than {most} bytes; send less.", None, "request_too_large"
+            413, f"the body has more than {max_bytes} bytes; send less.", None, "request_too_large"
         )
         length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > most:
+        if length.isdecimal() and int(length) > max_bytes:
             raise too_large
         parts = []
         n_bytes = 0
@@ -234,7 +242,7 @@ class Service:
             async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():
                     n_bytes += len(part)
-                    if n_bytes > most:
+                    if n_bytes > max_bytes:
                         raise too_large
                     parts.append(part)
         except TimeoutError as error:
@@ -258,8 +266,8 @@ class Service:
             for content in contents
             for part in (content if isinstance(content, list) else [content])
         ]
-        found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        n_chars = sum(len(text) for text in found if isinstance(text, str)) + (
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        n_chars = sum(len(text) for text in texts if isinstance(text, str)) + (
             len(str(tools)) if tools else 0
         )
         return await _while_connected(request, self._tokenize(n_chars, encode))
@@ -267,9 +275,20 @@ class Service:
     async def _tokenize(
         self, n_chars: int, encode: Callable[[ChatTemplate], list[int]]
     ) -> list[int]:
-        """Make the tokens of a prompt of so many characters; 400 where it cannot be used, 503 where too many wait."""
-        if n_chars > self._max_chars:  # whatever its tokens are
-            message = f"the prompt has {n_chars} characters, far more than fit; shorten it."
+        """Tokenize a prompt.
+
+        The errors are 400 if it cannot be used, and 503 if too many prompts wait.
+
+        Args:
+            n_chars: length of the prompt in characters.
+            encode: tokenizes the prompt.
+        """
+        # Too long, even if every token is the longest of the vocabulary.
+        if n_chars > self._max_chars:
+            message = (
+                f"the prompt has {n_chars} characters, far more than fit into the context; shorten "
+                "it."
+            )
             raise ApiError(400, message, None, "context_length_exceeded")
         try:
             return await self._tokenizers[n_chars > _SHORT_CHARS].run(encode)
@@ -283,7 +302,7 @@ class Service:
     async def _answer(
         self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]
     ) -> Response:
-        """Complete prompts; the log's middleware closes the answers in any case."""
+        """Answer prompts; the log's middleware closes the answers in any case."""
         answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
         facts.answer = answers
@@ -299,10 +318,10 @@ class Service:
     async def _begin(
         self, asked: AnswerRequest, prompts: list[list[int]], connection: Connection
     ) -> Answers:
-        """Start the answers; where the engine is full, one whose reader takes nothing gives way."""
+        """Start the answers; if the engine is full, a connection with a stuck reader is dropped."""
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        # As in vLLM the answers of a prompt have seeds that follow each other, and every prompt has
-        # the same ones.
+        # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
+        # ones.
         requests = [
             self._request(asked, tokens, seed + k)
             for tokens in prompts
@@ -311,7 +330,8 @@ class Service:
         if (form := asked.form) is not None:
             make = self._tokenizers[-1].run(lambda _: self._grammars().make(*form, len(requests)))
             requests = [
-                replace(one, allowed=each) for one, each in zip(requests, await make, strict=True)
+                replace(item, allowed=grammar)
+                for item, grammar in zip(requests, await make, strict=True)
             ]
         now = time.monotonic()
         has_room = False
@@ -323,7 +343,7 @@ class Service:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
                     raise
-                await asyncio.sleep(0.02)  # the engine forgets a text between two calls
+                await asyncio.sleep(0.02)  # The engine removes a sequence between two calls.
             else:
                 connection.ends_s = ends_s
                 return answers
@@ -347,55 +367,58 @@ class Service:
             frequency_penalty=asked.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(asked),
         )
-        most = self._max_new_tokens(asked, len(tokens))
+        max_tokens = self._max_new_tokens(asked, len(tokens))
         least = asked.min_tokens or 0
-        if least > most:
+        if least > max_tokens:
             raise ApiError(
                 400,
-                f"min_tokens is {least}, above the most tokens, {most}.",
+                f"min_tokens is {least}, more than max_tokens, which is {max_tokens}; lower it.",
                 "min_tokens",
                 "invalid_value",
             )
         return Request(
-            tuple(tokens), len(tokens), most, sampling, seed, drafter, n_logprobs=asked.n_logprobs,
-            ignores_eos=bool(asked.ignore_eos), min_new_tokens=least,
+            tuple(tokens), len(tokens), max_tokens, sampling, seed, drafter,
+            n_logprobs=asked.n_logprobs, ignores_eos=bool(asked.ignore_eos), min_new_tokens=least,
         )  # fmt: skip
 
     def _logit_bias(self, asked: AnswerRequest) -> tuple[tuple[int, float], ...]:
-        found = asked.logit_bias or {}
+        biases = asked.logit_bias or {}
         n_vocab = self.target.sizes["vocab_size"]
-        for name, value in found.items():
+        for name, value in biases.items():
             is_token = (
                 name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < n_vocab
             )
             if not is_token or type(value) not in (int, float) or not -100 <= value <= 100:
-                message = f"logit_bias takes numbers from -100 to 100 for token ids from 0 to {n_vocab - 1}."
+                message = (
+                    "logit_bias takes numbers from -100 to 100 for token ids from 0 to "
+                    f"{n_vocab - 1}."
+                )
                 raise ApiError(400, message, "logit_bias", "invalid_value")
-        return tuple((int(name), value) for name, value in found.items())
+        return tuple((int(name), value) for name, value in biases.items())
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
         context = self.engine.max_positions
-        most = asked.max_tokens
+        n_new = asked.max_tokens
         limit = self.limits.max_new_tokens
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
             raise ApiError(400, message, None, "context_length_exceeded")
-        if most is None:
+        if n_new is None:
             return min(limit, context - n_prompt)
-        if n_prompt + most > context:
+        if n_prompt + n_new > context:
             message = (
-                f"the prompt has {n_prompt} tokens and {most} are asked for, {context} fit in all; shorten the "
-                "prompt or ask for fewer."
+                f"the prompt has {n_prompt} tokens and {n_new} are requested, but only {context} "
+                "fit in total; shorten the prompt or request fewer."
             )
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        if most > limit:
-            message = f"at most {limit} tokens an answer; {most} are asked for."
+        if n_new > limit:
+            message = f"at most {limit} tokens per answer; {n_new} are requested."
             raise ApiError(400, message, "max_tokens", "invalid_value")
-        return most
+        return n_new
 
 
 class _Tokenizer:
-    """A tokenizer in a thread of its own: it is not safe to use from several threads."""
+    """A copy of the tokenizer in its own thread, because a tokenizer is not thread-safe."""
 
     def __init__(self, template: ChatTemplate, max_waiting: int) -> None:
         self._template = copy.deepcopy(template)
@@ -404,7 +427,10 @@ class _Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:
-        """Encode a prompt, or read what else takes long; when this is cancelled before its turn, never."""
+        """Run a function on the thread, such as the encoding of a prompt.
+
+        If this is cancelled before it starts, it never runs.
+        """
         if self._n_waiting >= self._max_waiting:
             raise ApiError(
                 503, "too many prompts wait to be read; try again later.", None, "overloaded", 1
@@ -421,7 +447,7 @@ class _Tokenizer:
 def _chat_tokens(
     template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool
 ) -> list[int]:
-    """Encode a chat, with tools that nobody calls, where the template shows them."""
+    """Encode a chat, with its tools if the template can show them; they are never called."""
     are_developers = [message.get("role") == "developer" for message in messages]
     known = [
         m | {"role": "system"} if is_one else m
@@ -430,7 +456,7 @@ def _chat_tokens(
     chat = parse_prompt({"messages": known, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
-    # As vLLM does it: a template that does not name the developer gets a system message.
+    # As in vLLM, a template that does not know the role developer gets a system message.
     if any(are_developers) and re.search("['\"]developer['\"]", template.text):
         for message, is_one in zip(chat.messages, are_developers, strict=True):
             message["role"] = "developer" if is_one else message["role"]
@@ -441,7 +467,7 @@ def _chat_tokens(
 
 
 def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[int]:
-    text.encode()  # halves of surrogate pairs are not text
+    text.encode()  # Surrogates are not text, and raise UnicodeError.
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
 
@@ -459,10 +485,10 @@ async def _events(request: HttpRequest, answers: Answers, form: AnswerForm) -> A
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, HTTPException):  # what no route takes
+    if isinstance(error, HTTPException):  # No route matches.
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
         error = ApiError(error.status_code, message, None, "unknown_url")
-    elif isinstance(error, ClientDisconnect):  # in the middle of its body
+    elif isinstance(error, ClientDisconnect):  # The client disconnected while sending its body.
         error = ApiError(_CLIENT_GONE, "the client has gone.")
     shown = ApiError.of(error)
     request.scope["moa_data.facts"].error = shown.message
@@ -470,7 +496,7 @@ async def _show_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for some work as long as the client is there."""
+    """Wait for a coroutine while the client is connected; cancel it when the client disconnects."""
 
     async def until_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

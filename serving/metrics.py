@@ -1,4 +1,4 @@
-"""Metrics of a server for Prometheus, and its log of requests as JSON lines."""
+"""Metrics of a server for Prometheus, and its request log as JSON lines."""
 
 import asyncio
 import json
@@ -23,11 +23,14 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own; ``counts`` are read when Prometheus asks."""
+    """The metrics of one server, in a separate registry.
+
+    ``counts`` are read when Prometheus scrapes.
+    """
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
-        self.n_in_flight = 0  # requests that are being answered
-        self.n_broken_off = 0  # those that were broken off when the server ended
+        self.n_in_flight = 0  # Requests that are being answered.
+        self.n_broken_off = 0  # Requests that were cut off when the server ended.
         self.counts: list[Callable[[], Counts | DraftingCounts]] = [counts]
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -42,27 +45,27 @@ class Metrics:
         )
         in_flight.set_function(lambda: self.n_in_flight)
         self.duration = Histogram(
-            "moa_http_request_seconds", "Seconds until a request was answered completely.", ("path",),
-            buckets=_SECONDS, registry=self._registry,
+            "moa_http_request_seconds", "Seconds until a request was answered completely.",
+            ("path",), buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
         self.first_token = Histogram(
-            "moa_first_token_seconds", "Seconds from a request to its first token.", buckets=_SECONDS,
-            registry=self._registry,
+            "moa_first_token_seconds", "Seconds from a request to its first token.",
+            buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
 
     def text(self) -> bytes:
-        """Write all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a metric for each field of the counts, as prometheus_client asks for them."""
-        for counts in (each() for each in self.counts):
-            for one in fields(counts):
-                name, text, is_gauge, labels = one.metadata["metric"]
+        """Yield a metric for each field of the counts; prometheus_client calls this."""
+        for counts in (read_counts() for read_counts in self.counts):
+            for item in fields(counts):
+                name, text, is_gauge, labels = item.metadata["metric"]
                 family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(
                     name, text, labels=labels
                 )
-                value = getattr(counts, one.name)
+                value = getattr(counts, item.name)
                 for keys, n in (
                     [((key,), n) for key, n in value.items()] if labels else [((), value)]
                 ):
@@ -72,17 +75,17 @@ class Metrics:
 
 @dataclass
 class Facts:
-    """The facts of a request that its line in the log tells."""
+    """The facts of a request for its line in the log."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
-    answer: Answers | None = None  # closed when the request ends, however it ends
+    answer: Answers | None = None  # Closed when the request ends in any way.
     n_prompt: int | None = None
-    status: int | None = None  # that was sent
+    status: int | None = None  # The HTTP status that was sent.
     error: str | None = None
 
 
 class RequestLog:
-    """Middleware of all routes: logs and counts each request, and frees its answer."""
+    """Middleware of all routes: logs and counts each request, and closes its answers."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -107,7 +110,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            # The server ends and waits no longer; this task has nothing more to do.
+            # The server is stopping; this task has nothing more to do.
             facts.error = "broken off: the server ended"
             self._metrics.n_broken_off += 1
         except Exception as error:
@@ -122,13 +125,14 @@ class RequestLog:
         if connection.is_malformed:
             facts.status = 400
             facts.error = "the request's body is not HTTP"
-        # the route's, not the client's: there are few
+        # Use the path of the route, not of the client, so that the number of labels is bounded.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(path, str(facts.status)).inc()
         self._metrics.duration.labels(path).observe(seconds)
         line: dict[str, Any] = {
-            "request": facts.id, "method": scope["method"], "path": scope["path"][:200], "status": facts.status,
-            "client": (scope.get("client") or ("",))[0], "seconds": round(seconds, 6),
+            "request": facts.id, "method": scope["method"], "path": scope["path"][:200],
+            "status": facts.status, "client": (scope.get("client") or ("",))[0],
+            "seconds": round(seconds, 6),
         }  # fmt: skip
         if (answer := facts.answer) is not None:
             answer.close()
@@ -145,13 +149,13 @@ class RequestLog:
 
 
 def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.LogRecord], bool]:
-    """Return a filter of a log that keeps so many records of a kind a minute.
+    """Return a log filter that keeps at most ``most`` records of a kind per minute.
 
-    So clients cannot fill a disk, whatever they send. The kind of a refused request is its status, that of another
-    record the line of code that logs it; requests that were answered are all kept. The first record after a minute says
-    in ``left_out`` how many of its kind were not.
+    So clients cannot fill a disk, whatever they send. The kind of a refused request is its status.
+    The kind of any other record is the line of code that logs it. Successful requests are all kept.
+    The first record after a minute has the number of dropped records of its kind in ``left_out``.
     """
-    # kind -> when its minute began, records since then
+    # Kind -> start of its current minute, number of records since then.
     windows: dict[Hashable, tuple[float, int]] = {}
 
     def is_kept(record: logging.LogRecord) -> bool:
@@ -172,7 +176,7 @@ def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.L
 
 
 class JsonLines(logging.Formatter):
-    """Writes each record of a log as one JSON object: time, level, message or what a request's record holds."""
+    """Formats each log record as one JSON object: time, level, message or the request's facts."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:

@@ -1,15 +1,17 @@
-"""Drafting sessions: one text each, which the engine decodes and a stream of messages steers.
+"""Drafting sessions: texts that the engine decodes and streams of messages control.
 
-A session outlives its stream. All of it runs in the event loop; commits come from the engine's thread. Messages are
-done in order, one at a time, since what one means depends on what is committed by then::
+A session outlives its stream. All of it runs in the event loop; commits come from the engine's
+thread. Messages are processed in order, one at a time, because the meaning of a message depends on
+what is committed when it is processed. The states of a session::
 
     idle        nothing to do, or the engine has nothing to do
-    verifying   one Verify is with the engine; its commit answers it
+    verifying   one Verify is with the engine; its commit is the answer
     running     the engine decodes, and each commit is sent
-    stopping    the engine was told to stop, and says so after the last commit of the run
+    stopping    the engine was told to stop, and confirms it after the last commit of the run
 
-Messages to send wait in the :class:`Stream`, the drafter's contexts in the session's own :class:`ContextLog`, from
-which the stream takes them: after a cut the next one continues there.
+Messages to send are queued in the :class:`Stream`. The drafter's contexts are in the session's own
+:class:`ContextLog`, from which the stream takes them: if the connection is cut, the next stream
+continues there.
 
 Shapes: n positions, W numbers of a context.
 """
@@ -31,16 +33,19 @@ from .engine.sequence import Commit, Request, Work
 from .post import call_in
 from .wire import bytes_per_position, encode, n_common
 
-# messages that wait for the engine. A client that drafts ahead has two on their way.
+# Maximum number of messages that wait for the engine. A client that drafts ahead has two on their
+# way.
 _MAX_PENDING = 16
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-# contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
+# Maximum bytes of contexts in one message. A message on its way delays the next answer, by 3 ms at
+# 20 Mbit/s.
 _CHUNK_BYTES = 8192
-_MAX_MESSAGES = 64  # answers that wait to be sent, at which their reader is slow
-# Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop
-# its answer.
+# Number of unsent answers at which a reader counts as slow.
+_MAX_MESSAGES = 64
+# Bytes of unsent contexts at which a reader counts as slow. A prompt has many contexts, which must
+# not stop its answer.
 _MAX_UNSENT = 32 << 20
-# bytes of contexts that are kept when they were sent: a cut takes with it what was on its way
+# Bytes of contexts that are kept after they were sent, because a cut loses those on their way.
 _MAX_KEPT = 4 << 20
 
 
@@ -48,7 +53,7 @@ _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class DraftingSession:
-    """One text, which a stream has opened; ``on_lost`` is called when the engine has failed with it."""
+    """One text, opened by a stream; ``on_lost`` is called if the engine fails at it."""
 
     def __init__(
         self,
@@ -60,29 +65,28 @@ class DraftingSession:
         self.id = secrets.token_urlsafe()
         self.owner = opener.owner
         self.counted_by = opener.counted_by
-        # time.monotonic() of the last message from or to its client; kept by the streams
+        # ``time.monotonic()`` of the last message from or to its client, updated by the streams.
         self.used_s = 0.0
         self.stream: Stream | None = None
-        self.resuming = asyncio.Lock()  # of the stream that attaches itself
+        self.resuming = asyncio.Lock()  # Held by the stream that attaches itself.
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        # Of the Verify that is with the engine: its number, the tokens that the client knows, and
-        # drafts that were
-        # committed before it came.
+        # The Verify that is with the engine: its number, its start, and how many of its drafts were
+        # already committed when it was processed.
         self._asked = (0, 0, 0)
         self._state = _State.IDLE
         self._tag = 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify]] = deque()
         self._is_held = self._ends_when_idle = False
-        self.stopped = asyncio.Event()  # set while the engine does nothing for it
+        self.stopped = asyncio.Event()  # Set while the engine does nothing for the session.
         self.stopped.set()
-        # tokens that the stream's client has, or will have when it has read what was sent
+        # Number of tokens that the client has, or will have after reading what was sent.
         self._n_sent = 0
         self.begin(request)
 
     def begin(self, request: Request) -> None:
-        """Give the text to the engine, which does nothing with it yet."""
+        """Add the text to the engine, without any work yet."""
         self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
         self.request = request
         self.tokens = list(request.tokens)
@@ -90,7 +94,7 @@ class DraftingSession:
         self.contexts = ContextLog(request.n_context)
 
     def restart(self, request: Request) -> None:
-        """Let the engine read the text again, with what the client knows of it; for a detached session."""
+        """Let the engine prefill the text again, for a detached session."""
         before = self._sequence_id
         self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
         if before is not None:
@@ -99,17 +103,17 @@ class DraftingSession:
     # The stream
 
     def check_text(self, request: Request) -> None:
-        """Refuse another text with RequestInvalid."""
-        # A session that the server has lost cannot be compared: there the client's tokens are the
-        # text, as a prompt is.
-        own = self.request
+        """Raise RequestInvalid if the request has another text or other settings."""
+        # This cannot be checked for a session that the server has lost. There, the client's tokens
+        # become the text, like a prompt.
+        known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
-        settings, asked = (
-            (r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (own, request)
+        settings, requested = (
+            (r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (known, request)
         )
         if (
-            settings != asked
-            or n_both < own.n_prompt
+            settings != requested
+            or n_both < known.n_prompt
             or list(request.tokens[:n_both]) != self.tokens[:n_both]
         ):
             raise RequestInvalid(
@@ -117,7 +121,10 @@ class DraftingSession:
             )
 
     def must_rebuild(self, request: Request) -> bool:
-        """Whether the text must be read again: contexts are wanted that are gone, or the client knows more tokens."""
+        """Return whether the text must be prefilled again.
+
+        This is so if contexts are needed that were dropped, or if the client knows more tokens.
+        """
         if self.finish:
             return False
         lacks_contexts = request.wants_context and (
@@ -128,7 +135,13 @@ class DraftingSession:
         return lacks_contexts or len(request.tokens) > len(self.tokens)
 
     def attach(self, stream: "Stream", n_known: int) -> None:
-        """Answer to this stream from now on, first with the tokens that its client, who knows n, lacks."""
+        """Send answers to this stream from now on.
+
+        The first answer has the tokens that its client lacks.
+
+        Args:
+            n_known: number of tokens that the client has.
+        """
         self.stream = stream
         self._n_sent = n_known
         self._ends_when_idle = False
@@ -136,53 +149,58 @@ class DraftingSession:
             self._send_tokens()
 
     def detach(self) -> None:
-        """Answer to nobody, forget what was asked for, and stop the engine."""
+        """Detach from the stream, drop pending messages, and stop the engine."""
         self.stream = None
         self._pending.clear()
         self.update_hold()
         self._stop()
 
     def end_when_idle(self) -> None:
-        """Close the stream as soon as all that was asked for is answered."""
+        """Close the stream as soon as all messages are answered."""
         self._ends_when_idle = True
         self._continue()
 
     def take(self, sequence: int, body: pb.Run | pb.Verify) -> None:
-        """Do what a message asks for, after those before it; raises Overloaded or RequestInvalid."""
+        """Process a message after those before it.
+
+        Raises:
+            Overloaded, RequestInvalid: the message is refused.
+        """
         if self._sequence_id is None and not self.finish:
-            return  # the engine failed with it, and the client was told
+            return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
                 f"the message starts at {body.start}, the session has {len(self.tokens)} tokens, "
-                f"{self.request.n_prompt} of them the prompt; open it again with the tokens that you have."
+                f"{self.request.n_prompt} of them the prompt; open it again with the tokens that "
+                "you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(
-                f"{body.mode} is not a mode of a run; ask for a plain or a speculative one."
+                f"{body.mode} is not a mode of a run; request a plain or a speculative one."
             )
         if len(self._pending) >= _MAX_PENDING:
-            raise Overloaded(f"{_MAX_PENDING} messages wait to be done; wait for their answers.")
+            raise Overloaded(f"{_MAX_PENDING} messages are pending; wait for their answers.")
         self._pending.append((sequence, body))
         if self._state is _State.RUNNING:
             self._stop()
         self._continue()
 
     def update_hold(self) -> None:
-        """Hold the engine while the stream is full."""
+        """Hold the sequence in the engine while the stream is full."""
         is_full = self.stream is not None and self.stream.is_full
         if self._sequence_id is not None and is_full != self._is_held:
             self._engine.hold(self._sequence_id, is_full)
         self._is_held = is_full
 
     def close(self) -> None:
-        """Give up the text."""
+        """Remove the text from the engine."""
         if self._sequence_id is not None:
             self._engine.remove(self._sequence_id)
             self._sequence_id = None
         self._pending.clear()
         self._set_state(_State.IDLE)
 
-    # What is asked for
+    # Processing of messages
 
     def _continue(self) -> None:
         while self._state is _State.IDLE and self._pending:
@@ -227,22 +245,22 @@ class DraftingSession:
         self._state = state
         self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
-    def _hand_commit(self, commit: Commit) -> None:  # in the engine's thread
-        # copied here, so that the event loop never waits for a device
+    def _hand_commit(self, commit: Commit) -> None:  # Runs in the engine's thread.
+        # Copy to the host here, so that the event loop never waits for a device.
         if commit.context is not None:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         call_in(self._loop, self._take_commit, commit)
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
-            return  # of a text that was given up meanwhile
+            return  # Belongs to a text that was removed meanwhile.
         if commit.error is not None:
             self._sequence_id = None
-            # What exactly is in the server's log, and nobody else's affair.
+            # The details are in the server's log only; clients must not see them.
             self.send_failure(
                 "internal", "this text failed on the server; open the session again.", ends=True
             )
-            self._on_lost(self)  # which closes this one
+            self._on_lost(self)  # Closes this session.
             return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
@@ -251,7 +269,7 @@ class DraftingSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # Contexts of a prompt wait for its end, so that the first tokens go first.
+        # The contexts of a prompt are released at its end, so that the first tokens are sent first.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -269,7 +287,7 @@ class DraftingSession:
         self.update_hold()
         self._continue()
 
-    # What the client gets
+    # Messages to the client
 
     def _send_tokens(
         self,
@@ -298,48 +316,48 @@ class DraftingSession:
         self.stream.put(pb.ServerMessage(committed=committed))
 
     def send_failure(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
-        """Tell the client what went wrong, if there is one."""
+        """Report a failure to the client, if a stream is attached."""
         if self.stream is not None:
             self.stream.fail(code, message, ends, answers)
 
 
 class ContextLog:
-    """The contexts of one text, in order: those that wait to be sent, and the newest of those that were."""
+    """The contexts of one text, in order: all unsent ones, and the newest of the sent ones."""
 
     def __init__(self, start: int) -> None:
-        # the positions of the first that is here, and after the last to be sent
+        # First position in the log, and the position after the last one that may be sent.
         self.first = self.released = start
-        # of each position from the first on [W], bfloat16 on the host
+        # Context of each position from ``first`` on: [W], bfloat16, on the host.
         self._rows: list[Tensor] = []
 
     @property
     def stop(self) -> int:
-        """The position after the last one."""
+        """The position after the last one in the log."""
         return self.first + len(self._rows)
 
     def append(self, start: int, context: Tensor) -> None:
-        """Add contexts [n, W] of the positions from ``start`` on; those that are here already are skipped."""
+        """Append contexts [n, W] of the positions from ``start`` on, skipping those in the log."""
         assert start <= self.stop
         self._rows += context[self.stop - start :].unbind()
 
     def release(self) -> None:
-        """Let all that is here be sent."""
-        # Not at once: those of a prompt come before the first token of its answer, and would fill a
-        # slow network.
+        """Allow all contexts in the log to be sent."""
+        # This is a separate step: the contexts of a prompt are computed before the first token of
+        # its answer, and would delay it on a slow network.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
-        """Count the bytes of the released positions from ``sent`` on."""
+        """Return the bytes of the released positions from ``sent`` on."""
         return max(0, self.released - sent) * self._row_bytes
 
     def read(self, start: int, n: int) -> Tensor:
-        """Return up to so many released contexts from a position on, which must be here: [n, W]."""
+        """Return up to n released contexts, [n, W], from a position that is in the log."""
         return torch.stack(
             self._rows[start - self.first : min(start + n, self.released) - self.first]
         )
 
     def drop_sent(self, sent: int) -> None:
-        """Forget the oldest of the contexts before a position, but not the newest of them."""
+        """Drop the oldest contexts before a position; the newest ``_MAX_KEPT`` bytes are kept."""
         n_useless = max(0, sent - self.first - _MAX_KEPT // max(1, self._row_bytes))
         del self._rows[:n_useless]
         self.first += n_useless
@@ -350,18 +368,19 @@ class ContextLog:
 
 
 class Stream:
-    """One stream: who reads it, and the messages that wait to be sent on it. Answers overtake contexts."""
+    """One stream: its client, and the messages queued for it. Answers overtake contexts."""
 
-    # It is full when its reader is slow: then the text's decoding is held, and nothing more is read
+    # The stream is full if its reader is slow. Then decoding is held, and no more messages are read
     # from the client.
 
     def __init__(self) -> None:
-        self.owner = ""  # stands for the bearer token of the client; empty where there are none
-        # what bounds the sessions of one client: its owner, or its address, which may change
+        # Identifies the client's bearer token; empty if there are no tokens.
+        self.owner = ""
+        # Key of the limit on sessions per client: its owner, or its address, which may change.
         self.counted_by = ""
         self.session: DraftingSession | None = None
-        self.last_sequence = 0  # of the messages that came on it
-        self.failure: pb.Failure | None = None  # that ended it
+        self.last_sequence = 0  # Number of the last message received.
+        self.failure: pb.Failure | None = None  # The failure that ended the stream.
         self._answers: deque[pb.ServerMessage] = deque()
         self._contexts: ContextLog | None = None
         self._codec = ""
@@ -373,7 +392,7 @@ class Stream:
         self.has_room.set()
 
     def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
-        """Send the contexts of a text from a position on, as they come."""
+        """Send the contexts of a text from a position on, as they arrive."""
         self._contexts = contexts
         self._codec = codec
         self._n_context = n_context
@@ -381,13 +400,13 @@ class Stream:
         self.wake()
 
     def put(self, message: pb.ServerMessage) -> None:
-        """Add an answer, unless it is closed."""
+        """Queue an answer, unless the stream is closed."""
         if not self._is_closed:
             self._answers.append(message)
         self.wake()
 
     def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
-        """Say what went wrong; with ``ends`` it is closed."""
+        """Queue a failure; with ``ends`` the stream is closed."""
         if self._is_closed:
             return
         failure = pb.Failure(code=code, message=message, ends=ends, answers=answers)
@@ -398,12 +417,12 @@ class Stream:
             self.close()
 
     def close(self) -> None:
-        """Add nothing more; what is here is still sent."""
+        """Close the stream; queued messages are still sent."""
         self._is_closed = True
         self.wake()
 
     def wake(self) -> None:
-        """Look again: contexts were released."""
+        """Wake the sender after a change, such as the release of contexts."""
         self._changed.set()
         if self.is_full:
             self.has_room.clear()
@@ -415,7 +434,7 @@ class Stream:
         return len(self._answers) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
-        """Wait for the next message to send; None when it is closed and empty."""
+        """Wait for the next message to send; None if the stream is closed and empty."""
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()

@@ -1,14 +1,15 @@
-"""What both sides of ``moa.v1`` share beside its messages: codecs of contexts, identities, channel options.
+"""Shared by both sides of ``moa.v1``: codecs of contexts, identities, channel options.
 
-A codec says what the numbers of n positions are on the wire. A lossy one changes how often drafts are accepted, never
-the text. Numbers are little-endian, positions follow each other, and each is coded on its own, so that a message may
-hold any number of them. One position of 100 numbers::
+A codec defines the encoding of the numbers of n positions on the wire. A lossy codec changes how
+often drafts are accepted, never the text. Numbers are little-endian. Each position is encoded
+independently, so a message may contain any number of them. One position of 100 numbers::
 
     bf16    100 x 2 bytes                                                            200 bytes
     int8    2 scales x 2 bytes, then 100 x 1 byte                                    104 bytes
     int4    2 scales x 2 bytes, then 50 bytes, the first number in the lower bits     54 bytes
 
-A scale is the bfloat16 of a group's largest magnitude over 127 or 7; a group is 64 numbers, the last one what is left.
+A group is 64 numbers, or fewer at the end. Its scale is the largest magnitude of the group divided
+by 127 or 7, as bfloat16.
 
 Shapes: n positions, W numbers of a position, G groups.
 """
@@ -25,36 +26,35 @@ from torch import Tensor
 
 from ..errors import NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 
-PROTOCOL = 1  # version of the protocol; both sides must have the same
-CODECS = ("bf16", "int8", "int4")  # names, from the most exact to the smallest
+PROTOCOL = 1  # Version of the protocol; both sides must have the same.
+CODECS = ("bf16", "int8", "int4")  # From the most exact to the smallest.
 ERRORS: dict[str, type[ServingError]] = {
-    "overloaded": Overloaded, "invalid": RequestInvalid, "not_allowed": NotAllowed, "mismatch": ProtocolMismatch
+    "overloaded": Overloaded, "invalid": RequestInvalid, "not_allowed": NotAllowed,
+    "mismatch": ProtocolMismatch,
 }  # fmt: skip
-"""Errors by code of a failure; with any other code another connection may help."""
+"""Code of a failure -> error class. For any other code, a new connection may help."""
 STATUSES = {
     "overloaded": StatusCode.RESOURCE_EXHAUSTED, "invalid": StatusCode.INVALID_ARGUMENT,
     "not_allowed": StatusCode.UNAUTHENTICATED, "mismatch": StatusCode.FAILED_PRECONDITION,
-    "unavailable": StatusCode.UNAVAILABLE, "idle": StatusCode.DEADLINE_EXCEEDED, "internal": StatusCode.INTERNAL,
+    "unavailable": StatusCode.UNAVAILABLE, "idle": StatusCode.DEADLINE_EXCEEDED,
+    "internal": StatusCode.INTERNAL,
 }  # fmt: skip
-"""Code of a failure that ends a stream -> the stream's status."""
-# gRPC would let it grow with the network, so that the contexts of a prompt fill a slow one, and the
-# tokens after them
-# wait for seconds. With this, on 20 Mbit/s and a round trip of 42 ms, answers take 60 ms instead of
-# 145, and the
-# contexts 1.4 s instead of 0.7.
+"""Code of a failure that ends a stream -> gRPC status of the stream."""
+# By default gRPC lets this window grow with the network. Then the contexts of a prompt fill a slow
+# network, and the tokens after them wait for seconds. With these options, on 20 Mbit/s and a round
+# trip of 42 ms, answers take 60 ms instead of 145, and the contexts 1.4 s instead of 0.7.
 CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
-"""What the server may send ahead of the client's reading: 64 kB, fixed."""
-# One scale a position would not do: some numbers, keys above all, are many times larger than the
-# others, which would
-# all be rounded to 0.
+"""Fixed window of 64 kB that the server may send ahead of the client's reading."""
+# Numbers per scale. One scale per position would be too coarse: some numbers, especially of keys,
+# are many times larger than the others, which would be rounded to 0.
 GROUP = 64
-# largest code of each codec of integers; the smallest is its negative
+# Largest code of each integer codec; the smallest is its negative.
 _MAX_CODE = {"int8": 127, "int4": 7}
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def check_codec(codec: str) -> None:
-    """Refuse a name that is not of :data:`CODECS` with RequestInvalid."""
+    """Raise RequestInvalid for a name that is not in :data:`CODECS`."""
     if codec not in CODECS:
         raise RequestInvalid(
             f"{codec[:20]!r} is not a codec of contexts; expected one of {', '.join(CODECS)}."
@@ -62,7 +62,7 @@ def check_codec(codec: str) -> None:
 
 
 def bytes_per_position(codec: str, width: int) -> int:
-    """Count the bytes of a position of W numbers."""
+    """Return the bytes of an encoded position of W numbers."""
     check_codec(codec)
     if codec == "bf16":
         return 2 * width
@@ -70,12 +70,12 @@ def bytes_per_position(codec: str, width: int) -> int:
 
 
 def encode(codec: str, context: Tensor) -> bytes:
-    """Encode contexts [n, W] of any floating dtype; :func:`bytes_per_position` says how many bytes come."""
+    """Encode contexts [n, W] of any floating dtype, :func:`bytes_per_position` bytes each."""
     check_codec(codec)
     if not context.numel():
         return b""
     values = context.detach().to("cpu", torch.float32)
-    # Infinities and NaN are sent as 0: either would spoil all drafts after it.
+    # Infinity and NaN are sent as 0, because either would spoil all later drafts.
     values = torch.where(values.isfinite(), values, 0.0).clamp(-_LARGEST, _LARGEST)
     if codec == "bf16":
         return _as_bytes(values.to(torch.bfloat16))
@@ -96,23 +96,28 @@ def encode(codec: str, context: Tensor) -> bytes:
 
 
 def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
-    """Decode contexts of n positions: [n, W] float32, finite whatever the bytes; ServingError for a wrong length."""
+    """Decode contexts of n positions: [n, W] float32, always finite.
+
+    Raises:
+        ServingError: the length is wrong.
+    """
     size = bytes_per_position(codec, width)
     if len(values) != n_positions * size:
         raise ServingError(
-            f"contexts of {n_positions} positions are {n_positions * size} bytes in {codec}, got {len(values)}; "
+            f"contexts of {n_positions} positions are {n_positions * size} bytes in {codec}, got "
+            f"{len(values)}; "
             "do both sides have the same drafter?"
         )
     if not values:
         return torch.zeros(n_positions, width)
-    found = torch.frombuffer(bytearray(values), dtype=torch.uint8).view(n_positions, size)
+    packed = torch.frombuffer(bytearray(values), dtype=torch.uint8).view(n_positions, size)
     if codec == "bf16":
-        return _finite(found.view(torch.bfloat16))
+        return _finite(packed.view(torch.bfloat16))
     n_groups = -(-width // GROUP)
-    scales = _finite(found[:, : 2 * n_groups].reshape(-1).view(torch.bfloat16)).view(
+    scales = _finite(packed[:, : 2 * n_groups].reshape(-1).view(torch.bfloat16)).view(
         n_positions, n_groups
     )
-    codes = found[:, 2 * n_groups :]
+    codes = packed[:, 2 * n_groups :]
     if codec == "int4":
         codes = (
             torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :width].to(torch.int8) - 8
@@ -130,18 +135,17 @@ def _finite(values: Tensor) -> Tensor:
     return values.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-# Identities: hashes by which client and server see whether they have the same. They do not depend
-# on how a side loads
-# its files.
+# Identities: hashes by which client and server check that they have the same target, tokenizer and
+# drafter. They do not depend on how each side loads its files.
 
 
 def target_identity(hashes: dict[str, str]) -> str:
-    """Pick the hash of a target's weights out of what ``Target.identity`` or ``drafter.json`` records of it."""
+    """Return the hash of a target's weights from ``Target.identity`` or ``drafter.json``."""
     return hashes.get("weights_sha256", "")
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """Hash the ids of all tokens of a tokenizer of transformers; empty without one."""
+    """Hash the vocabulary of a transformers tokenizer; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
@@ -151,8 +155,8 @@ def tokenizer_identity(tokenizer: Any) -> str:
 @torch.no_grad()
 def drafter_identity(drafter: Any) -> str:
     """Hash the sizes and weights of a loaded drafter."""
-    # Weights as bfloat16, so that a drafter that was loaded in bfloat16 and one in float32 are the
-    # same.
+    # Hash the weights as bfloat16, so that a drafter has the same hash whether it was loaded in
+    # bfloat16 or float32.
     digest = hashlib.sha256(json.dumps(drafter.config.to_dict(), sort_keys=True).encode())
     for name, weight in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {list(weight.shape)}".encode())
@@ -168,6 +172,6 @@ def drafter_identity(drafter: Any) -> str:
 
 
 def n_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens up to the first that differs."""
+    """Return the length of the common prefix."""
     n_shorter = min(len(first), len(second))
     return next((n for n in range(n_shorter) if first[n] != second[n]), n_shorter)

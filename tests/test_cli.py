@@ -79,19 +79,19 @@ def raised(error: BaseException) -> None:
     raise error
 
 
-FAULT = f"This is a fault of moa-data {__version__}"
+FAULT = f"This is a bug in moa-data {__version__}"
 
 
 @pytest.mark.parametrize(
     ("fail", "exit_code", "text"),
     [
-        (partial(raised, KeyboardInterrupt()), 130, "run the same command again to go on"),
+        (partial(raised, KeyboardInterrupt()), 130, "run the same command again to continue"),
         (
             partial(raised, Interrupted("stopped at step 3; --resume")),
             130,
             "stopped at step 3; --resume",
         ),
-        (cleaning_up_fails, 143, "What is finished is kept"),
+        (cleaning_up_fails, 143, "Finished work is kept"),
         (partial(raised, DatasetError("empty")), 2, "empty"),
         (
             partial(raised, RuntimeError("shapes differ")),

@@ -135,7 +135,7 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
         ("sice: 3", "unknown setting 'sice' .did you mean 'size'"),
         ("steps: {limit: 3}", "unknown setting 'steps.limit' .did you mean 'limit'"),
         ("zzz: 3", "unknown setting 'zzz' .known settings: animal, fins, layers, "),
-        ("fins: 3", "fins is a setting of fish, bird has none; leave it out"),
+        ("fins: 3", "fins is a setting of fish, not of bird; leave it out"),
         ("animal: cat", "animal is 'cat', expected one of bird, fish"),
         ("limit: many", "limit is 'many', expected a whole number"),
         ("limit: true", "limit is 'true', expected a whole number"),

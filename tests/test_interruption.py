@@ -161,7 +161,7 @@ def test_what_handles_signals_itself_has_its_time() -> None:
     done = raising(RUNS, body=body)
     one_line(done)
     assert done.stdout == "saved\n"
-    assert "a second Ctrl-C ends it at once" in done.stderr
+    assert "press Ctrl-C again to stop at once" in done.stderr
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:

@@ -1,4 +1,4 @@
-"""Callbacks around the steps: throughput, micro-batches, validation, checkpoints, progress, and stopping on signals."""
+"""Callbacks for throughput, micro-batches, validation, checkpoints, progress and signals."""
 
 import contextlib
 import json
@@ -25,26 +25,34 @@ from .data import Batch, StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
+# Treat a second SIGINT within this time as the same Ctrl-C, which a shell or launcher may forward.
 REPEAT_S = 1.0
 
 
 class Throughput(L.Callback):
-    """Logs tokens/s and the share of time that training waits for data, over each logging interval."""
+    """Log tokens/s and the share of time spent waiting for data, once per logging interval."""
 
     def __init__(self) -> None:
-        self.n_tokens = 0  # without padding, in this invocation
-        self.step_s = 0.0  # in steps and waiting, without validation and the writing of checkpoints
-        self.wait_s = 0.0  # until the next batch came
-        self.n_tokens_total = 0  # in all invocations of the run
-        self.n_bytes_read = 0  # in all invocations; other devices are taken to read as many
-        self._at_step = (0, 0)  # both, at the end of the last whole step
-        self._interval = (0, 0.0, 0.0)  # tokens and seconds when it began
+        # Tokens trained on in this invocation, without padding.
+        self.n_tokens = 0
+        # Time in steps, including the wait for data, but without validation and checkpoint writes.
+        self.step_s = 0.0
+        # Time spent waiting for the next batch.
+        self.wait_s = 0.0
+        # Tokens trained on in all invocations of the run.
+        self.n_tokens_total = 0
+        # Bytes read in all invocations, assuming that every device reads the same amount.
+        self.n_bytes_read = 0
+        # ``n_tokens_total`` and ``n_bytes_read`` at the end of the last complete step.
+        self._at_step = (0, 0)
+        # ``n_tokens``, ``step_s`` and ``wait_s`` at the start of the logging interval.
+        self._interval = (0, 0.0, 0.0)
         self._wait_before_s = 0.0
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._wait_before_s = _stream_of(trainer).wait_s  # for what was read during the setup
+        # Time that the stream waited during setup, which is not part of training.
+        self._wait_before_s = _stream_of(trainer).wait_s
 
     @override
     def on_train_batch_end(
@@ -56,7 +64,8 @@ class Throughput(L.Callback):
         batch_idx: int,
     ) -> None:
         stream = _stream_of(trainer)
-        # Whatever is done between two batches ends before the trainer asks for the next one.
+        # ``asked_s`` is when the trainer asked for this batch. Work between two batches, such as a
+        # validation, ends before that.
         self.step_s += time.perf_counter() - stream.asked_s
         self.wait_s = stream.wait_s - self._wait_before_s
         self.n_tokens += batch.n_tokens_of_all
@@ -77,7 +86,8 @@ class Throughput(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Without micro-batches of an unfinished step, which come again.
+        # The micro-batches of an unfinished step are not counted, because a resumed run repeats
+        # them.
         n_tokens_total, n_bytes_read = self._at_step
         return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
 
@@ -94,7 +104,7 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 
 class ShowSteps(L.Callback):
-    """Reports optimizer steps to a progress callback, and micro-batches and validations between them."""
+    """Report steps, and micro-batches and validation batches between them, to a callback."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
         self.progress = progress
@@ -115,10 +125,12 @@ class ShowSteps(L.Callback):
         batch_idx: int,
     ) -> None:
         n_done = batch_idx % trainer.accumulate_grad_batches + 1
-        if n_done < trainer.accumulate_grad_batches:  # on a CPU a step can take minutes
+        # Show micro-batches, because a step can take minutes on a CPU.
+        if n_done < trainer.accumulate_grad_batches:
             self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
             return
-        self.on_validation_end(trainer, pl_module)  # once a step, as it waits for the device
+        # Only once per step: reading the metrics synchronizes with the device.
+        self.on_validation_end(trainer, pl_module)
 
     @override
     def on_validation_batch_end(
@@ -135,10 +147,10 @@ class ShowSteps(L.Callback):
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        found = [
+        figures = [
             f"{name} {float(value):,.4g}" for name, value in trainer.progress_bar_metrics.items()
         ]
-        self._figures = ", ".join(["train", *found]).replace(f", {PLUS_MINUS}", f" {PLUS_MINUS}")
+        self._figures = ", ".join(["train", *figures]).replace(f", {PLUS_MINUS}", f" {PLUS_MINUS}")
         self._report(trainer)
 
     def _report(self, trainer: L.Trainer, doing: str = "") -> None:
@@ -147,11 +159,11 @@ class ShowSteps(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Chooses by trials the sequences per forward, and whether decoder layers are recomputed."""
+    """Choose the micro-batch size and whether layers are recomputed, by trial steps."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
-        # The choice is noted in a file: a resumed run takes it again where it fits, and then adds
-        # up in the same order.
+        # The choice is written to a file. A resumed run reuses it if it fits into memory, so that
+        # gradients are summed in the same order.
         self.data = data
         self.file = file
         self._has_chosen = False
@@ -159,9 +171,10 @@ class MicroBatches(L.Callback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, DrafterModule)
-        # all devices are connected by now
+        # All devices are connected by now.
         share = device_share(self.data.config, trainer.world_size)
-        if not self._has_chosen:  # it is asked again for a validation after the last step
+        # ``setup`` is called again for a validation after the last step.
+        if not self._has_chosen:
             self._choose(trainer, pl_module, share)
             self._has_chosen = True
         trainer.accumulate_grad_batches = share // self.data.micro_batch
@@ -173,82 +186,90 @@ class MicroBatches(L.Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Lightning counts micro-batches, and a step where their number divides; the stream begins
-        # at the first one of a
-        # step. After a checkpoint from the middle of a step, or of an invocation with other
-        # micro-batches, each step
-        # would mix two batches: so its counts are set to those at the end of the checkpoint's step.
+        # Lightning counts micro-batches and derives steps from their number, but the stream always
+        # starts at the first micro-batch of a step. If the checkpoint was saved in the middle of a
+        # step, or with another micro-batch size, every later step would mix two batches. So the
+        # counts are set to their values at the end of the checkpoint's step.
         step = checkpoint["global_step"]
         loops = checkpoint["loops"]["fit_loop"]
         n_batches = step * trainer.accumulate_grad_batches
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # Where a validation is due, Lightning passes its end once more, done or not, and counts the
-        # step only there.
+        # If a validation is due at this step, Lightning runs through the end of the step again,
+        # even if the validation is done, and counts the step only there.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
     def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
         device = trainer.strategy.root_device
         n_devices = trainer.world_size
-        given = self.data.config.data.micro_batch_size
+        fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
-        noted: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
-            noted = dict(json.loads(self.file.read_text()))
-        copies = 3 if n_devices > 1 else 2  # two moments, and DDP's copy of the gradients
+        recorded: dict[str, Any] = {}
+        # The file does not exist before the first choice.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            recorded = dict(json.loads(self.file.read_text()))
+        # Two optimizer moments, and DDP's copy of the gradients.
+        copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices
         trial = Trial(
             module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context
         )
         chosen = trial.choose(sizes, free, copies)
-        # Devices of unlike memory take steps together.
+        # All devices take steps together, so the one with the least memory decides.
         size = int(
             trainer.strategy.reduce(
                 torch.tensor(chosen.micro_batch, device=device), reduce_op="min"
             )
         )
-        before = noted.get("micro_batch_size")
-        if not given and type(before) is int and 0 < before <= size and share % before == 0:
+        before = recorded.get("micro_batch_size")
+        if not fixed_size and type(before) is int and 0 < before <= size and share % before == 0:
             size = before
         self.data.micro_batch = size
-        module.recomputes = chosen.recomputes or noted.get("recomputes") is True
+        module.recomputes = chosen.recomputes or recorded.get("recomputes") is True
         if trainer.is_global_zero:
             facts = {"micro_batch_size": size, "recomputes": module.recomputes}
             write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
         if not chosen.fits:
-            text = f"a step of {sizes[-1]} of the longest sequences does not fit into the free memory; what helps: "
+            text = (
+                f"a micro-batch of {sizes[-1]} of the longest sequences does not fit into the free "
+                "memory; what helps: "
+            )
             warnings.warn(text + WHAT_HELPS, RunWarning, stacklevel=2)
 
 
 class Saves(L.Callback):
-    """Saves the state every so many steps, and ``drafter/`` and ``best.ckpt`` at each new best validation.
+    """Save the state at an interval, and write ``drafter/`` at each new best validation.
 
-    It validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume.
+    A new best validation is also saved as ``best.ckpt``. The last step of a run is always
+    validated, whatever the interval. A resumed run repeats a validation that was not finished.
     """
 
     def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
         self.out = out
         self.every_n_steps = every_n_steps
-        # of the run; an invocation that is to end earlier does not validate where it ends
+        # Steps of the whole run. An invocation that stops earlier does not validate at its end.
         self.max_steps = max_steps
-        self.best = float("-inf")  # expected acceptance length
-        self.best_half_width = float("nan")  # of its 95 % interval
+        # Expected acceptance length.
+        self.best = float("-inf")
+        # Half width of the 95 % interval of ``best``.
+        self.best_half_width = float("nan")
         self.validated_step: int | None = None
         self._saved_step = 0
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved_step = trainer.global_step  # a resumed run begins with it
+        # A resumed run has a checkpoint of its first step already.
+        self._saved_step = trainer.global_step
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if step >= self.max_steps:
-            trainer.should_stop = True  # Lightning then validates once more
-        # This is called for each micro-batch of a step.
+            trainer.should_stop = True  # Lightning then validates once more.
+        # This hook is called for each micro-batch, but a step is saved once.
         if step % self.every_n_steps == 0 and step != self._saved_step:
             trainer.save_checkpoint(self.out / LAST)
             self._saved_step = step
@@ -278,54 +299,55 @@ class Saves(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
         self.validated_step = state_dict["validated_step"]
-        # earlier runs have none
+        # Checkpoints of earlier releases do not have this key.
         self.best_half_width = state_dict.get("best_half_width", float("nan"))
 
     @override
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Lightning runs the validation of the checkpoint's step from its first batch, unless it had
-        # ended.
+        # On resume, Lightning runs the validation of the checkpoint's step from its first batch,
+        # unless that validation had ended.
         step = checkpoint["global_step"]
         is_open = (
             step > 0
             and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
         )
-        # Lightning runs one that has started a batch and not processed it.
+        # Lightning runs a validation whose counts show a batch that is started and not processed.
         count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
         progress |= {"total": dict(count), "current": dict(count), "is_last_batch": False}
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """Ctrl-C was pressed again before the state could be saved."""
+    """Raised when Ctrl-C is pressed again before the state could be saved."""
 
 
 class StopGuard(L.Callback):
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, and stops training at the next micro-batch, state saved.
+    """Note SIGINT, SIGTERM and SIGHUP, and stop training at the next micro-batch.
 
-    Signals that are ignored stay ignored. SIGUSR1 is left to Lightning, which on SLURM saves and queues the job again.
+    The state is saved first. The guard is active while the context is entered. Signals that are
+    ignored stay ignored. SIGUSR1 is left to Lightning, which saves and requeues the job on SLURM.
     """
 
-    # An exception out of a signal's handler could tear an optimizer's step in half, or leave one
-    # process of several in
-    # a collective operation for ever. So the handlers only note the signal, and each micro-batch
-    # looks for one.
+    # An exception raised in a signal handler could interrupt an optimizer step half way, or leave
+    # one of several processes in a collective operation for ever. So the handlers only note the
+    # signal, and each micro-batch checks for it.
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.signum = 0  # of the first signal noted; 0 before
-        self.has_started = False  # whether training has, so that a checkpoint is restored
+        # Number of the first signal that was noted; 0 if there is none.
+        self.signum = 0
+        # Whether training has started, which means that any checkpoint has been restored.
+        self.has_started = False
         self._noted_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._mask: set[Any] | None = None
 
     def __enter__(self) -> "StopGuard":
-        # Until a trainer is set up, signals are blocked. Processes that Lightning starts inherit
-        # the block for good: a
-        # signal to the whole group reaches them through the first process, and doesn't end them
-        # while they import.
+        # Signals are blocked until the trainer is set up. Processes that Lightning starts inherit
+        # this mask and keep it: a signal to the whole process group reaches them through the first
+        # process, and does not kill them while they import.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
@@ -355,7 +377,8 @@ class StopGuard(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._let_signals_in()  # all processes have been started and are connected
+        # All processes have been started and are connected.
+        self._let_signals_in()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -365,8 +388,8 @@ class StopGuard(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         signum = self.signum
         if trainer.world_size > 1:
-            noted = torch.tensor(signum, device=trainer.strategy.root_device)
-            signum = int(trainer.strategy.reduce(noted, reduce_op="max"))
+            signal_tensor = torch.tensor(signum, device=trainer.strategy.root_device)
+            signum = int(trainer.strategy.reduce(signal_tensor, reduce_op="max"))
         if signum:
             self.signum = signum
             trainer.save_checkpoint(self.checkpoint)
@@ -374,16 +397,20 @@ class StopGuard(L.Callback):
 
     @override
     def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.on_train_batch_start(trainer)  # a validation that is stopped is done again
+        # A validation that is interrupted here is repeated on resume.
+        self.on_train_batch_start(trainer)
 
 
 def stopped_at(step: int) -> str:
-    """Return the line for a run whose state is saved."""
+    """Return the message for a run that was stopped with its state saved."""
     return f"stopped at step {step}; go on with the same command and --resume."
 
 
 class SignalsLeftAlone(_SignalConnector):
-    """Lightning's handlers without those for stop signals: its own for SIGTERM communicates within the handler."""
+    """Register Lightning's signal handlers, except those for stop signals.
+
+    Lightning's handler for SIGTERM communicates between processes from within the handler.
+    """
 
     @staticmethod
     def _register_signal(signum: Any, handlers: Any) -> None:

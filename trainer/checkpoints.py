@@ -1,7 +1,7 @@
-"""Checkpoints of a run, the drafter that it exports, and the start from another drafter's weights.
+"""Read and write checkpoints of a run, export its drafter, and start from another one.
 
-A checkpoint is one safetensors file with everything but the tensors as JSON in its header: reading one runs no code.
-Writing one leaves the file that it replaces whole until the end.
+A checkpoint is one safetensors file. Everything except tensors is JSON in its header, so reading a
+checkpoint runs no code. A file that is being replaced stays intact until the new one is complete.
 """
 
 import json
@@ -31,27 +31,27 @@ from .config import CHECKPOINTS, DrafterSettings
 from .data import map_tensors
 
 FULL_DISK_ADVICE = (
-    "A checkpoint that was there before is whole. Free some space and run the same command again, with --resume if "
-    "there is one."
+    "The previous checkpoint, if any, is intact. Free some space and run the same command again, "
+    "with --resume if there is a checkpoint."
 )
 _STATE = "state"
 
 
 def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
-    """Make the error for a file that is not a checkpoint, or is one of another run."""
+    """Return the error for a file that is not a checkpoint, or belongs to another run."""
     return DrafterError(
-        f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing of it was used; copy best.ckpt over "
-        "it, if it is there, or train again with another --out."
+        f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing was read from it. "
+        "If there is a best.ckpt, copy it over this file; otherwise train again with another --out."
     )
 
 
 class CheckpointFiles(CheckpointIO):
-    """Lightning's plugin for reading and writing checkpoints of one run."""
+    """Lightning plugin that reads and writes the checkpoints of one run."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint under a temporary name, sync and rename it; on a full disk the one before is whole."""
+        """Write a checkpoint atomically; if the disk is full, the previous file stays intact."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
@@ -62,17 +62,20 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, with its tensors in memory of their own."""
-        # Those that are read lie in the mapped file, which the next checkpoint replaces.
+        """Read a checkpoint, and copy its tensors out of the file."""
+        # The tensors are views of the mapped file, which the next checkpoint replaces.
         return dict(map_tensors(read_checkpoint(Path(path)), Tensor.clone))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Refuse to: in this package a checkpoint is only replaced by the next one."""
+        """Raise NotImplementedError: a checkpoint is only ever replaced by the next one."""
         raise NotImplementedError(f"{path} is not removed")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read nested dictionaries, lists and tuples of plain values and tensors, which lie in the file until used."""
+    """Read nested dictionaries, lists and tuples of plain values and tensors.
+
+    The tensors are mapped from the file and read when they are used.
+    """
     if not path.is_file():
         raise damaged_checkpoint(path, "not a regular file")
     try:
@@ -82,26 +85,29 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             checkpoint = _from_json(state, waiting)
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
-    # RecursionError is a RuntimeError
+    # RecursionError is a RuntimeError.
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise damaged_checkpoint(
-            path, f"no state of a training in its header ({type(error).__name__})"
+            path, f"no training state in its header ({type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict):
-        raise damaged_checkpoint(path, "no state of a training in its header")
+        raise damaged_checkpoint(path, "no training state in its header")
     return checkpoint
 
 
 def read_step(path: Path) -> int:
-    """Read how many optimizer steps a checkpoint has taken."""
+    """Read the number of optimizer steps taken up to a checkpoint."""
     step = read_checkpoint(path).get("global_step")
     if not isinstance(step, int):
-        raise damaged_checkpoint(path, "no number of steps")
+        raise damaged_checkpoint(path, "no step count")
     return step
 
 
 def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn a value into JSON; what JSON has no type for becomes a dictionary whose one key names its type."""
+    """Encode a value as JSON.
+
+    A type that JSON lacks becomes a dictionary with the name of the type as its only key.
+    """
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -135,20 +141,25 @@ def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def write_drafter(drafter: Drafter, folder: Path) -> None:
-    """Write a run's ``drafter/``: after a crash at any moment its files are those before, or the new ones, or none."""
+    """Write the ``drafter/`` folder of a run.
+
+    After a crash at any moment the folder has the old files, or the new ones, or does not exist.
+    """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
         try:
             save_drafter(drafter, partial)
-            # before it gets its name: a crash must not leave a name without content
+            # Sync before the rename, so that a crash cannot leave the final name with incomplete
+            # content.
             fsync_directory(partial)
             sizes = folder / CONFIG_FILE
-            # Drafters of one run have the same sizes, so that replacing the weights replaces the
-            # folder.
+            # Drafters of one run have the same sizes, so only the weights need to be replaced.
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
-            else:  # of a run with other settings that ended before its first checkpoint
+            # The old folder is left from a run with other settings that ended before its first
+            # checkpoint.
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(partial, folder)
         finally:
@@ -168,15 +179,17 @@ def remove_leftovers(out: Path) -> None:
 def initial_drafter(
     source: str, fresh: Drafter, settings: DrafterSettings, target: dict[str, Any]
 ) -> Drafter:
-    """Build the drafter of a run with the weights of another, in place of fresh ones: ``--init-from``.
+    """Build the drafter of a run with the weights of another drafter instead of fresh ones.
 
-    The source is a run, or a folder with a drafter in any format that can be loaded.
+    The source (``--init-from``) is a run, or a folder with a drafter in any format that can be
+    loaded.
     """
     other = load_drafter(source)
     check_target_fits(other.config, target, fresh.config.target)
     if other.kind != fresh.kind:
         raise TrainingError(
-            f"{source} holds a drafter of kind {other.kind}, this run trains {fresh.kind}. Give --drafter {other.kind}."
+            f"{source} holds a drafter of kind {other.kind}, this run trains {fresh.kind}. Give "
+            f"--drafter {other.kind}."
         )
     needed = []
     for name in type(settings).model_fields:
@@ -187,13 +200,13 @@ def initial_drafter(
             needed.append(f"--set drafter.{name}={text.lower()}")
     if needed:
         raise TrainingError(
-            f"the drafter of {source} has other settings than this run. Give {' '.join(needed)}."
+            f"the drafter of {source} was trained with other settings. Give {' '.join(needed)}."
         )
     flags = [item.name for item in fields(fresh.config) if item.default is False]
     if foreign := [
         name for name in flags if getattr(other.config, name) and not getattr(fresh.config, name)
     ]:
         raise TrainingError(
-            f"the drafter of {source} has {', '.join(foreign)}, which can be run and not be trained."
+            f"the drafter of {source} has {', '.join(foreign)}, which can be run but not trained."
         )
     return build_drafter(fresh.config, other.state_dict(), source)

@@ -1,7 +1,8 @@
-"""Settings of a training run, in groups, and of the export of a drafter.
+"""Settings of a training run, in groups, and settings of the export of a drafter.
 
-The drafter is a choice between groups, one for each kind, with the settings and the defaults of that kind alone; those
-that its sizes have too (``drafter.json``) carry the same name there.
+The drafter is a union of groups, one for each kind of drafter, with the settings and defaults of
+that kind. A setting that is also a field of the drafter's sizes (``drafter.json``) has the same
+name there.
 """
 
 from collections.abc import Mapping
@@ -14,26 +15,28 @@ from typing_extensions import override
 from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
 from ..errors import OptionInvalid
 
-# The folder of a run, which has tensorboard/ too.
-RUN_FILE = "run.yaml"  # the settings, as --config reads them
-STORE_FILE = "store.json"  # identity of the store, for --resume
-PROVENANCE_FILE = "provenance.json"  # command, versions, machine
-REPORT_FILE = "report.json"  # figures of the finished run
-# of training and validation; metrics-000.csv and so on of earlier invocations
+# Files in the folder of a run. It also holds tensorboard/.
+RUN_FILE = "run.yaml"  # The settings, in the format of --config.
+STORE_FILE = "store.json"  # The identity of the store, checked by --resume.
+PROVENANCE_FILE = "provenance.json"  # The command, versions and machine.
+REPORT_FILE = "report.json"  # The results of the finished run.
+# Training and validation metrics of this invocation. Those of earlier invocations are in
+# metrics-000.csv and so on.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
-MEMORY_FILE = "memory.json"  # the micro-batch that trials chose
-LOCK_FILE = "run.lock"  # held while a process trains here
-DRAFTER = "drafter"  # of the best validation
+MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
+LOCK_FILE = "run.lock"  # Locked while a process trains in this folder.
+DRAFTER = "drafter"  # The drafter with the best validation.
 CHECKPOINTS = "checkpoints"
-# --resume goes on from the last one
+# --resume continues from ``LAST``.
 LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
 
 CHANGE_NO_RESULT = frozenset(
-    {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "cache_dir",
-     "cache_gb", "log_every", "checkpoint_every", "logger", "project", "devices", "num_nodes", "accelerator", "dry_run"}
+    {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches",
+     "prefetch_mb", "cache_dir", "cache_gb", "log_every", "checkpoint_every", "logger", "project",
+     "devices", "num_nodes", "accelerator", "dry_run"}
 )  # fmt: skip
-"""Settings that may differ between two invocations of a run, and between two runs that were trained alike."""
+"""Settings that may differ between two invocations of a run, or two runs with equal results."""
 
 _Value = TypeVar("_Value")
 
@@ -41,7 +44,7 @@ PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return a setting that was given, or has been chosen by now (``defaults.py``)."""
+    """Return a setting that was given or has been chosen by ``defaults.py``, as not None."""
     assert value is not None
     return value
 
@@ -52,88 +55,99 @@ class DrafterSettings(Config):
     forward_kl_weight: NonNegative = 0.1
     """Weight of the forward KL to the target's next-token distribution."""
     divergence: Literal["kl", "lk", "lk-hybrid", "tv"] = "kl"
-    """Distillation loss: kl; lk, the negative logarithm of the acceptance of samples; lk-hybrid, which moves from the
-    KL to the share of rejected drafts as drafts get better; or tv, a tenth of the KL and nine of that share."""
+    """Distillation loss. kl: KL divergence; lk: negative logarithm of the acceptance probability of
+    samples; lk-hybrid: moves from the KL to the share of rejected drafts as drafts get better; tv:
+    a tenth of the KL plus nine tenths of that share."""
     lk_decay: NonNegative = 3.0
-    """Decay rate of the KL weight in lk-hybrid: exp(-this * acceptance)."""
+    """Decay rate d of the KL weight in lk-hybrid, which is exp(-d * acceptance)."""
     draft_vocabulary: Count | Literal["all"] | None = None
-    """Tokens that are drafted, the most frequent ones of the store's responses, or all. Training is the same; a draft
-    reads only their rows of the LM head. Default: the number with which a round commits the most tokens per weight that
-    it reads; all of a vocabulary of fewer than 16,384."""
+    """Number of tokens that can be drafted: the most frequent ones of the store's responses, or
+    all. Training is the same; a draft reads only the rows of the LM head for these tokens. Default:
+    the number with which a round commits the most tokens per weight read; all for a vocabulary of
+    fewer than 16,384."""
 
 
 class FeatureLossSettings(DrafterSettings):
-    """Settings of drafters whose features are compared with the target's hidden states."""
+    """Settings of drafters whose features are trained to match the target's hidden states."""
 
     feature_weight: NonNegative = 1.0
     """Weight of the smooth-L1 loss on hidden states."""
 
 
 class PositionSettings(Config):
-    """How drafts of a round or block weigh in the loss."""
+    """How the drafts of a round or block weigh in the loss."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
-    """How the drafts of a round or block weigh: as published (blocks by position_decay, EAGLE-3 0.8 a step, Mixture of
-    Attentions alike), or by D-PACE: what each adds to the expected acceptance length as the drafter is now."""
+    """Weights of the drafts of a round or block. decay: as published (blocks by position_decay,
+    EAGLE-3 by 0.8 per step, Mixture of Attentions equally). d-pace: by how much each draft adds to
+    the current expected acceptance length."""
     d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """How D-PACE softens a draft's probability q: (1 - this) * q + this; the less, the less later drafts weigh while
-    earlier ones are unsure."""
+    """D-PACE smoothing s: a draft's probability q becomes (1 - s) q + s. A lower s gives later
+    drafts less weight while earlier ones are uncertain."""
 
 
 class LayerSettings(Config):
     """Sizes of the drafter's own decoder layers."""
 
     self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's, which the context kv needs."""
+    """KV heads of self-attention; default: the target's, which context kv requires."""
     self_attention_mlp_width: Count | None = None
     """MLP width of self-attention; default: the target's."""
 
 
 class RoundSettings(Config):
-    """The draft rounds of training: which positions are drafted for, and what each of them sees."""
+    """The draft rounds of training: which positions are drafted, and what each of them sees."""
 
     step_bound: bool = True
-    """Bound the draft rounds of training; without, a response is one round, which sees no target activations of the
-    response."""
+    """Limit the length of draft rounds in training. If false, a response is one round, which sees
+    no target activations of the response."""
     step_bound_min: Annotated[int, Field(ge=2)] = 5
-    """Smallest step bound: a position becomes verified context again every so many tokens."""
+    """Smallest step bound. After that many tokens a position is verified context again."""
     step_bound_max: int = 15
-    """Largest step bound, inclusive; drawn uniformly per sequence. Equal bounds give one fixed bound."""
+    """Largest step bound, inclusive. The bound is drawn uniformly per sequence; equal limits give
+    one fixed bound."""
     on_policy: bool = True
-    """Train what draft rounds see; without, each position sees the target's activations up to the one before it, the
-    paper's standard training (no step bound and no staircase then)."""
+    """Train with what draft rounds see. If false, each position sees the target's activations up to
+    the previous position, which is the paper's standard training (without step bound and
+    staircase)."""
     teacher_forced_weight: NonNegative = 1.0
-    """Weight of a second pass over each batch beside the on-policy one, in which every position is the first draft of
-    its own round; 0 for the paper's training (docs/decisions/0004)."""
+    """Weight of a second pass over each batch, in addition to the on-policy one, in which every
+    position is the first draft of its own round; 0 for the paper's training
+    (docs/decisions/0004)."""
     staircase: bool = True
-    """Curriculum: self-attention sees only the drafted block in a share of rows that falls to 0 at half of training."""
+    """Curriculum: in a share of rows, self-attention sees only the drafted block. The share falls
+    to 0 at half of training."""
 
     @override
     def problems(self) -> list[str]:
         if self.step_bound_max >= self.step_bound_min:
             return []
         return [
-            f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}"
+            "step bounds must satisfy 2 <= min <= max, got "
+            f"{self.step_bound_min}..{self.step_bound_max}"
         ]
 
 
 class MemorySettings(Config):
-    """Settings of the encoded KV, in drafters that have it."""
+    """Settings of the encoded KV, for drafters that have one."""
 
     layer_groups: Count = 2
-    """Groups of consecutive layers; the encoded KV is made from the mean over each group, concatenated; 1 in the paper
-    and in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
+    """Number of groups of consecutive layers. The encoded KV is made from the means over each
+    group, concatenated; 1 in the paper and in what the MoA authors' code and vLLM run
+    (docs/decisions/0006)."""
     layer_stride: Count = 1
-    """The encoded KV is made of the last layer and every so many below it: 2 halves what is read of a store and the
-    work of layer self-attention; 1, as in the paper, is all."""
+    """The encoded KV is made from the last layer and every n-th layer below it. 2 halves the bytes
+    read from a store and the work of layer self-attention; 1, as in the paper, uses all layers."""
     unrotated_keys: bool | None = None
-    """The encoded KV is made from the target's keys as they were before RoPE, which look alike at every position; in
-    the paper and the MoA authors' code from those after it (docs/decisions/0006). Default: wherever the target rotates
-    as Llama does."""
+    """Make the encoded KV from the target's keys before RoPE, which look alike at every position;
+    the paper and the MoA authors' code use keys after RoPE (docs/decisions/0006). Default: true if
+    the target rotates as Llama does."""
     layer_attention: bool = True
-    """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
+    """Use layer self-attention over the KV of all layers. If false, only the KV of the last layer
+    is read and encoded."""
     layer_attention_heads: Count | None = None
-    """Query heads of layer self-attention; default: the most up to the target's that divide the KV width."""
+    """Query heads of layer self-attention; default: the largest number, up to the target's, that
+    divides the KV width."""
     layer_attention_kv_heads: Count | None = None
     """KV heads of layer self-attention; default: the target's."""
     layer_attention_mlp_width: Count | None = None
@@ -141,12 +155,13 @@ class MemorySettings(Config):
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
-    """Mixture of Attentions; preset paper has the paper's settings where the defaults differ."""
+    """Mixture of Attentions; the preset paper has the paper's settings if the defaults differ."""
 
     kind: Literal["moa"] = "moa"
     """Mixture of Attentions."""
     target_layer_inference: Natural = 0
-    """N: drafted features pass through the target's last N layers, which the store must hold (--target-layers)."""
+    """N: drafted features pass through the target's last N layers, which the store must hold
+    (--target-layers)."""
     self_attention_kv_heads: Count | None = None
     """KV heads of self-attention; default: half of the target's."""
     self_attention_mlp_width: Count | None = None
@@ -156,8 +171,9 @@ class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSe
     cross_attention_mlp_width: Count | None = None
     """MLP width of cross-attention; default: 3/7 of the target's."""
     cross_attention_drafts: bool = True
-    """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
-    so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
+    """Cross-attention also sees the drafts of its round, so that the last draft of a long chain is
+    as good as the first; not so in the paper and in what the MoA authors' code and vLLM run
+    (docs/decisions/0005)."""
 
 
 class EagleSettings(LayerSettings, FeatureLossSettings):
@@ -166,112 +182,122 @@ class EagleSettings(LayerSettings, FeatureLossSettings):
     kind: Literal["eagle"] = "eagle"
     """EAGLE."""
     feature_noise: NonNegative = 0.2
-    """Width of the uniform noise on the target's hidden states that EAGLE is trained with."""
+    """Width of the uniform noise added to the target's hidden states in training."""
     eagle_layers: Count = 1
-    """Decoder layers of EAGLE."""
+    """Decoder layers of the drafter."""
     eagle_input_norm: bool = True
-    """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
+    """The first layer has a norm before its attention. Without it, vLLM and SGLang can run the
+    drafter unchanged."""
     eagle_embedding_scale: NonNegative = 0.0
-    """What embeddings are multiplied with where they join hidden states, a power of two, 1 as published; 0 chooses the
-    one after which they are as large. Exports multiply weights by it instead, so other programs need not know it."""
+    """Factor for embeddings before they are joined with hidden states, a power of two; 1 as
+    published. 0 chooses the factor that makes them as large as the hidden states. Exports fold the
+    factor into the weights, so other programs need not know it."""
 
 
 class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
-    """EAGLE-3's drafter: one layer that reads outputs of three layers of the target."""
+    """EAGLE-3's drafter: one layer that reads the outputs of three layers of the target."""
 
     kind: Literal["eagle3"] = "eagle3"
     """EAGLE-3."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers, from 0, whose outputs EAGLE-3 fuses; default: 1, L / 2 - 1 and L - 4 of the target's L."""
+    """Decoder layers, from 0, whose outputs EAGLE-3 fuses; default: 1, L / 2 - 1 and L - 4 of the
+    target's L."""
     draft_vocabulary: Count | Literal["all"] | None = None
-    """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses, or all. Its own LM head is of
-    these alone. Default: as for the others, at most 32,000."""
+    """Number of tokens that EAGLE-3 can draft: the most frequent ones of the store's responses, or
+    all. Its own LM head has only these rows. Default: as for other drafters, at most 32,000."""
     test_time_steps: Count = 7
-    """Draft steps that EAGLE-3's training unrolls, each fed with the output of the one before."""
+    """Draft steps unrolled in EAGLE-3's training; each reads the output of the previous one."""
     fc_norm: bool = False
-    """EAGLE-3.1: each of the fused outputs has a norm of its own before they are joined."""
+    """EAGLE-3.1: each fused output has its own norm before they are joined."""
     norm_output: bool = False
-    """EAGLE-3.1: the drafter is fed with its outputs after the final norm, so that their scale does not grow with the
-    draft steps."""
+    """EAGLE-3.1: the drafter reads its previous output after the final norm, so that the scale does
+    not grow with the draft steps."""
 
 
 class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSettings):
-    """Settings of block-parallel drafters: their context, the blocks that are trained, and their losses."""
+    """Settings of block-parallel drafters: context, training blocks and losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
-    """What the drafter sees of verified positions: hidden, outputs of the target's layers, as published; kv, their keys
-    and values as they are; memory, what Mixture of Attentions makes of those."""
+    """What the drafter sees of verified positions. hidden: outputs of the target's layers, as
+    published; kv: the target's keys and values, unchanged; memory: the encoded KV of Mixture of
+    Attentions."""
 
     forward_kl_weight: NonNegative = 1.0
     """Weight of the forward KL to the target's next-token distribution; 0 as published."""
     cross_entropy_weight: NonNegative = 0.0
     """Weight of the cross-entropy to the tokens of the text; 0.1 as published for DSpark."""
     l1_weight: NonNegative = 0.0
-    """Weight of the L1 distance to the target's next-token distribution, twice the total variation; 0.9 as published
-    for DSpark."""
+    """Weight of the L1 distance to the target's next-token distribution, twice the total variation;
+    0.9 as published for DSpark."""
     anchors: Count = 512
-    """Most blocks of a sequence that a step trains, drawn anew each time."""
+    """Maximum number of blocks of a sequence that a step trains; their positions are drawn again
+    for each step."""
     block_size: Count = 7
     """Slots of a block."""
     sample_from_anchor: bool = True
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+    """If true, the anchor slot predicts the next token. If false, each masked slot predicts the
+    token at its own position."""
     position_decay: NonNegative | None = None
-    """Draft k of a block, from 0, weighs exp(-k / this) in the loss; 0 for 1 each; default: 4 for blocks up to 8 slots,
-    5 up to 12, 7 for longer ones."""
+    """Decay d of the loss weights: draft k of a block, from 0, has the weight exp(-k / d); with d =
+    0 all weights are 1. Default: 4 for blocks of up to 8 slots, 5 up to 12, 7 for longer ones."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers of the target, from 0, that are read; hidden may begin with -1, the embedding; kv takes a multiple
-    of block_layers. Default: five, with kv block_layers, 1 to L - 3; none with memory."""
+    """Decoder layers of the target, from 0, that the drafter reads. With context hidden, the list
+    may begin with -1, the embedding; with kv, its length is a multiple of block_layers. Default:
+    five layers, or block_layers with kv, from 1 to L - 3; none with memory."""
     block_layers: Count = 5
     """Decoder layers of the drafter."""
     mask_token: Natural | None = None
-    """Token that stands for an unknown one, best one that texts do not have; default: the last of the vocabulary."""
+    """Token that marks a position to draft, preferably one that texts do not contain; default: the
+    last of the vocabulary."""
 
     @override
     def problems(self) -> list[str]:
-        given = sorted(set(MemorySettings.model_fields) & self.model_fields_set)
+        given_names = sorted(set(MemorySettings.model_fields) & self.model_fields_set)
         changed = [
             name
-            for name in given
+            for name in given_names
             if getattr(self, name) != MemorySettings.model_fields[name].default
         ]
-        found = []
+        problems = []
         if changed and self.context != "memory":
-            found.append(
-                f"the context {self.context} has no {' or '.join(changed)}, only that of memory has"
+            problems.append(
+                f"the context {self.context} has no {' or '.join(changed)}; only the context "
+                "memory has"
             )
         if self.divergence != "kl" and not self.forward_kl_weight:
-            found.append(
-                f"divergence {self.divergence} weighs nothing here; give forward_kl_weight, and l1_weight 0"
+            problems.append(
+                f"divergence {self.divergence} has the weight 0; set forward_kl_weight, and "
+                "l1_weight to 0"
             )
-        return found
+        return problems
 
     def decay(self) -> float:
-        """Return the decay of a block's weights."""
+        """Return the decay of the loss weights within a block."""
         if self.position_decay is not None:
             return self.position_decay
         return 4.0 if self.block_size <= 8 else 5.0 if self.block_size <= 12 else 7.0
 
 
 class DSparkSettings(BlockSettings):
-    """DSpark: a block of drafts from one forward, each with a look at the one before it."""
+    """DSpark: a block of drafts from one forward; each draft depends on the previous one."""
 
     kind: Literal["dspark"] = "dspark"
     """DSpark."""
     markov_head: Literal["none", "vanilla", "gated", "rnn", "product"] = "vanilla"
-    """How a draft follows from the one before it: vanilla, gated and rnn as published for DSpark, product as the scores
-    of DFlash 2's selector."""
+    """How a draft depends on the previous one. vanilla, gated and rnn: as published for DSpark;
+    product: as in the scores of DFlash 2's selector."""
     markov_rank: Count = 256
     """Rank of the Markov head."""
     confidence_head: bool = True
-    """Train a head that tells how likely a draft is accepted."""
+    """Train a head that predicts the probability that a draft is accepted."""
     confidence_with_markov: bool = True
-    """The confidence head reads the embedding of the token before too."""
+    """The confidence head also reads the embedding of the previous token."""
     confidence_weight: NonNegative = 1.0
     """Weight of the confidence head's binary cross-entropy."""
 
 
 class DFlashSettings(BlockSettings):
-    """DFlash: a block of drafts from one forward, each drafted by itself."""
+    """DFlash: a block of drafts from one forward, each predicted independently."""
 
     kind: Literal["dflash"] = "dflash"
     """DFlash."""
@@ -282,7 +308,8 @@ class DFlashSettings(BlockSettings):
     block_size: Count = 16
     """Slots of a block."""
     sample_from_anchor: bool = False
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+    """If true, the anchor slot predicts the next token. If false, each masked slot predicts the
+    token at its own position."""
 
 
 class GlideSettings(LayerSettings, DrafterSettings):
@@ -291,22 +318,23 @@ class GlideSettings(LayerSettings, DrafterSettings):
     kind: Literal["glide"] = "glide"
     """GLIDE."""
     block_size: Count = 5
-    """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before."""
+    """Tokens of a block in GLIDE's training; they see the target's keys and values of earlier
+    blocks."""
 
 
 class MedusaSettings(DrafterSettings):
-    """Medusa-1: heads on the target's hidden state, one for each level of drafts."""
+    """Medusa-1: heads on the target's hidden state, one for each draft level."""
 
     kind: Literal["medusa"] = "medusa"
     """Medusa."""
     medusa_heads: Count = 6
-    """Heads of Medusa, the most levels of drafts."""
+    """Number of Medusa heads, which is the maximum number of draft levels."""
     medusa_layers: Count = 1
-    """Residual layers of each head of Medusa."""
+    """Residual layers of each Medusa head."""
 
 
 class IndependentSettings(DrafterSettings):
-    """A small Llama that reads tokens alone."""
+    """A small Llama that reads tokens only."""
 
     kind: Literal["independent"] = "independent"
     """Independent."""
@@ -320,19 +348,21 @@ class ScheduleSettings(Config):
     """How long the run is, and how the learning rate changes."""
 
     max_steps: Common[Count | None] = None
-    """Optimizer steps; alternative to --epochs."""
+    """Optimizer steps; an alternative to --epochs."""
     epochs: Common[Positive | None] = None
-    """Passes over the training split (40 in the paper); default: enough for a million tokens, from 1 to 10."""
+    """Passes over the training split (40 in the paper); default: from 1 to 10, enough for a million
+    tokens."""
     warmup_steps: Natural | None = None
     """Linear warm-up from 0 to the peak, in steps; default: a tenth of the run, at most 50."""
     peak_multiplier: Positive | None = None
-    """The peak is this times the learning rate; 1 for warm-up and then constant; default: 10, or 20 as in the paper for
-    long runs of large targets."""
+    """Peak learning rate as a multiple of the final learning rate; 1 for warm-up and then a
+    constant rate. Default: 10, or 20 as in the paper for long runs of large targets."""
     decay_steps: Annotated[int, Field(ge=-1)] | None = None
-    """Step at which the linear decay to the learning rate ends; -1: the end of the run, the default; for long runs of
-    large targets the default is one epoch, as in the paper."""
+    """Step at which the linear decay to the final learning rate ends; -1 is the end of the run, the
+    default. For long runs of large targets the default is one epoch, as in the paper."""
     stop_after_steps: Count | None = None
-    """End this invocation at that step with everything saved; the schedule still spans the whole run."""
+    """Stop this invocation at that step with everything saved; the schedule still spans the whole
+    run."""
 
     @override
     def problems(self) -> list[str]:
@@ -340,7 +370,7 @@ class ScheduleSettings(Config):
         return ["give --max-steps or --epochs, not both"] if both else []
 
     def n_steps(self, steps_per_epoch: int) -> int:
-        """Return the optimizer steps of the whole run."""
+        """Return the number of optimizer steps of the whole run."""
         return self.max_steps or max(1, round((self.epochs or 1) * steps_per_epoch))
 
     def decay_end_step(self, steps_per_epoch: int) -> int:
@@ -351,51 +381,57 @@ class ScheduleSettings(Config):
 
 
 class OptimizerSettings(Config):
-    """The optimizer and its rates."""
+    """The optimizer and its learning rates."""
 
     kind: Literal["auto", "adamw", "muon"] = "auto"
-    """muon for the matrices and adamw for the rest, which needs fewer steps, or adamw for all as in the paper; auto
-    takes adamw for long runs of large targets."""
+    """muon: Muon for matrices and AdamW for the rest, which needs fewer steps; adamw: AdamW for all
+    weights, as in the paper; auto: adamw for long runs of large targets, otherwise muon."""
     learning_rate: Common[Positive | None] = None
-    """Learning rate at the end of the schedule; default: 1e-4, or 3e-5 as in the paper for long runs of large
-    targets."""
+    """Learning rate at the end of the schedule; default: 1e-4, or 3e-5 as in the paper for long
+    runs of large targets."""
     matrix_learning_rate: Positive | None = None
-    """Muon's learning rate at the end of the schedule, which it follows as --learning-rate does; default: 2e-3."""
+    """Muon's learning rate at the end of the schedule; it follows the same schedule as
+    --learning-rate. Default: 2e-3."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
     gradient_clip: NonNegative = 1.0
-    """Bound on the gradient's global norm; 0 for none."""
+    """Maximum global norm of the gradient; 0 for no clipping."""
 
 
 class BatchSettings(Config):
     """The sequences of a step, and how they are read."""
 
     batch_size: Common[Count | None] = None
-    """Sequences per optimizer step, over all devices and accumulation; default: 2 to 32, more for longer runs."""
+    """Sequences per optimizer step, over all devices and micro-batches; default: 2 to 32, more for
+    longer runs."""
     micro_batch_size: Count | None = None
-    """Sequences per forward; the batch is accumulated from these. Default: as many as fit into memory, on a CPU at most
-    2,048 tokens."""
+    """Sequences per forward; gradients are accumulated over the batch. Default: as many as fit into
+    memory, on a CPU at most 2,048 tokens."""
     reader_threads: Count | None = None
-    """Threads that read and decode shards; default: the cores, shared among the devices, at most 16."""
+    """Threads that read and decode shards; default: the cores divided by the devices, at most
+    16."""
     prefetch_batches: Count = 4
-    """Most micro-batches read ahead."""
+    """Maximum number of micro-batches read ahead."""
     prefetch_mb: Count = 1024
-    """Most MiB of activations read ahead; one micro-batch is read ahead however large it is."""
+    """Maximum MiB of activations read ahead; one micro-batch is always read ahead, however
+    large."""
     cache_dir: str | None = None
-    """Local folder that keeps what is read of a store in a bucket, for further epochs and runs; several processes and
-    stores may share it. Default: what MOA_DATA_CACHE_DIR names, or none."""
+    """Local folder that caches data read from a store in a bucket, for later epochs and runs;
+    several processes and stores may share it. Default: MOA_DATA_CACHE_DIR if it is set, otherwise
+    no cache."""
     cache_gb: Positive | None = None
-    """Most gigabytes in that folder; what was used longest ago goes first. Default: MOA_DATA_CACHE_GB, or 100."""
+    """Maximum gigabytes in that folder; the least recently used blocks are evicted first. Default:
+    MOA_DATA_CACHE_GB, or 100."""
 
 
 class ValidationSettings(Config):
-    """Which sequences are held out, and when a run is validated on them."""
+    """Which sequences are held out, and when the run is validated on them."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of sequences held out, chosen by a hash of their content; default: 0.02, in small stores up to 0.2, until
-    50 sequences or 5,000 response tokens are held out."""
+    """Share of sequences held out, chosen by a hash of their content. Default: 0.02; more in small
+    stores, up to 0.2, until 50 sequences or 5,000 response tokens are held out."""
     validation_sequences: Natural = 64
-    """Most sequences per validation."""
+    """Maximum number of sequences per validation."""
     validate_every: Count | None = None
     """Steps between validations; default: a tenth of the run, at most 1,000."""
     draft_length: Count = 5
@@ -406,44 +442,46 @@ class RecordSettings(Config):
     """How often a run logs and saves."""
 
     log_every: Count | None = None
-    """Steps between log rows; default: a twentieth of the run, at most 10."""
+    """Steps between logged rows; default: a twentieth of the run, at most 10."""
     checkpoint_every: Count = 100
     """Steps between saves of the last state."""
     logger: Literal["wandb", "mlflow"] | None = None
-    """Log to Weights & Biases or to MLflow too, set up by their environment variables."""
+    """Also log to Weights & Biases or MLflow, which are configured by their environment
+    variables."""
     project: str = "moa-data"
-    """Project, or experiment, of the run there."""
+    """Project (Weights & Biases) or experiment (MLflow) of the run."""
 
 
 class MachineSettings(Config):
     """The devices that train, and their precision."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    """Kind of device; auto takes an accelerator where there is one."""
+    """Kind of device; auto uses an accelerator if there is one."""
     devices: Common[str] = "auto"
-    """Devices of each machine to use: auto or a number."""
+    """Devices to use on each machine: auto or a number."""
     num_nodes: Count = 1
     """Machines that train together, each started by torchrun or SLURM with the same command."""
     precision: str = "auto"
     """bf16-mixed, 32-true or 16-mixed; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     compile: bool = False
-    """Compile the drafter's layers, which takes minutes at the start; results differ by rounding."""
+    """Compile the drafter's layers, which takes minutes at the start; results differ by rounding
+    errors."""
 
     @override
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
-            found.append(f"devices is {self.devices!r}, expected auto or a number from 1 up")
+            problems.append(f"devices is {self.devices!r}, expected auto or a positive number")
         if self.precision == "bf16-true":
-            found.append(
-                "precision bf16-true would leave norms untrained: bfloat16 weights near 1 lose updates below 0.002; "
-                "use bf16-mixed, which keeps float32 weights"
+            problems.append(
+                "precision bf16-true would leave norms untrained: bfloat16 weights near 1 lose "
+                "updates below 0.002; use bf16-mixed, which keeps float32 weights"
             )
         elif self.precision not in PRECISIONS:
-            found.append(
+            problems.append(
                 f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}"
             )
-        return found
+        return problems
 
 
 AnyDrafter = (
@@ -459,9 +497,10 @@ AnyDrafter = (
 
 
 class TrainConfig(Config):
-    """One training run; ``defaults.py`` chooses what the length of the run and the size of the target decide."""
+    """Settings of a run; ``defaults.py`` chooses those that depend on its length and the target."""
 
-    if TYPE_CHECKING:  # else they refuse names of settings in groups
+    # Type checkers would otherwise refuse the names of settings that are in groups.
+    if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...
 
@@ -470,8 +509,9 @@ class TrainConfig(Config):
     out: Common[str]
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
     drafter: Common[AnyDrafter] = Field(default_factory=MoASettings, discriminator="kind")
-    """moa (Mixture of Attentions), glide (keys and values of the last layer alone); without any: eagle (EAGLE-2),
-    eagle3, dspark and dflash (blocks of drafts), medusa, independent (a small Llama)."""
+    """Kind of drafter. moa (Mixture of Attentions) and glide (keys and values of the last layer
+    only) read the target's keys and values; eagle (EAGLE-2), eagle3, dspark and dflash (blocks of
+    drafts), medusa and independent (a small Llama) need none by default."""
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     data: BatchSettings = Field(default_factory=BatchSettings)
@@ -479,41 +519,45 @@ class TrainConfig(Config):
     record: RecordSettings = Field(default_factory=RecordSettings)
     machine: MachineSettings = Field(default_factory=MachineSettings)
     init_from: Common[str | None] = None
-    """Start from the weights of a drafter, of a run or in another format; optimizer and schedule start afresh."""
+    """Start from the weights of another drafter: a run, or a folder in another format. Optimizer
+    and schedule start from scratch."""
     resume: Common[bool] = False
-    """Continue from the last checkpoint in --out, with the settings of that run; a larger --max-steps lengthens it."""
+    """Continue from the last checkpoint in --out, with the settings of that run. A larger
+    --max-steps makes the run longer."""
     dry_run: Common[bool] = False
-    """Print what the run takes, from some micro-batches that are trained on, and write nothing."""
+    """Print the time, memory and disk that the run needs, measured by training on a few
+    micro-batches, and write nothing."""
     seed: Seed = 0
-    """Random seed of the initial weights, the order of the data and all draws."""
+    """Random seed of the initial weights, the data order and all random draws."""
 
     @property
     def target_layer_inference(self) -> int:
-        """N, how many of the target's last layers drafted features pass through."""
+        """Number of the target's last layers that drafted features pass through."""
         return getattr(self.drafter, "target_layer_inference", 0)
 
 
 def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the file with the settings of the run that is resumed, and those that hold unless others are given.
+    """Return the settings file of the run that is resumed, and the settings to reuse from it.
 
-    There are none where no run is resumed, or its file cannot be read; resuming it then says what is wrong.
+    Settings that are given again replace these. Both are empty if no run is resumed, or if its file
+    cannot be read; resuming then reports the error.
     """
     file = Path(str(given.get("out", ""))) / RUN_FILE
     if str(given.get("resume", False)).lower() != "true" or not file.is_file():
         return "", {}
     try:
-        found = read_config_file(file)
+        recorded = read_config_file(file)
     except OptionInvalid:
         return "", {}
-    schedule = dict(found.get("schedule", {}))
-    now = given.get("schedule", {})
-    # An early stop is not repeated; of the two settings of a run's length, the one that is given
-    # counts.
+    schedule = dict(recorded.get("schedule", {}))
+    given_schedule = given.get("schedule", {})
+    # An early stop is not repeated. The length of a run is either max_steps or epochs: if one is
+    # given now, neither recorded value counts.
     replaced = {"stop_after_steps"} | (
-        {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(now) else set()
+        {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )
-    found["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}
-    return str(file), found
+    recorded["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}
+    return str(file), recorded
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -535,8 +579,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"batch_size": 8},
     },
 }
-"""Named starting points: ``paper`` is Mixture of Attentions as published, ``small`` is for short runs, which need Muon
-and a higher rate that decays over the whole run, whatever their length."""
+"""Named starting points: ``paper`` is Mixture of Attentions as published; ``small`` is for short
+runs, which need Muon and a higher learning rate that decays over the whole run, whatever its
+length."""
 
 
 class DrafterExportConfig(Config):
@@ -561,12 +606,13 @@ class DrafterExportConfig(Config):
         "eagle3",
         "llama",
     ]
-    """Layout of the files; docs/interop.md says who loads which."""
+    """Layout of the files; docs/interop.md lists the programs that load each."""
     out: str
-    """Folder to write; it must not exist, or be empty."""
+    """Folder to write; it must be empty or not exist."""
     model: str | None = None
-    """The target (a folder, a GGUF file, a hub id, or a store), of which moa and moa-eagle hold the config.json, eagle
-    and speculators-eagle3 the embeddings, and dspark embeddings and LM head; speculators' formats name its folder or
-    hub id, and need one. Default: the store that the run was trained from."""
+    """The target: a folder, a GGUF file, a hub id or a store. Formats moa and moa-eagle include its
+    config.json, eagle and speculators-eagle3 its embeddings, dspark its embeddings and LM head. The
+    speculators formats also store its folder or hub id, and require it. Default: the store that the
+    run was trained from."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the weights; engines cast them to their own."""
+    """Dtype of the weights; inference engines cast them to their own dtype."""

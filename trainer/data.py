@@ -1,19 +1,21 @@
-"""The data of a run: which sequences train, in which order, with which random draws, and how they are read.
+"""Choose, order, draw and read the training and validation sequences of a run.
 
 ::
 
     StoreDataModule       training and validation sequences of a store
-    TrainingStream        order and draws of each step; reads micro-batches ahead in a thread
-    BatchReader.read      byte ranges of all sequences -> padded tensors on reused memory
-    BatchReader.deliver   CPU: decode; CUDA: start the copy on a stream of its own
+    TrainingStream        order and random draws of each step; reads micro-batches ahead in a thread
+    BatchReader.read      byte ranges of all sequences -> padded tensors in reused memory
+    BatchReader.batch     CPU: decode; CUDA: start the copy on its own stream
     await_copy            the step's stream waits for the copy
     Batch.decode          codes -> values, on the device
 
-Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees what an uninterrupted one
-would. Micro-batches that are read ahead take at most ``prefetch_mb`` together, the trainer holds two more, and free
-buffers are kept within the same bounds.
+Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees the same
+batches as an uninterrupted one. Micro-batches that are read ahead take at most ``prefetch_mb``
+together. The trainer holds two more, and the free buffers that are kept for reuse stay within the
+same bounds.
 
-Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target width.
+Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target
+width.
 """
 
 import contextlib
@@ -53,12 +55,16 @@ from ..text import add_command
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
 from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_validation_fraction
 
-# The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on.
+# Attribute of ``TrainingInputs`` that is read from several fields: ``layer_outputs.0`` and so on.
 _LAYER_OUTPUTS = "layer_outputs"
-_COUNTED_SEQUENCES = 256  # read at once to count their tokens
-_MOST_COUNTED = 1 << 16  # sequences whose tokens are counted; of a larger store evenly spread ones
-_MAX_THREADS = 16  # decode more than the bus to a GPU takes
-# batches that are formed by length among each other: more would pad less, and mix the data less
+# Sequences read at once to count their tokens.
+_COUNTED_SEQUENCES = 256
+# Maximum number of sequences whose tokens are counted. A larger store is sampled evenly.
+_MOST_COUNTED = 1 << 16
+# This many threads decode more than the bus to a GPU can transfer.
+_MAX_THREADS = 16
+# Sequences are sorted by length within groups of this many batches. A larger group has less
+# padding, but mixes the data less.
 _GROUPED_BATCHES = 32
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -66,45 +72,52 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 
 @dataclass
 class EncodedField:
-    """A field as the store holds it, for all sequences of a micro-batch."""
+    """An encoded field of all sequences of a micro-batch, as stored."""
 
     codec: FieldCodec
-    rows: dict[str, Tensor]  # stored array -> [B, n_rows, *row_shape]
-    n_tokens: tuple[int, ...]  # of each sequence
-    dtype: torch.dtype  # of the decoded values
-    layers: list[int] | None = None  # that the rows hold; None for all, or where the field has none
+    rows: dict[str, Tensor]  # Name of the stored array -> [B, n_rows, *row_shape].
+    n_tokens: tuple[int, ...]  # Length of each sequence.
+    dtype: torch.dtype  # Dtype of the decoded values.
+    # Layers in the rows. None if they hold all layers, or if the field has no layer axis.
+    layers: list[int] | None = None
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode on the device of the rows: [B, T, *token_shape], zero after each sequence; some codecs need tokens."""
+        """Decode on the device of the rows: [B, T, *token_shape], with zeros after each sequence.
+
+        Args:
+            tokens: token ids [B, T]; some codecs decode with them.
+        """
         device = next(iter(self.rows.values())).device
         shape = (len(self.n_tokens), max(self.n_tokens), *token_shape(self.codec.spec, self.layers))
         values = torch.zeros(shape, dtype=self.dtype, device=device)
         for index, n_tokens in enumerate(self.n_tokens):
-            own = {name: rows[index] for name, rows in self.rows.items()} | {TOKENS: tokens[index]}
-            values[index, :n_tokens] = self.codec.decode(own, 0, n_tokens, self.layers)
+            arrays = {name: rows[index] for name, rows in self.rows.items()} | {
+                TOKENS: tokens[index]
+            }
+            values[index, :n_tokens] = self.codec.decode(arrays, 0, n_tokens, self.layers)
         return values
 
 
 @dataclass
 class GroupedKV:
-    """The KV of layers that are not alike, as the store holds it, for all sequences of a micro-batch."""
+    """KV of a target whose layers have different shapes, as stored, for one micro-batch."""
 
-    # field -> [B, T, *token_shape] of the layers that are read
+    # Field -> [B, T, *token_shape] of the layers that are read.
     parts: dict[str, Tensor | EncodedField]
-    places: dict[str, list[int]]  # field -> which of the packed layers these are
-    width: int  # D, of the widest
+    places: dict[str, list[int]]  # Field -> positions of its layers among the packed layers.
+    width: int  # D, the packed width of the widest layer.
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Pack on the device of the parts, narrower layers padded with zeros: [B, T, L, D]."""
+        """Pack on the device of the parts, padding narrower layers with zeros: [B, T, L, D]."""
         values = {
             name: part if isinstance(part, Tensor) else part.decode(tokens)
             for name, part in self.parts.items()
         }
         first = next(iter(values.values()))
         packed = first.new_zeros(*first.shape[:2], sum(map(len, self.places.values())), self.width)
-        for name, own in values.items():
-            for place, layer in zip(self.places[name], own.flatten(3).unbind(2), strict=True):
-                packed[:, :, place, : layer.shape[2]] = layer
+        for name, layers in values.items():
+            for index, layer in zip(self.places[name], layers.flatten(3).unbind(2), strict=True):
+                packed[:, :, index, : layer.shape[2]] = layer
         return packed
 
 
@@ -114,34 +127,36 @@ class Batch:
 
     inputs: TrainingInputs
     draws: Draws
-    # Of sums over loss positions: it weighs unequal micro-batches and devices by their positions.
+    # Divisor of sums over loss positions. It weights unequal micro-batches and devices by their
+    # number of loss positions.
     denominator: float = 1.0
-    n_tokens: int = 0  # without padding
-    n_tokens_of_all: int = 0  # of the micro-batches that all devices take at the same time
+    n_tokens: int = 0  # Without padding.
+    # Tokens of the micro-batches that all devices process at the same time.
+    n_tokens_of_all: int = 0
     n_bytes_read: int = 0
-    # of a micro-batch within its step on this device; of a validation batch over all devices
+    # Index of a micro-batch within its step on this device, or of a validation batch over all
+    # devices.
     index: int = 0
-    n_parts: int = 1  # micro-batches of the step on this device
-    # done when the batch has arrived; None where there is nothing to wait for
+    n_parts: int = 1  # Micro-batches of the step on this device.
+    # Event that is done when the batch has arrived; None if there is nothing to wait for.
     copied: torch.cuda.Event | None = None
-    # Attribute of ``inputs`` -> the EncodedField or GroupedKV that it will be decoded from; until
-    # then the attribute is
-    # an empty tensor.
+    # Attribute of ``inputs`` -> the EncodedField or GroupedKV that it is decoded from. Until it is
+    # decoded, the attribute is an empty tensor.
     encoded: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
-        """Copy it to a device."""
+        """Copy the batch to a device."""
         copied: Batch = map_tensors(self, lambda tensor: tensor.to(device, **kwargs))
         return copied
 
     @torch.no_grad()
     def decode(self) -> "Batch":
-        """Decode what is encoded, on the device where it is."""
+        """Decode the encoded fields on the device that holds them."""
         if not self.encoded:
             return self
         decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
-            # heads, keys and values in one row, as drafters pack them
+            # Drafters expect heads, keys and values packed in one row.
             decoded["kv"] = decoded["kv"].flatten(3)
         outputs = enumerate(self.inputs.layer_outputs)
         layers = tuple(
@@ -163,14 +178,17 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | EncodedField | GroupedKV):
         return replace(
             item,
-            **{one.name: map_tensors(getattr(item, one.name), function) for one in fields(item)},
+            **{
+                attribute.name: map_tensors(getattr(item, attribute.name), function)
+                for attribute in fields(item)
+            },
         )
     return item
 
 
 def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
-    """Start copying a batch from pinned memory to a stream's device; call :func:`await_copy` before using it."""
-    # torch gives pinned memory to others only once the copies from it are done.
+    """Start copying a batch from pinned memory on a stream; call :func:`await_copy` before use."""
+    # torch reuses pinned memory only after the copies from it are done.
     with torch.cuda.stream(stream):
         moved = batch.to(stream.device, non_blocking=True)
         done = torch.cuda.Event()
@@ -179,14 +197,14 @@ def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
 
 
 def await_copy(batch: Batch) -> Batch:
-    """Let the current stream of a batch's device wait until the batch has arrived; the host does not wait."""
+    """Make the current stream of a batch's device wait for the batch, without blocking the host."""
     if batch.copied is None:
         return batch
     stream = torch.cuda.current_stream(batch.inputs.tokens.device)
     stream.wait_event(batch.copied)
 
     def keep(tensor: Tensor) -> Tensor:
-        # or the allocator gives its memory away before this stream is done with it
+        # Otherwise the allocator would reuse the memory before this stream is done with it.
         tensor.record_stream(stream)
         return tensor
 
@@ -195,7 +213,7 @@ def await_copy(batch: Batch) -> Batch:
 
 
 def target_identity(store: ActivationStore) -> dict[str, str]:
-    """Return what a store records of its target's identity, such as weights_sha256."""
+    """Return the identity of the target that a store records, such as weights_sha256."""
     recorded = store.manifest.identities.items()
     return {
         name.removeprefix("target."): str(value)
@@ -205,7 +223,7 @@ def target_identity(store: ActivationStore) -> dict[str, str]:
 
 
 def has_own_answers(store: ActivationStore) -> bool:
-    """Return whether an extraction of the store recorded that its target wrote the answers itself."""
+    """Return whether the store records that its target wrote the answers itself."""
     weights = target_identity(store).get("weights_sha256")
     runs = store.path / RUNS_NAME
     for name in names_in(runs):
@@ -216,7 +234,7 @@ def has_own_answers(store: ActivationStore) -> bool:
 
 
 def read_fields(reads: Reads) -> dict[str, str]:
-    """Map attributes of ``TrainingInputs`` to the fields that they are read from, layer outputs numbered."""
+    """Map attributes of ``TrainingInputs`` to their fields; layer outputs are numbered."""
     outputs = {
         f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}"
         for index, layer in enumerate(reads.outputs)
@@ -229,14 +247,14 @@ def _reads(store: ActivationStore, drafter: Any) -> Reads:
     n_layers = int(store.manifest.target["n_layers"])
     reads = kind.reads(n_layers, drafter)
     n_with_kv = len(_kv_layers(store))
-    # those with KV of their own are counted among each other
+    # Layer numbers of ``kv_layers`` count only the layers that have their own KV.
     if reads.kv and n_with_kv not in (0, n_layers):
         return replace(reads, kv_layers=kind.reads(n_with_kv, drafter).kv_layers)
     return reads
 
 
 def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
-    """List the target's layers whose KV a store has, ascending, with the field and its index along the layer axis."""
+    """List (layer, field, index along the layer axis) of each layer with stored KV, ascending."""
     specs = [spec for name, spec in store.fields.items() if name.split("/")[0] == KV]
     return sorted(
         (layer, spec.name, index)
@@ -246,56 +264,72 @@ def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
 
 
 def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, int]]]:
-    """Map fields of keys and values that are read to (place among all layers that are read, index) of each layer."""
-    every = _kv_layers(store)
-    found = dict[str, list[tuple[int, int]]]()
+    """Map each KV field that is read to its layers.
+
+    A layer is given as (position among all layers that are read, index along the field's layer
+    axis).
+    """
+    all_layers = _kv_layers(store)
+    layers_of = dict[str, list[tuple[int, int]]]()
     chosen = (
-        every
-        if reads.kv_layers is None or not every
-        else [every[layer] for layer in reads.kv_layers]
+        all_layers
+        if reads.kv_layers is None or not all_layers
+        else [all_layers[layer] for layer in reads.kv_layers]
     )
-    for place, (_, name, index) in enumerate(chosen if reads.kv else []):
-        found.setdefault(name, []).append((place, index))
-    return found
+    for position, (_, name, index) in enumerate(chosen if reads.kv else []):
+        layers_of.setdefault(name, []).append((position, index))
+    return layers_of
 
 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
-    """Map as :func:`read_fields` does for the drafter of a run, or refuse a store that lacks one of the fields."""
+    """Map attributes to fields for the drafter of a run, like :func:`read_fields`.
+
+    Raises:
+        SelectionInvalid: the store lacks one of the fields.
+    """
     n_layers = int(store.manifest.target["n_layers"])
     n_last = config.target_layer_inference
     if n_last >= n_layers:
         raise TrainingError(
-            f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
+            f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; "
+            "lower it."
         )
     if n_last:
-        layer_sizes(load_target_config(store.target_path))  # else what is missing would be named
+        # Refuse an unsupported target first; otherwise the error would name missing fields.
+        layer_sizes(load_target_config(store.target_path))
     reads = _reads(store, config.drafter)
     needed = read_fields(reads)
     kv = _kv_read(store, reads)
-    if kv:  # which is of several fields where layers are not alike
-        is_one = len({name for _, name, _ in _kv_layers(store)}) == 1
-        own = {KV if is_one else f"{KV}.{index}": name for index, name in enumerate(kv)}
-        needed = own | {attribute: name for attribute, name in needed.items() if attribute != KV}
+    # The KV is stored in several fields if layers have different shapes.
+    if kv:
+        is_single = len({name for _, name, _ in _kv_layers(store)}) == 1
+        kv_fields = {KV if is_single else f"{KV}.{index}": name for index, name in enumerate(kv)}
+        needed = kv_fields | {
+            attribute: name for attribute, name in needed.items() if attribute != KV
+        }
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        how = f"add with {add_command(str(store.path), missing, n_last)}"
+        advice = f"add with {add_command(str(store.path), missing, n_last)}"
         if origin := store.manifest.extraction.get("imported_from"):
-            how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
+            advice = (
+                f"nothing can be added to a store that was imported from {origin}, so extract one "
+                "with all fields"
+            )
         raise SelectionInvalid(
-            f"{store.path} lacks {', '.join(missing)}; {how}, or train another drafter."
+            f"{store.path} lacks {', '.join(missing)}; {advice}, or train another drafter."
         )
     return needed
 
 
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
-    """Return the layers of a field that the drafter is trained on; None for all, or where the field has none."""
+    """Return the layers of a field that the drafter reads; None for all, or if it has no layers."""
     spec = store.fields[name]
-    read = _kv_read(store, _reads(store, config.drafter)).get(name)
-    return layer_indices(spec, None if read is None else [index for _, index in read])
+    layers = _kv_read(store, _reads(store, config.drafter)).get(name)
+    return layer_indices(spec, None if layers is None else [index for _, index in layers])
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
-    """Count the bytes of one sequence's activations, padded to ``n_tokens``."""
+    """Return the bytes of one sequence's activations, padded to ``n_tokens``."""
     specs = [
         (store.fields[name], needed_layers(store, config, name))
         for name in needed_fields(store, config).values()
@@ -308,34 +342,42 @@ def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -
 
 
 class BatchReader:
-    """Reads given sequences of a store into right-padded batches for a device that trains."""
+    """Read sequences of a store into right-padded batches for a training device."""
 
     def __init__(
         self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1
     ) -> None:
         self.store = store
         self.config = config
-        # of the cores, which the processes of this machine share
-        n_own = len(os.sched_getaffinity(0)) // n_ranks
-        self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_own))
-        # On the CPU the thread that reads also decodes; another device decodes for itself, so that
-        # only codes travel.
+        # The processes of this machine share its cores.
+        n_cores = len(os.sched_getaffinity(0)) // n_ranks
+        self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
+        # On a CPU, the reading thread also decodes. Another device decodes for itself, so that only
+        # codes are transferred.
         self._decodes = device.type == "cpu"
-        # A GPU copies page-locked memory at full speed and, on a stream of its own, beside other
-        # work.
+        # A GPU copies page-locked memory at full speed, and a separate stream overlaps the copy
+        # with other work.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
-        read = _kv_read(store, _reads(store, config.drafter))
-        self._kv_places = {name: [place for place, _ in layers] for name, layers in read.items()}
+        kv_layers = _kv_read(store, _reads(store, config.drafter))
+        self._kv_places = {
+            name: [position for position, _ in layers] for name, layers in kv_layers.items()
+        }
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         self._token_bytes = sequence_bytes(store, config, 1)
 
     def read(
         self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
     ) -> tuple[TrainingInputs, dict[str, Any]]:
-        """Read sequences with the given token counts; padding is zero. Also returns ``Batch.encoded``.
+        """Read sequences; padding is zero.
 
-        ``response``: bool [B, at least T], their response masks; None to read them too.
+        Args:
+            sequences: indices of the sequences.
+            lengths: their token counts.
+            response: bool [B, at least T], their response masks; None to read them too.
+
+        Returns:
+            The inputs, and the value of ``Batch.encoded``.
         """
         n_rows = len(sequences)
         n_tokens = int(lengths.max())
@@ -357,8 +399,8 @@ class BatchReader:
             out[array.name] = (
                 buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer
             ).numpy()
-        # The masks of a whole step are read before its first micro-batch, for the divisor of the
-        # loss.
+        # The response masks of a whole step are read before its first micro-batch, because the
+        # divisor of the loss depends on them.
         names = _TEXT_FIELDS if response is None else ("tokens",)
         text = {
             name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype)
@@ -370,7 +412,8 @@ class BatchReader:
             out=out | text,
             layers={name: layers for name, layers in self._layers.items() if layers is not None},
             n_threads=self.n_threads,
-            decoded=False,  # codes travel to the device, which decodes faster than the host
+            # The device decodes the codes faster than the host.
+            decoded=False,
         )
         encoded: dict[str, Any] = {}
         for attribute, name in self._fields.items():
@@ -384,8 +427,10 @@ class BatchReader:
                 )
                 buffers[name] = torch.empty(0)
         read = {attribute: buffers[name] for attribute, name in self._fields.items()}
-        if own := [attribute for attribute in self._fields if attribute.startswith(f"{KV}.")]:
-            parts: dict[str, Any] = {self._fields[one]: encoded.pop(one, read[one]) for one in own}
+        if kv_parts := [attribute for attribute in self._fields if attribute.startswith(f"{KV}.")]:
+            parts: dict[str, Any] = {
+                self._fields[part]: encoded.pop(part, read[part]) for part in kv_parts
+            }
             encoded[KV] = GroupedKV(
                 parts, self._kv_places, int(self.store.manifest.target["kv_width"])
             )
@@ -426,17 +471,17 @@ class BatchReader:
         ).bool()
 
     def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
-        """Count how often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
+        """Count the occurrences of each token in the responses of sequences: int64 [V]."""
         counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
         sequences = sequences[:: 1 + len(sequences) // _MOST_COUNTED]
-        # In parts, or the tokens of a large store would be in memory at once.
+        # Read in parts, because the tokens of a large store may not fit into memory.
         for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
             read = self.store.read_batch(part, list(_TEXT_FIELDS))
             counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))
         return torch.from_numpy(counts)
 
     def n_bytes(self, lengths: np.ndarray) -> int:
-        """Count the bytes of activations in a batch of sequences with these token counts."""
+        """Return the bytes of activations in a batch of sequences with these token counts."""
         return len(lengths) * self._token_bytes * int(lengths.max())
 
 
@@ -444,25 +489,29 @@ def split_sequences(
     sequence_ids: list[str], validation_fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of training and of validation sequences, ascending."""
-    # By a hash of the content, so that the split survives re-ordering and growth of the dataset.
-    # 32 bits of a SHA-256 are uniform enough, and exact in a float.
+    # The split uses a hash of the content, so it survives reordering and growth of the dataset. 32
+    # bits of a SHA-256 are uniform enough, and exact in a float.
     points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
     held_out = points < validation_fraction
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Group the sequences of one epoch by length into random batches: indices [n_batches, batch_size] of ``n_tokens``.
+    """Group the sequences of one epoch by length into random batches.
 
-    A random rest that fills no batch is left out.
+    Sequences that do not fill a last batch are left out; they are chosen at random.
+
+    Returns:
+        Indices of ``n_tokens``, [n_batches, batch_size].
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
-    # Cut before sorting: the rest that is left out is random, not the longest of a group.
+    # Cut before sorting, so that random sequences are left out, not the longest of a group.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]
-    # Stable: sequences of equal length stay in random order, the same one with every sort.
+    # The sort is stable: sequences of equal length stay in random order, which does not depend on
+    # the sorting algorithm.
     order = np.concatenate([part[np.argsort(n_tokens[part], kind="stable")] for part in parts])
     order = order.reshape(n_batches, batch_size)
     return order[random.permutation(n_batches)]
@@ -470,12 +519,11 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     """Draw the random numbers of one optimizer step, a pure function of seed and step."""
-    # A generator of its own for each step, so that step k needs none of the draws before it; no two
-    # seeds share one.
+    # Each step has its own generator, so that step k does not need the draws of earlier steps. Two
+    # runs with different seeds never share one.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
-    # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise
-    # seeds.
+    # Drafters without rounds draw the same numbers, so that all kinds get the same noise seeds.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(
         rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator
@@ -507,7 +555,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Pick the draws of some rows of a step."""
+    """Select the draws of some rows of a step."""
     return replace(
         draws,
         step_bound=None if draws.step_bound is None else draws.step_bound[rows],
@@ -518,9 +566,9 @@ def rows_of(draws: Draws, rows: Tensor) -> Draws:
 
 
 def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
-    """Draw the anchors of blocks, where a drafter has them, from response masks [B, T] on the host.
+    """Draw the anchors of blocks, if the drafter has them, from response masks [B, T] on the host.
 
-    They are those that the objective would draw; there it would wait for masks on a device.
+    The objective would draw the same anchors, but it would have to wait for masks on a device.
     """
     if not isinstance(config.drafter, BlockSettings):
         return draws
@@ -529,7 +577,7 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of all positions of response masks [B, T]; 1 each by default."""
+    """Sum the loss weights of all positions of response masks [B, T]; each is 1 by default."""
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
@@ -541,21 +589,22 @@ def trains_on_cpu(machine: MachineSettings) -> bool:
 
 
 def count_devices(machine: MachineSettings) -> int:
-    """Return the devices of a run with these settings, of all machines."""
+    """Return the number of devices of a run with these settings, over all machines."""
     n_devices = 1 if trains_on_cpu(machine) else max(1, torch.cuda.device_count())
     return machine.num_nodes * (n_devices if machine.devices == "auto" else int(machine.devices))
 
 
 def device_share(config: TrainConfig, n_ranks: int) -> int:
-    """Return the sequences of a step on each device, which the micro-batch must divide."""
+    """Return the sequences of a step on each device; the micro-batch size must divide it."""
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
         raise TrainingError(
-            f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices."
+            f"--batch-size {config.data.batch_size} is not a multiple of the {n_ranks} devices."
         )
     if share % (config.data.micro_batch_size or share):
         raise TrainingError(
-            f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} sequences of a device."
+            f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} "
+            "sequences of a device."
         )
     return share
 
@@ -563,13 +612,15 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
 def _read_ahead(
     reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int
 ) -> Iterator[Batch]:
-    """Yield batches, given the bytes and the reading function of each, while a thread reads the next ones.
+    """Yield batches while a thread reads the next ones.
 
-    One is read ahead however large it is.
+    Args:
+        reads: the size in bytes of each batch, and the function that reads it.
+        max_batches, max_bytes: limits on what is read ahead. One batch is read ahead whatever its
+            size.
     """
-    # With more threads than cores OpenMP lets those of the forward sleep at each barrier, which
-    # costs up to 5 % of a
-    # step: the thread that reads must not have a team of its own.
+    # If there are more threads than cores, OpenMP lets the threads of the forward sleep at each
+    # barrier, which costs up to 5 % of a step. So the reading thread must not have an OpenMP team.
     with ThreadPoolExecutor(1, "read-ahead", torch.set_num_threads, (1,)) as pool:
         pending: deque[tuple[int, Future[Batch]]] = deque()
         ahead_bytes = 0
@@ -591,21 +642,22 @@ def _read_ahead(
 class _Step:
     """The sequences and draws of one optimizer step on one device."""
 
-    rows: np.ndarray  # all its sequences, those of other devices included
-    draws: Draws  # one row for each of them
-    parts: list[np.ndarray]  # of each micro-batch of this device, indices of ``rows``
-    # bool [B, T], of all rows; None until the first micro-batch is read
+    rows: np.ndarray  # All sequences of the step, on all devices.
+    draws: Draws  # One row for each sequence.
+    parts: list[np.ndarray]  # Indices of ``rows`` for each micro-batch of this device.
+    # Response masks of all rows, bool [B, T]; None until the first micro-batch is read.
     response: Tensor | None = None
-    denominator: float = 1.0  # of each micro-batch's sums, from those masks
+    denominator: float = 1.0  # Divisor of each micro-batch's loss sums, from the response masks.
 
 
 class TrainingStream:
-    """Endless micro-batches from a given step on, read ahead of the trainer.
+    """Endless stream of micro-batches from a given step on, read ahead of the trainer.
 
     Args:
-        sequences, lengths: indices of the training sequences, and tokens of each.
+        sequences, lengths: indices and token counts of the training sequences.
         max_steps: steps of the run, for the curriculum.
-        micro_batch: sequences of each; None for the settings' number, or all of a device.
+        micro_batch: sequences per micro-batch. None takes the number in the settings, or all
+            sequences of the device.
     """
 
     def __init__(
@@ -628,9 +680,9 @@ class TrainingStream:
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
-        self.start_step = 0  # the step that the stream begins with
-        self.wait_s = 0.0  # seconds that the consumer waited for micro-batches
-        self.asked_s = 0.0  # ``time.perf_counter()`` when one was last asked for
+        self.start_step = 0  # The first step of the stream.
+        self.wait_s = 0.0  # Seconds that the consumer waited for micro-batches.
+        self.asked_s = 0.0  # ``time.perf_counter()`` at the last request for a batch.
 
     def __iter__(self) -> Iterator[Batch]:
         data = self._reader.config.data
@@ -642,7 +694,7 @@ class TrainingStream:
             yield batch
 
     def micro_batch(self, rows: np.ndarray) -> Batch:
-        """Read some of the sequences as a micro-batch that is a step by itself."""
+        """Read some of the sequences as a micro-batch that is a complete step."""
         draws = rows_of(draw(self._reader.config, 0, self._max_steps), torch.arange(len(rows)))
         return self._read(_Step(rows, draws, [np.arange(len(rows))]), 0)
 
@@ -663,20 +715,21 @@ class TrainingStream:
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             order = epoch_order(self._lengths, known(config.data.batch_size), config.seed, epoch)
             self._epoch_order = epoch, order
-        # Neighbours in a batch have like lengths, so dealing them in turn gives each device the
-        # same work.
+        # Neighbours in a batch have similar lengths, so dealing them round-robin gives each device
+        # the same work.
         mine = np.arange(self._rank, known(config.data.batch_size), self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
         return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
 
     def _read(self, plan: _Step, index: int) -> Batch:
-        """Read one micro-batch; the one thread that reads ahead calls this."""
+        """Read one micro-batch. Only the read-ahead thread calls this."""
         part = plan.parts[index]
         n_bytes_before = self._reader.store.n_bytes_read
         if plan.response is None:
             plan.response = self._reader.response_masks(self._sequences[plan.rows])
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
-            # Lightning averages over micro-batches, and over devices.
+            # Lightning averages over micro-batches and devices, so each divisor is a share of the
+            # total.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         rows = plan.rows[part]
         at_once = self._micro * self._n_ranks
@@ -699,7 +752,7 @@ class TrainingStream:
 
 
 class ValidationBatches:
-    """One device's share of the validation batches, of sequences ascending by length, read ahead on each pass."""
+    """One device's validation batches, in order of sequence length, read ahead on each pass."""
 
     def __init__(
         self,
@@ -715,10 +768,10 @@ class ValidationBatches:
         self._lengths = lengths
         self._size = size
         n_batches = -(-len(sequences) // size)
-        # Those of a single device, dealt in turn, so that the metrics do not depend on the number
-        # of devices. Each gets
-        # equally many, as all synchronise between two batches: the last one goes to several, under
-        # its one index.
+        # The batches are the same for any number of devices, and dealt round-robin, so that the
+        # metrics do not depend on the number of devices. Every device gets equally many, because
+        # all synchronize between two batches. So several devices may get the last batch, always
+        # with the same index.
         self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
 
     def __len__(self) -> int:
@@ -738,7 +791,7 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        # fixed: the same rounds in each validation
+        # The phases are fixed, so that each validation has the same rounds.
         phase = torch.arange(len(self._sequences))[rows] % n_steps
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase
@@ -747,7 +800,7 @@ class ValidationBatches:
 
 
 class StoreDataModule(L.LightningDataModule):
-    """Training and validation batches of a store; chooses the settings that nobody gave."""
+    """Training and validation batches of a store; chooses the settings that were not given."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
@@ -760,14 +813,14 @@ class StoreDataModule(L.LightningDataModule):
         fraction = known(config.validation.validation_fraction)
         train, held_out = split_sequences(table["sequence_id"].to_pylist(), fraction)
         self.train_sequences = train
-        # A shorter response holds no complete round to measure.
+        # A response must be longer than a round, or there is no complete round to measure.
         usable = held_out[responses[held_out] > config.validation.draft_length]
         self.validation_sequences = usable[: config.validation.validation_sequences]
         self.n_validation_positions = int(responses[self.validation_sequences].sum())
         if len(train) and not responses[train].any():
             raise TrainingError(
-                f"{store.path}: the response masks of all {len(train)} training sequences are zero, so there is "
-                "nothing to learn. Make the store from chats with answers."
+                f"{store.path}: the response masks of all {len(train)} training sequences are "
+                "zero, so there is nothing to learn. Make the store from chats with answers."
             )
         facts = RunFacts(
             hidden_size=int(store.manifest.target["hidden_size"]),
@@ -780,19 +833,20 @@ class StoreDataModule(L.LightningDataModule):
         batch_size = known(config.data.batch_size)
         self.store = store
         self.config = config
-        # Sequences per forward on one device; the whole batch until trials have chosen it.
+        # Sequences per forward on one device. It is the whole batch until trial steps have chosen
+        # it.
         self.micro_batch = config.data.micro_batch_size or batch_size
         if len(train) < batch_size:
             raise TrainingError(
-                f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
-                f"{batch_size}; extract more or lower --batch-size."
+                f"{store.path} has {len(train)} committed training sequences, too few for a batch "
+                f"of {batch_size}; extract more or lower --batch-size."
             )
         needed_fields(store, config)
         self.steps_per_epoch = len(train) // batch_size
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 
     def train_dataloader(self) -> TrainingStream:
-        """Make the stream from the trainer's current step on."""
+        """Create the stream from the trainer's current step on."""
         trainer, reader = self._reader()
         lengths = self.lengths[self.train_sequences]
         ranks = (trainer.global_rank, trainer.world_size)
@@ -803,7 +857,7 @@ class StoreDataModule(L.LightningDataModule):
         return stream
 
     def val_dataloader(self) -> ValidationBatches:
-        """Make the validation batches of the trainer's device."""
+        """Create the validation batches of the trainer's device."""
         trainer, reader = self._reader()
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self.lengths[chosen], kind="stable")]
@@ -822,9 +876,13 @@ class StoreDataModule(L.LightningDataModule):
         return await_copy(batch).decode()
 
     def micro_batch_sizes(self, share: int) -> list[int]:
-        """List the sizes of micro-batches to try, largest first, of a device that takes ``share`` sequences a step."""
-        if given := self.config.data.micro_batch_size:
-            return [given]
+        """List the micro-batch sizes to try, largest first.
+
+        Args:
+            share: sequences of a step on each device.
+        """
+        if fixed_size := self.config.data.micro_batch_size:
+            return [fixed_size]
         sizes = [size for size in range(share, 0, -1) if share % size == 0]
         if not trains_on_cpu(self.config.machine):
             return sizes

@@ -1,6 +1,7 @@
-"""Chooses the settings of a run that nobody gave, from the target's size, the data and the length of the run.
+"""Choose the settings of a run that were not given.
 
-The choice is a pure function. ``run.yaml`` records its values, so a resumed run does not choose again.
+The choice depends on the target's size, the data and the length of the run. It is a pure function.
+``run.yaml`` records its values, so a resumed run does not choose again.
 """
 
 from typing import Any, NamedTuple
@@ -8,27 +9,28 @@ from typing import Any, NamedTuple
 from .config import TrainConfig, known
 
 CHOOSABLE = (
-    "epochs", "max_steps", "optimizer", "learning_rate", "matrix_learning_rate", "peak_multiplier", "warmup_steps",
-    "decay_steps", "batch_size", "validation_fraction", "validate_every", "log_every", "draft_vocabulary",
+    "epochs", "max_steps", "optimizer", "learning_rate", "matrix_learning_rate", "peak_multiplier",
+    "warmup_steps", "decay_steps", "batch_size", "validation_fraction", "validate_every",
+    "log_every", "draft_vocabulary",
 )  # fmt: skip
-"""Settings that are chosen where they are not given."""
+"""Settings that are chosen if they are not given."""
 CPU_MICRO_BATCH_TOKENS = 2048
-"""Most tokens of a forward on a CPU. More are not faster there, and take more memory."""
+"""Maximum tokens of a forward on a CPU. More tokens are not faster there, and take more memory."""
 
-# Until a run of a large target is this long, Muon learns more from as many tokens than the paper's
-# settings.
-_PAPER_WIDTH = 2048  # hidden size
-_PAPER_TOKENS = 20_000_000  # repeats included
+# In a run of a large target shorter than this, Muon learns more from the same number of tokens than
+# the paper's settings.
+_PAPER_WIDTH = 2048  # Hidden size of the target.
+_PAPER_TOKENS = 20_000_000  # Tokens trained on, repeats included.
 _PAPER_BATCH = 32
-_TRAINED_TOKENS = 1_000_000  # a smaller store is passed over several times
-# Sequences of the whole run -> sequences of a step. The first row that is reached counts. Short
-# runs need some 400
-# steps more than they need large batches; single sequences suit a toy alone.
+_TRAINED_TOKENS = 1_000_000  # A smaller store is trained on for several epochs.
+# (sequences of the whole run, batch size). The first row whose number of sequences is reached
+# counts. Short runs benefit more from taking about 400 steps than from large batches. A batch size
+# of 1 works for toy models only.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
-# More than the 50 and 5,000 that are wanted, because hashes choose, so that the share is only met
-# on average.
+# These are larger than the 50 sequences and 5,000 tokens that are wanted: a hash chooses the
+# sequences, so the share is only met on average.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30
@@ -43,28 +45,28 @@ class ChosenSetting(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """What the choice depends on, besides the settings that were given."""
+    """Facts about the run on which the choice depends, besides the given settings."""
 
     hidden_size: int
-    n_sequences: int  # of the training split
-    n_tokens: int  # of the training split
+    n_sequences: int  # Sequences of the training split.
+    n_tokens: int  # Tokens of the training split.
     n_devices: int = 1
 
 
 def is_open(value: Any) -> bool:
-    """Return whether this value of a setting leaves the choice to the trainer."""
+    """Return whether this value of a setting means that the trainer chooses it."""
     return value is None or value == "auto"
 
 
 class _Choices:
-    """The settings of a run by their names, and what was chosen so far."""
+    """The settings of a run by name, and those chosen so far."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.values = config.named()
         self.chosen: list[ChosenSetting] = []
 
     def choose(self, name: str, value: Any, why: str) -> Any:
-        """Set a setting unless it was given; returns its value."""
+        """Set a setting if it was not given, and return its value."""
         if is_open(self.values[name]):
             self.values[name] = value
             self.chosen.append(ChosenSetting(name, value, why))
@@ -74,7 +76,11 @@ class _Choices:
 def choose_settings(
     config: TrainConfig, facts: RunFacts
 ) -> tuple[TrainConfig, list[ChosenSetting]]:
-    """Return the settings with all that was left open, and what was chosen, but for validation_fraction."""
+    """Choose all settings that were left open, except validation_fraction.
+
+    Returns:
+        The complete settings, and the list of those that were chosen.
+    """
     choices = _Choices(config)
     choose = choices.choose
     n_given = choices.values["max_steps"]
@@ -111,8 +117,8 @@ def choose_settings(
     if is_paper and steps_per_epoch >= 20 * _WARMUP_STEPS:
         choose("decay_steps", steps_per_epoch, "one epoch, as published")
     choose("decay_steps", -1, "until the end of the run")
-    choose("validate_every", max(1, min(1000, n_steps // 10)), "ten times a run, or more")
-    choose("log_every", max(1, min(10, n_steps // 20)), "twenty times a run, or more")
+    choose("validate_every", max(1, min(1000, n_steps // 10)), "ten times per run, or more often")
+    choose("log_every", max(1, min(10, n_steps // 20)), "twenty times per run, or more often")
     return config.of(**choices.values), choices.chosen
 
 
@@ -126,49 +132,55 @@ def _choose_rates(choose: Any, is_paper: bool) -> None:
         choose("peak_multiplier", 20.0, long)
     choose("learning_rate", 1e-4, "for runs of this length")
     if optimizer == "muon":
-        choose("matrix_learning_rate", 2e-3, "whatever the width is")
-    choose("peak_multiplier", 10.0, "the peak of the rates over their end")
+        choose("matrix_learning_rate", 2e-3, "independent of the width")
+    choose("peak_multiplier", 10.0, "ratio of the peak learning rate to the final one")
 
 
 def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSetting:
-    """Choose the share of a store's sequences that are held out.
+    """Choose the share of a store's sequences that is held out.
 
     Args:
-        n_positions: response tokens of the sequences.
+        n_sequences: sequences of the store.
+        n_positions: response tokens of these sequences.
     """
     share = min(
         _VALIDATION_SEQUENCES / max(1, n_sequences), _VALIDATION_POSITIONS / max(1, n_positions)
     )
     share = round(min(0.2, max(0.02, share)), 3)
     return ChosenSetting(
-        "validation_fraction", share, "50 sequences or 5,000 response tokens, at most a fifth"
+        "validation_fraction",
+        share,
+        "enough for 50 sequences or 5,000 response tokens, at most a fifth",
     )
 
 
 def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
-    """Say where warm-up, decay or the number of steps do not fit each other, a line each."""
+    """List, one line each, where warm-up, decay and number of steps do not fit together."""
     schedule = config.schedule
     n_steps = schedule.n_steps(steps_per_epoch)
     warmup = known(schedule.warmup_steps)
     decay_end = schedule.decay_end_step(steps_per_epoch)
     decays = schedule.peak_multiplier != 1
-    found = []
+    messages = []
     if n_steps < _FEW_STEPS:
-        found.append(
-            f"{n_steps} steps teach a drafter little; give more --epochs, or a smaller --batch-size"
+        messages.append(
+            f"{n_steps} steps are too few to train a drafter well; give more --epochs, or a "
+            "smaller --batch-size"
         )
     if 2 * warmup > n_steps:
-        found.append(
-            f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps; give fewer --warmup-steps"
+        messages.append(
+            f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps; give fewer "
+            "--warmup-steps"
         )
     if decays and decay_end <= warmup < n_steps:
-        found.append(
-            f"the decay would end at step {decay_end}, within the warm-up, so the learning rate drops to its end after "
-            f"step {warmup}; give --decay-steps -1"
+        messages.append(
+            f"the decay would end at step {decay_end}, within the warm-up, so the learning rate "
+            f"drops to its final value after step {warmup}; give --decay-steps -1"
         )
     if decays and decay_end > n_steps:
-        found.append(
-            f"the run ends at step {n_steps}, before the learning rate has fallen at step {decay_end}; give "
+        messages.append(
+            f"the run ends at step {n_steps}, before the learning rate has fallen at step "
+            f"{decay_end}; give "
             "--decay-steps -1"
         )
-    return found
+    return messages

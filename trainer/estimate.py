@@ -1,7 +1,8 @@
-"""What a run will take: time and memory from some micro-batches of the run itself, disk from the drafter's weights.
+"""Estimate what a run will take.
 
-The micro-batches are trained on, optimizer step included, and the drafter's weights are put back: a run that was
-estimated gives the same bits as one that was not.
+Time and memory are measured on a few micro-batches of the run itself; the disk space follows from
+the drafter's weights. The micro-batches are trained on, optimizer step included, and the drafter's
+weights are restored afterwards: an estimate does not change the results of the run by a single bit.
 """
 
 import time
@@ -23,40 +24,47 @@ from .data import (
 )
 from .step import DrafterModule, Trial
 
-_LENGTH_QUANTILES = (0.25, 0.5, 1.0)  # of the training sequences that are timed
-# by which a whole run is slower or faster than its slowest or fastest micro-batch
+# Length quantiles of the training sequences that are timed.
+_LENGTH_QUANTILES = (0.25, 0.5, 1.0)
+# Factor by which a run may be slower or faster than its slowest or fastest micro-batch.
 _TIME_SHARE = 1.25
-# Of the peak of the micro-batches. A run also has validations, checkpoints, and batches that are
-# read ahead.
+# Lower and upper memory estimate as a multiple of the peak of the micro-batches. A run also has
+# validations, checkpoints, and batches that are read ahead.
 _MEMORY_SHARES = (0.9, 1.5)
-# Copies of the weights: a checkpoint with one moment, and drafter/; two with two, one that is being
-# written, drafter/.
+# Disk space in copies of the weights. At least a checkpoint with one moment, and drafter/. At most
+# two checkpoints with two moments each, one more being written, and drafter/.
 _DISK_COPIES = (3, 10)
-_LOG_BYTES = 5 << 20  # logs, pictures and records of a run, at the most
+_LOG_BYTES = 5 << 20  # Upper bound for logs, plots and records of a run.
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """The least and the most that a run takes."""
+    """The lower and upper estimates of what a run takes."""
 
     disk_bytes: tuple[int, int]
-    # of the device that trains; None where it was not measured
+    # Memory of the training device; None if it was not measured.
     memory_bytes: tuple[float, float] | None = None
-    # of all steps and validations; None where they were not timed
+    # Time of all steps and validations; None if they were not timed.
     seconds: tuple[float, float] | None = None
 
 
 def disk_range(module: DrafterModule) -> tuple[int, int]:
-    """Return the least and the most bytes of a run's folder."""
+    """Return the lower and upper estimate of the bytes in a run's folder."""
     n_bytes = sum(weight.nbytes for weight in module.drafter.parameters())
-    least, most = _DISK_COPIES
-    return least * n_bytes, most * n_bytes + _LOG_BYTES
+    lower, upper = _DISK_COPIES
+    return lower * n_bytes, upper * n_bytes + _LOG_BYTES
 
 
 def estimate_run(
     data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int
 ) -> RunCost:
-    """Train on some micro-batches, which takes seconds, and put the weights back; ``n_steps`` are still to be taken."""
+    """Estimate a run by training on a few micro-batches, which takes seconds.
+
+    The weights are restored afterwards.
+
+    Args:
+        n_steps: optimizer steps that are still to be taken.
+    """
     config = data.config
     lengths = data.lengths
     token_s, peak_bytes = _measure(data, module, precision)
@@ -74,7 +82,7 @@ def estimate_run(
 def _measure(
     data: StoreDataModule, module: DrafterModule, precision: str
 ) -> tuple[list[float], int]:
-    """Return the seconds of a token in micro-batches of several lengths, and the peak of the memory."""
+    """Return the seconds per token in micro-batches of several lengths, and the peak memory."""
     machine = data.config.machine
     lengths = data.lengths[data.train_sequences]
     fabric = L.Fabric(accelerator=machine.accelerator, devices=1, precision=precision)  # type: ignore[arg-type]
@@ -91,7 +99,7 @@ def _measure(
     by_length = np.argsort(lengths, kind="stable")
     token_s = []
     stops = [max(size, round(quantile * len(by_length))) for quantile in _LENGTH_QUANTILES]
-    # The first micro-batch, of one sequence, warms up.
+    # The first micro-batch has one sequence and is a warm-up; its time is not used.
     for rows in [by_length[:1], *(by_length[stop - size : stop] for stop in stops)]:
         started_s = time.perf_counter()
         batch = await_copy(stream.micro_batch(rows)).decode()
@@ -100,7 +108,7 @@ def _measure(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        weights[0].sum().item()  # waits for the device
+        weights[0].sum().item()  # Synchronizes with the device.
         token_s.append((time.perf_counter() - started_s) / batch.n_tokens)
     with torch.no_grad():
         for weight, values in zip(weights, before, strict=True):

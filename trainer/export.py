@@ -1,4 +1,4 @@
-"""Writes a drafter for another program: `moa-data export-drafter`. The formats are in ``moa/formats/checkpoint.py``."""
+"""Write a drafter for another program. The formats are in ``moa/formats/checkpoint.py``."""
 
 import contextlib
 import json
@@ -39,23 +39,26 @@ class DrafterExportReport:
 
     folder: Path
     format: str
-    reader: str  # the program that loads it
+    reader: str  # The program that loads it.
     kind: str
     n_tensors: int
     written_bytes: int
-    notes: tuple[str, ...]  # what to know before using it
+    notes: tuple[str, ...]  # What the user should know before using it.
 
     def describe(self) -> str:
         """Return the report as text."""
         line = (
-            f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), {self.n_tensors} tensors, "
-            f"{self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
+            f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), "
+            f"{self.n_tensors} tensors, {self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
         )
         return "\n".join((line, *(f"note: {note}" for note in self.notes)))
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
-    """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal."""
+    """Write a drafter in another layout.
+
+    The folder gets its final name only after it has been loaded again and compared equal.
+    """
     layout = LAYOUTS[config.format]
     source = Path(config.drafter).expanduser()
     folder = Path(config.out).expanduser()
@@ -83,7 +86,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     notes = tuple(layout.notes(drafter.config))
     if n_drafted := len(drafter.config.draft_tokens):
         notes += (
-            f"{layout.reader} drafts all tokens, by the target's LM head; here {n_drafted:,} are drafted",
+            f"{layout.reader} drafts from the whole vocabulary, with the target's LM head; here "
+            f"only {n_drafted:,} tokens can be drafted",
         )
     return DrafterExportReport(
         folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes
@@ -93,59 +97,62 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
 def find_target(
     model: str | None, drafter: Path, needs: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read the target's identity and, for a layout that needs some of them, its config and weights.
+    """Read the target's identity, its config, and the weights that a layout needs.
 
-    They come from a store, a model folder or the Hub; without a model from the store that the drafter's run was trained
-    from.
+    They come from a store, a model folder or the Hub. Without a model they come from the store that
+    the drafter's run was trained from.
     """
-    place = model or _store_of(drafter)
+    source = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
-        if _is_store(place):
-            # Whatever its parts are like; of a store in a bucket, files of the target last until it
-            # is closed.
-            store = opened.enter_context(ActivationStore(place, parts=()))
+        if _is_store(source):
+            # The parts of the store are not read. If the store is in a bucket, the target's local
+            # files exist until the store is closed.
+            store = opened.enter_context(ActivationStore(source, parts=()))
             folder = store.target_path
             identity = target_identity(store)
             files = [folder / FROZEN_FILE]
             prefix = ""
         else:
-            folder = resolve_model_folder(place)
-            load_target_config(folder)  # refuses what is not a target before it is hashed
+            folder = resolve_model_folder(source)
+            load_target_config(folder)  # Refuse an invalid target before hashing it.
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)
-        # A target without an LM head of its own has that of its embeddings.
+        # A target without its own LM head uses its embeddings (tied weights).
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
         tensors = {
             name: _read_tensor(files, names[name], folder) for name in needs if name in names
         }
         config = load_target_config(folder)
-        if EMBEDDINGS in tensors and prefix:  # a store holds them as layers see them
+        # A store holds the scaled embeddings, as decoder layers see them.
+        if EMBEDDINGS in tensors and prefix:
             table = tensors[EMBEDDINGS]
             tensors[EMBEDDINGS] = table * torch.tensor(embedding_scale(config), dtype=table.dtype)
-        if not Path(place).exists():
-            config.name_or_path = place  # a hub id, rather than a folder of this machine's cache
+        if not Path(source).exists():
+            # Record the hub id, not the path in this machine's cache.
+            config.name_or_path = source
         return identity, {"config": config, **tensors}
 
 
 def _config_of(drafter: Path) -> Any:
-    """The target's config from the store of a run, None where that is not there."""
+    """Return the target's config from the store of a run, or None if it cannot be read."""
     with contextlib.suppress(TargetError, StoreError):
         return find_target(None, drafter, ())[1]["config"]
     return None
 
 
 def _check_embeddings(layout: Layout, target_config: Any) -> None:
-    """Refuse a format without embeddings where those of the target are not all that a drafter is fed with."""
+    """Refuse a format without embeddings if the target scales its embeddings."""
     if (
         target_config is not None
         and not layout.holds_embeddings
         and embedding_scale(target_config) != 1
     ):
-        fitting = ", ".join(one.name for one in LAYOUTS.values() if one.holds_embeddings)
+        fitting = ", ".join(other.name for other in LAYOUTS.values() if other.holds_embeddings)
         raise DrafterError(
-            f"{target_config.model_type} multiplies its embeddings, and {layout.reader} would feed the drafter without "
-            f"that: the format {layout.name} holds none. Formats that do: {fitting}."
+            f"{target_config.model_type} scales its embeddings, but {layout.reader} would feed "
+            f"unscaled ones to the drafter, because the format {layout.name} holds no embeddings. "
+            f"Choose one of: {fitting}."
         )
 
 
@@ -157,9 +164,10 @@ def _store_of(drafter: Path) -> str:
             if store and _is_store(store):
                 return store
             raise TargetError(
-                f"the format needs the target, and the store {store!r} of {folder} is not there. {_GIVE}"
+                f"the format needs the target, but the store {store!r} of {folder} does not exist. "
+                f"{_GIVE}"
             )
-    raise TargetError(f"the format needs the target, and {drafter} is not a run. {_GIVE}")
+    raise TargetError(f"the format needs the target, but {drafter} is not a run. {_GIVE}")
 
 
 def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any:

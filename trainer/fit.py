@@ -1,11 +1,13 @@
-"""Trains a drafter from a store; the target is never loaded.
+"""Train a drafter from a store; the target is never loaded.
 
 ::
 
-    train                    catches interruptions, turns them into one line
-      _train                 locks the folder, checks it against the run and the store, records the settings
+    train                    turns interruptions into one line
+      _train                 locks the folder, checks it against the run and the store, records the
+                             settings
         build_module         frozen target weights, drafter with its initial weights
-        _fit                 Lightning's trainer with the callbacks; then the report, the curves and drafter/
+        _fit                 Lightning's trainer with the callbacks; then the report, the curves and
+                             drafter/
                              -> DrafterModule.training_step for each micro-batch
 """
 
@@ -95,11 +97,12 @@ from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
 from .vocabulary import choose_vocabulary
 
-matplotlib.use("Agg")  # no display is needed; before pyplot is imported
+# No display is needed. The backend is chosen before pyplot is imported.
+matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run; :func:`_check_resumed` compares the
-# length.
+# Settings that may differ between two invocations of one run. Another length is checked in
+# :func:`_check_resumed`.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 
 
@@ -110,18 +113,20 @@ class TrainReport:
     out: str
     n_steps: int
     n_parameters: int
-    n_tokens: int  # trained on in this invocation, without padding
-    tokens_per_s: float | None  # None, as the share below, where no step was left to train
+    n_tokens: int  # Tokens trained on in this invocation, without padding.
+    # None, like ``data_wait_share``, if no step was left to train.
+    tokens_per_s: float | None
     data_wait_share: float | None
-    metrics: dict[str, float]  # last training and validation metrics, those that are finite
-    best_expected_acceptance_length: float | None  # None for a run without validation
-    # of its 95 % interval; None where fewer than two sequences were validated
+    metrics: dict[str, float]  # The last training and validation metrics that are finite.
+    # None for a run without validation.
+    best_expected_acceptance_length: float | None
+    # Half width of its 95 % interval; None if fewer than two sequences were validated.
     best_half_width: float | None
     n_validation_sequences: int
-    # parts of the store that were planned but not extracted yet, so not trained on
+    # Parts of the store that were planned but not extracted yet, and so are not trained on.
     n_pending_parts: int = 0
-    n_tokens_total: int = 0  # as ``n_tokens``, of all invocations
-    n_bytes_read: int = 0  # of the store, in all invocations
+    n_tokens_total: int = 0  # Like ``n_tokens``, for all invocations.
+    n_bytes_read: int = 0  # Bytes read from the store in all invocations.
 
 
 @dataclass(frozen=True)
@@ -132,20 +137,21 @@ class RunPlan:
     steps_per_epoch: int
     n_sequences: int
     n_tokens_per_epoch: int
-    read_bytes_per_epoch: int  # of decoded activations
+    read_bytes_per_epoch: int  # Bytes of decoded activations.
     n_parameters: int
     cost: RunCost
-    # that suits better; None where the run's own does, or nothing is known
+    # A kind of drafter that is expected to be better; None if there is none, or it is unknown.
     other_drafter: Advice | None
     free_disk_bytes: int
-    # format of export-drafter -> why it does not hold this drafter
+    # Format of export-drafter -> reasons why it cannot hold this drafter.
     export_problems: dict[str, list[str]]
-    hidden_size: int  # of the target
+    hidden_size: int  # Hidden size of the target.
     n_validation_sequences: int
-    n_validation_positions: int  # response tokens of these
-    has_own_answers: bool  # whether the store's answers are known to be the target's own
-    chosen: tuple[ChosenSetting, ...]  # settings that were not given
-    warnings: tuple[str, ...]  # where the schedule does not fit the steps
+    n_validation_positions: int  # Response tokens of the validation sequences.
+    # Whether the store's answers are known to be written by the target.
+    has_own_answers: bool
+    chosen: tuple[ChosenSetting, ...]  # Settings that were not given.
+    warnings: tuple[str, ...]  # Problems of the schedule with this number of steps.
 
 
 def train(
@@ -154,18 +160,21 @@ def train(
     provenance: dict[str, Any] | None = None,
     announce: Callable[[RunPlan], None] | None = None,
 ) -> TrainReport:
-    """Train a drafter from a store; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
+    """Train a drafter from a store.
+
+    Checkpoints, logs, curves.png and drafter/ are written to ``config.out``.
 
     Args:
-        progress: called with optimizer steps.
-        provenance: command, versions and machine of the run, written beside it.
-        announce: called once, before the first step, with what the run will take.
+        config: settings of the run.
+        progress: called with the optimizer steps.
+        provenance: command, versions and machine of the run, written to its folder.
+        announce: called once before the first step, with what the run will take.
 
     Raises:
         Interrupted: a signal stopped the run; its state is saved.
     """
     keep_freed_memory()
-    # launchers start this very command once a device
+    # Launchers start the same command once per device.
     out, is_first = Path(config.out), is_first_process()
     try:
         with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):
@@ -177,14 +186,14 @@ def train(
             f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}"
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Ctrl-C before or after the guard, or a second one within it; Lightning turns it into an
-        # exit.
+        # Ctrl-C came before or after the guard was active, or a second time within it. Lightning
+        # turns it into SystemExit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
             raise
         signum = getattr(interrupt, "signum", signal.SIGINT)
         if not is_first:
-            # one line, by the first process, is enough
+            # Only the first process prints the message.
             raise SystemExit(128 + signum) from interrupt
         raise Interrupted(_how_to_continue(out, interrupt), signum) from interrupt
 
@@ -195,7 +204,10 @@ def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
     except (DrafterError, OSError):
         return "stopped before the first checkpoint; run the same command again."
     if isinstance(interrupt, callbacks.StoppedAtOnce):
-        return f"stopped without saving; go on from the checkpoint of step {step} with the same command and --resume."
+        return (
+            f"stopped without saving; go on from the checkpoint of step {step} with the same "
+            "command and --resume."
+        )
     return callbacks.stopped_at(step)
 
 
@@ -217,22 +229,24 @@ def _train(
     )
     data = StoreDataModule(store, config)
     choose_vocabulary(store, data)
-    config = data.config  # with what was chosen
+    config = data.config  # Includes the settings that were chosen.
     module = build_module(store, data)
     if is_first:
-        # The next checkpoint with at least one moment of the weights, and the drafter.
+        # Room for the next checkpoint, with at least one moment of the weights, and for the
+        # drafter.
         n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
         check_room(out, n_bytes, checkpoints.FULL_DISK_ADVICE)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
-            _check_folder(config, out)  # another training may have ended here since it was checked
+            # Another process may have trained here since the first check.
+            _check_folder(config, out)
             if config.resume:
                 _check_resumed(config, out, store, data)
             checkpoints.remove_leftovers(out)
             _record_run(config, out, store, provenance)
         if announce is not None:
-            # On an accelerator other processes wait meanwhile, and kernels are compiled: --dry-run
-            # measures there.
+            # On an accelerator the measurement would keep other processes waiting and compile
+            # kernels, so only --dry-run measures there.
             announce(_plan(config, store, data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
@@ -247,7 +261,7 @@ def _fit(
     progress: Progress | None,
     is_first: bool,
 ) -> TrainReport:
-    """Run the steps and write the results; the process of the first device writes for all."""
+    """Run the steps and write the results; the first process writes for all devices."""
     out = Path(config.out)
     guard = callbacks.StopGuard(out / LAST)
     throughput = callbacks.Throughput()
@@ -256,14 +270,15 @@ def _fit(
     if progress:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    trainer = _build_trainer(config, data, [*extra, saves])  # which come after what the others note
+    # ``saves`` comes last, so that it saves the state of the other callbacks.
+    trainer = _build_trainer(config, data, [*extra, saves])
     try:
         _run_steps(config, trainer, data, module, guard, saves)
     except Interrupted as stop:
         if is_first:
             raise
-        # Lightning kills all when a process that it started ends with another code than 0, the
-        # first one included.
+        # Lightning kills all processes, including the first one, if a process that it started exits
+        # with a code other than 0.
         is_ours = isinstance(
             getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment
         )
@@ -288,7 +303,7 @@ def _fit(
         n_bytes_read=throughput.n_bytes_read,
     )
     if is_first:
-        if report.best_expected_acceptance_length is None:  # no validation has chosen a drafter
+        if report.best_expected_acceptance_length is None:  # No validation has chosen a drafter.
             checkpoints.write_drafter(module.drafter, out / DRAFTER)
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
@@ -310,14 +325,16 @@ def _run_steps(
             if trainer.global_step >= data.max_steps != saves.validated_step and len(
                 data.validation_sequences
             ):
-                # All steps were done before, and the process ended within their last validation.
+                # All steps were done by an earlier invocation, which ended during their last
+                # validation.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
-        if guard.signum:  # noted too late to stop at
+        # The signal was noted after the last micro-batch.
+        if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Lightning takes a checkpoint apart without checking it; once training has started the
-        # error is another one.
+        # Lightning restores a checkpoint without checking it. Once training has started, the error
+        # has another cause.
         is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
         if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
             raise
@@ -327,20 +344,25 @@ def _run_steps(
 
 
 def _write_report(file: Path, report: TrainReport) -> None:
-    """Write the report; a finished run that is resumed keeps its own, but for a validation that it lacked."""
+    """Write the report.
+
+    If a finished run is resumed, its own report is kept and only the results of a validation that
+    it lacked are added.
+    """
     facts = dataclasses.asdict(report)
     if not report.n_tokens and file.is_file():
         if not report.metrics:
             return
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged one is replaced
+        # A damaged report is replaced.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             earlier = json.loads(file.read_text())
-            kept = {name: facts[name] for name in ("n_steps", "best_expected_acceptance_length")}
-            facts = earlier | kept | {"metrics": earlier["metrics"] | report.metrics}
+            updated = {name: facts[name] for name in ("n_steps", "best_expected_acceptance_length")}
+            facts = earlier | updated | {"metrics": earlier["metrics"] | report.metrics}
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
 def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule:
-    """Build frozen target weights from the store's bundle, and a drafter with its initial weights."""
+    """Build frozen target weights from the store's bundle, and a drafter with initial weights."""
     config = data.config
     frozen = FrozenTarget.load(
         store.target_path, config.target_layer_inference, None, store.manifest.target
@@ -348,19 +370,20 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     check_target_bundle(store.path, store.target_path)
     identity = target_identity(store)
     if arguments := store.manifest.extraction.get("template_kwargs"):
-        # decoding renders prompts with them
+        # Decoding renders prompts with the same arguments.
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)
     build = drafter_class(config.drafter.kind)
     size_names = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: value for name, value in config.drafter if name in size_names}
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
-    most = drafter.config.max_depth
-    if most is not None and config.validation.draft_length > most:
+    max_depth = drafter.config.max_depth
+    if max_depth is not None and config.validation.draft_length > max_depth:
         raise TrainingError(
-            f"--draft-length {config.validation.draft_length} asks validation for more levels than the {most} that "
-            f"this {build.config_class.kind} drafter drafts; lower it, or give the drafter more."
+            f"--draft-length {config.validation.draft_length} is more than the {max_depth} levels "
+            f"that this {build.config_class.kind} drafter drafts; lower it, or give the drafter "
+            "more levels."
         )
-    # A generator of its own, so that the weights do not depend on what else has drawn before.
+    # Use a separate generator, so that the weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
     reader = BatchReader(store, config, torch.device("cpu"))
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
@@ -389,36 +412,40 @@ def _build_trainer(
             num_nodes=machine.num_nodes,
             precision=_precision(machine),
             max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
-            max_epochs=-1,  # the stream is endless, steps end the run
+            max_epochs=-1,  # The stream is endless; the steps end the run.
             gradient_clip_val=config.optimizer.gradient_clip or None,
             log_every_n_steps=known(config.record.log_every),
             val_check_interval=config.validation.validate_every if has_validation else None,
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
-            num_sanity_val_steps=0,  # they would be logged as a validation of step 0
+            num_sanity_val_steps=0,  # Lightning would log this check as a validation of step 0.
             logger=_loggers(config),
             callbacks=extra,
             plugins=[checkpoints.CheckpointFiles()],
-            enable_checkpointing=False,  # callbacks write them, atomically
+            enable_checkpointing=False,  # Callbacks write checkpoints atomically.
             enable_model_summary=False,
             enable_progress_bar=False,
-            use_distributed_sampler=False,  # the stream deals its batches itself
+            use_distributed_sampler=False,  # The stream distributes its batches itself.
         )
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
-            f"this machine cannot train with --accelerator {machine.accelerator} --devices {machine.devices} "
-            f"--num-nodes {machine.num_nodes} --precision {machine.precision} ({error}); "
-            "choose others, or auto."
+            f"this machine cannot train with --accelerator {machine.accelerator} --devices "
+            f"{machine.devices} --num-nodes {machine.num_nodes} --precision {machine.precision} "
+            f"({error}); "
+            "choose other values, or auto."
         ) from error
-    # Before any process waits for another.
+    # Check before any process waits for another one.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
-    device_share(config, trainer.world_size)  # refuses before anything is started
+    device_share(config, trainer.world_size)  # Refuse a wrong batch size before training starts.
     return trainer
 
 
 def _loggers(config: TrainConfig) -> list[Logger]:
-    """Make the loggers of a run; accounts and servers of a tracker are its own environment variables."""
+    """Create the loggers of a run.
+
+    The account and server of a tracker are configured by its own environment variables.
+    """
     out = Path(config.out)
     name = config.record.logger
     project = config.record.project
@@ -436,16 +463,17 @@ def _loggers(config: TrainConfig) -> list[Logger]:
             loggers.append(MLFlowLogger(experiment_name=project, run_name=run))
         loggers[-1].log_hyperparams(config.named())
     except Exception as error:
-        # A package that is missing, or what its client says of the account or the server.
+        # A package is missing, or its client refuses the account or the server.
         raise TrainingError(
-            f"--logger {name} cannot be used ({first_line(error)}); it needs pip install 'moa-data[{name}]', and its "
-            "account and server in environment variables."
+            f"--logger {name} cannot be used ({first_line(error)}); run pip install "
+            f"'moa-data[{name}]', and set "
+            "its account and server in environment variables."
         ) from error
     return loggers
 
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
-    # With another number of processes each would train alone, in one folder, or wait for ever.
+    # With another number of processes, each would train alone in the same folder, or wait for ever.
     launched = n_devices
     if TorchElasticEnvironment.detect():
         launched = int(os.environ["WORLD_SIZE"])
@@ -453,13 +481,17 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
         launched = int(os.environ["SLURM_NTASKS"])
     if launched != n_devices:
         raise TrainingError(
-            f"{launched} processes were launched for the {n_devices} devices of --devices {machine.devices} "
-            f"--num-nodes {machine.num_nodes}; launch one for each device, on each machine as many as --devices says."
+            f"{launched} processes were launched for the {n_devices} devices of --devices "
+            f"{machine.devices} --num-nodes {machine.num_nodes}; launch one process per device; "
+            "--devices is the number of devices of one machine."
         )
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
-    """Compute how long a run is and what it will take, which trains on some micro-batches; writes nothing."""
+    """Compute how long a run is and what it will take; write nothing.
+
+    This trains on a few micro-batches.
+    """
     keep_freed_memory()
     with ActivationStore(
         config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)
@@ -505,8 +537,8 @@ def _plan(
 
 def _hush_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # Of folders that were checked here, of torch's own, and of values that are the same on all
-    # devices already.
+    # These warnings are about folders that were checked here, about torch itself, and about values
+    # that are already equal on all devices.
     advice = (
         "Experiment logs",
         "Checkpoint directory",
@@ -540,11 +572,11 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         )
     elif record.is_file():
         if not last.is_file():
-            # it ended before its first checkpoint: there is nothing to go on from, so it starts
-            # again
+            # The run ended before its first checkpoint, so there is nothing to resume and it starts
+            # again.
             return
         raise OutputOccupied(
-            f"{out} already holds a run; pass --resume to go on with it, or another --out."
+            f"{out} already holds a run; pass --resume to continue it, or another --out."
         )
     elif out.is_dir() and any(
         entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()
@@ -553,7 +585,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 
 def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
-    """Take what was not given as the run that is resumed has it."""
+    """Replace settings that were not given by those of the run that is resumed."""
     if not (out / RUN_FILE).is_file():
         return config
     now = config.named()
@@ -566,8 +598,8 @@ def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    found = ((name, before.get(name), value) for name, value in now.items())
-    return "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in found if old != new)
+    values = ((name, before.get(name), value) for name, value in now.items())
+    return "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in values if old != new)
 
 
 def _recorded_config(out: Path) -> TrainConfig:
@@ -596,8 +628,8 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    # What decides the order and content of batches: a store may move between two invocations, but
-    # not change.
+    # These facts determine the order and content of batches. Between two invocations a store may
+    # move, but not change.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
     return {
@@ -611,7 +643,10 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
 def _check_resumed(
     config: TrainConfig, out: Path, store: ActivationStore, data: StoreDataModule
 ) -> None:
-    """Refuse another store, and another length where the learning rates of steps already taken depend on it."""
+    """Refuse to resume on another store, or with an incompatible length.
+
+    A length is incompatible if the learning rates of steps already taken depend on it.
+    """
     if (out / STORE_FILE).is_file():
         try:
             recorded = dict(json.loads((out / STORE_FILE).read_text()))
@@ -619,33 +654,33 @@ def _check_resumed(
             raise TrainingError(
                 f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it."
             ) from error
-        # What is newer than the run, such as the codec, was not recorded.
+        # A run of an earlier release did not record newer facts, such as the codec.
         facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
         if changed := _changes(recorded, facts):
             raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
     step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(
-            f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now."
+            f"{out} has taken {step} steps, more than the {data.max_steps} requested now."
         )
     before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)
     now = config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
         raise OutputOccupied(
-            f"the learning rate of {out} falls until step {before}, not {now}, and {step} steps are taken: give "
-            f"--decay-steps {before} to go on at the rate it ends with, or start a new run from its weights with "
-            f"--init-from {out}."
+            f"the learning rate of {out} falls until step {before}, not {now}, and {step} steps "
+            f"are taken: give --decay-steps {before} to continue with the final rate, or start a "
+            f"new run from its weights with --init-from {out}."
         )
 
 
 def _record_run(
     config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None
 ) -> None:
-    # Absolute, so that a reader in another folder finds the store, as `export-drafter` does.
-    place = store.path.absolute() if isinstance(store.path, Path) else store.path
-    # First the file that tells a run from any other folder: a kill right after it leaves a run that
-    # starts again.
-    write_atomic(out / RUN_FILE, config.replaced(store=str(place)).to_yaml().encode())
+    # The path is absolute, so that `export-drafter` finds the store from another folder.
+    store_path = store.path.absolute() if isinstance(store.path, Path) else store.path
+    # Write first the file that marks the folder as a run. If the process is killed right after
+    # that, the run starts again.
+    write_atomic(out / RUN_FILE, config.replaced(store=str(store_path)).to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
     write_atomic(
@@ -654,27 +689,31 @@ def _record_run(
 
 
 def keep_earlier_metrics(run: Path) -> None:
-    """Move metrics.csv of an earlier invocation aside: Lightning's logger would delete it."""
+    """Rename metrics.csv of an earlier invocation, because Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
         earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
-        # not their number: one of them may be gone
+        # Not the number of files, because one of them may be missing.
         index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0
         (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
 
 
 def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read all metrics files of a run: column -> (step, value) pairs; a later invocation replaces what it repeats."""
+    """Read all metrics files of a run: column -> (step, value) pairs.
+
+    A later invocation replaces the steps that it repeats.
+    """
     series: dict[str, dict[int, float]] = {}
     for file in [*sorted(run.glob("metrics-*.csv")), run / METRICS_FILE]:
         if not file.is_file():
             continue
         with file.open(newline="", encoding="utf-8", errors="replace") as stream:
-            whole = [line for line in stream if line.endswith("\n")]  # a kill can tear the last one
-        for row in csv.DictReader(whole):
+            # A killed process can leave an incomplete last line.
+            lines = [line for line in stream if line.endswith("\n")]
+        for row in csv.DictReader(lines):
             for name, cell in row.items():
                 if name in ("step", "epoch") or not cell:
                     continue
-                # A plot must not end a training: what is not a number is left out.
+                # A plot must not stop a training, so values that are not numbers are left out.
                 with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     step = int(float(row["step"]))
                     value = float(cell)
@@ -683,12 +722,12 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def plot_curves(run: Path, out: Path) -> None:
-    """Plot loss terms, validation metrics, and throughput of a run against the step."""
+    """Plot loss terms, validation metrics and throughput of a run over the steps."""
     series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
-        # As in the paper, the target's entropy is not subtracted: its value is not comparable with
-        # the KL below.
+        # As in the paper, the target's entropy is not subtracted, so the value is not comparable
+        # with the validation KL.
         ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
@@ -720,7 +759,7 @@ def plot_curves(run: Path, out: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend()
-    axes[0, 0].set_yscale("log")  # the first losses are many times the later ones
+    axes[0, 0].set_yscale("log")  # The first losses are many times the later ones.
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)

@@ -1,7 +1,8 @@
-"""Muon: momentum whose matrix updates are made orthogonal, in float32 and in batches of equal shape.
+"""Muon: momentum with orthogonalized updates of matrices, in float32, batched by shape.
 
-``torch.optim.Muon`` computes the same update one matrix at a time in bfloat16, which takes 2 to 3.5 times as long on a
-CPU at these sizes. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+``torch.optim.Muon`` computes the same update one matrix at a time in bfloat16, which takes 2 to 3.5
+times as long on a CPU at these sizes. Source: Jordan et al., "Muon: An optimizer for hidden layers
+in neural networks" (2024).
 """
 
 from collections import defaultdict
@@ -16,10 +17,13 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return matrices [N, rows, columns] with the same singular vectors and singular values of about 0.7 to 1.2."""
+    """Return matrices [N, rows, columns] with the same singular vectors.
+
+    Their singular values are about 0.7 to 1.2.
+    """
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices  # the products below are of the shorter side
+    x = matrices.mT if tall else matrices  # The Gram matrix has the shorter side.
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(n_iterations):
         gram = x @ x.mT
@@ -28,13 +32,17 @@ def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum with orthogonalised updates for matrices; AdamW for others (norms, biases, embeddings).
+    """Nesterov momentum with orthogonalized updates for matrices; AdamW for other parameters.
 
     Args:
-        lr: step of the matrices: the root mean square change of a square matrix times the square root of its side.
+        matrices: parameters that get orthogonalized updates.
+        others: parameters that AdamW updates: norms, biases, embeddings.
+        lr: learning rate of matrices: the root mean square change of a square matrix times the
+            square root of its side.
         others_lr: AdamW's learning rate.
-        weight_decay: decoupled, of both.
-        block_rows: orthogonalise a matrix in blocks of so many rows, which costs a fraction; None for whole matrices.
+        weight_decay: decoupled weight decay of all parameters.
+        block_rows: orthogonalize a matrix in blocks of this many rows, which costs a fraction; None
+            for whole matrices.
     """
 
     def __init__(
@@ -57,7 +65,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update each parameter once; ``closure``, where given, computes the loss before, which is returned."""
+        """Update each parameter once.
+
+        Args:
+            closure: computes the loss before the update; its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
-        # One batched product a shape: single small matrices leave the cores idle.
+        # Use one batched product per shape, because single small matrices leave cores idle.
         for shape, parameters in by_shape.items():
             directions = torch.stack(
                 [self._direction(p, group["momentum"]) for p in parameters]
@@ -82,8 +94,8 @@ class Muon(torch.optim.Optimizer):
                 [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)],
                 dim=1,
             )
-            # A tall block's update has more rows than singular values; so its entries are as large
-            # as a square one's.
+            # The update of a tall block has more rows than singular values. Scale it so that its
+            # entries are as large as those of a square block.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
@@ -96,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(grad)
         state["momentum"].lerp_(grad, 1 - momentum)
-        # Nesterov: the gradient counts once more beside the momentum that holds it already.
+        # Nesterov momentum: the gradient, which the momentum already contains, is added once more.
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:

@@ -1,13 +1,16 @@
-"""Measures which errors of stored keys and values a drafter feels, for codecs that give bits to what counts.
+"""Measure how errors of stored keys and values affect a drafter.
 
-An error ``e`` of a token's keys or values changes a drafter's next-token distributions by about ``e @ M @ e / 2`` nats
-(the KL, summed over the positions that see the token), where ``M`` is the drafter's Gauss-Newton matrix: with ``J`` the
-derivative of its logits and ``p`` its distribution, the sum of ``J^T (diag(p) - p p^T) J`` over positions. It is the
-mean, over draws, of outer products of gradients of the log-probability of tokens that are drawn from the drafter itself
-(Martens 2020, "New insights and perspectives on the natural gradient method", section 5), so that one backward samples
-all positions.
+Codecs use the result to spend bits on the values that matter.
 
-Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E width of a feature.
+An error ``e`` of a token's keys or values changes a drafter's next-token distributions by about ``e
+@ M @ e / 2`` nats (the KL, summed over the positions that see the token). ``M`` is the drafter's
+Gauss-Newton matrix: with ``J`` the derivative of its logits and ``p`` its distribution, the sum of
+``J^T (diag(p) - p p^T) J`` over positions. It is the mean of outer products of gradients of the
+log-probability of tokens drawn from the drafter itself (Martens 2020, "New insights and
+perspectives on the natural gradient method", section 5). So one backward samples all positions.
+
+Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E
+width of a feature.
 """
 
 import hashlib
@@ -29,34 +32,37 @@ from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
 from .data import read_fields
 
-DRAFT_LENGTH = 5  # drafts of a round, where the drafter makes as many
+# Drafts of a round; fewer if the drafter makes fewer.
+DRAFT_LENGTH = 5
 _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return what a drafter reads of a store, or refuse a drafter that was not trained on such keys and values."""
+    """Return what a drafter reads from a store, or refuse a drafter that does not fit the store."""
     store.refuse_groups("--drafter")
     identity = {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")}
     check_target_fits(drafter.config, store.manifest.target, identity)
     reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
     if not reads.kv:
         raise TrainingError(
-            f"a drafter of kind {drafter.kind} with these settings reads no keys and values; give one that does."
+            f"a drafter of kind {drafter.kind} with these settings reads no keys and values; "
+            "choose one that does."
         )
     if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
         raise SelectionInvalid(
             f"{store.path} lacks {', '.join(missing)}, which the drafter reads; add with "
-            f"{add_command(str(store.path), missing)}, or give a drafter that was trained from this store."
+            f"{add_command(str(store.path), missing)}, or choose a drafter that was trained from "
+            "this store."
         )
     return reads
 
 
 @dataclass(frozen=True)
 class DrafterMetrics:
-    """Measures what errors of a token's keys and values cost a drafter, on average over tokens."""
+    """Measures the cost of errors of a token's keys and values, on average over tokens."""
 
-    drafter: Drafter  # in evaluation mode, in float32
-    progress: Progress | None = None  # called with (sequences done, sequences in all, message)
+    drafter: Drafter  # In evaluation mode, in float32.
+    progress: Progress | None = None  # Called with (sequences done, all sequences, message).
 
     @property
     def identity(self) -> str:
@@ -69,12 +75,15 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure the metric of each part of each group, float64 [W, W], for ``TransformCodec.metrics``.
+        """Measure the metric of each part of each group, float64 [W, W].
+
+        The result is the input of ``TransformCodec.metrics``.
 
         Args:
             store: holds the exact values.
-            codec: that of ``kv``, which cuts it into groups of layers and parts, with keys before RoPE.
-            sequences: indices of sequences with responses that draft rounds fit into.
+            codec: the codec of ``kv``. It splits keys before RoPE and values into groups of layers,
+                and these into parts.
+            sequences: indices of sequences with responses that are long enough for draft rounds.
         """
         drafter = self.drafter
         reads = check_measurable(drafter, store)
@@ -100,7 +109,7 @@ class DrafterMetrics:
             gradients = drawn_gradients(
                 drafter, frozen, inputs, draws, codec, reads.kv_layers, generator
             )
-            # In place and part by part: at the width of an 8B model all metrics together take
+            # Add in place and part by part: at the width of an 8B model all metrics together take
             # gigabytes.
             sums = sums or [
                 [part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p]
@@ -122,8 +131,8 @@ def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
     read = {attribute: states(field) for attribute, field in reads.fields.items()}
     if not read["kv"].isfinite().all():
         raise TrainingError(
-            f"sequence {index} of {store.path} has keys or values that are NaN or infinite, which a transform codec "
-            "cannot hold. Choose another codec, or extract without that chat."
+            f"sequence {index} of {store.path} has keys or values that are NaN or infinite, which "
+            "a transform codec cannot hold. Choose another codec, or extract without that chat."
         )
     return TrainingInputs(
         tokens=torch.from_numpy(store.read(index, TOKENS).astype(np.int64))[None],
@@ -142,14 +151,16 @@ def drawn_gradients(
     kv_layers: Sequence[int] | None,
     generator: torch.Generator,
 ) -> list[list[Tensor]]:
-    """Draw gradients, [T, W] of each part of each group, whose outer products have the Gauss-Newton matrix as mean.
+    """Draw gradients, [T, W] for each part of each group.
 
-    The inputs are one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
+    The mean of their outer products is the Gauss-Newton matrix.
+
+    Args:
+        inputs: one sequence; its ``kv`` is [1, T, L, H, 2, d] of all layers.
     """
-    # Of the log-probability of tokens drawn from the drafter, one for each position that it drafts.
-    # The draws are
-    # independent and their gradients have mean zero, so that products between positions cancel on
-    # average.
+    # These are gradients of the log-probability of tokens drawn from the drafter, one for each
+    # drafted position. The draws are independent and their gradients have mean zero, so products
+    # between positions cancel on average.
     assert inputs.kv is not None
     parts = [
         [part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])
@@ -160,22 +171,25 @@ def drawn_gradients(
     features = outputs.features[outputs.valid]
     leaves = [part for group in parts for part in group]
     by_feature = _drawn_feature_gradients(drafter, frozen, features.detach(), generator)
-    found = iter(torch.autograd.grad(features, leaves, by_feature, materialize_grads=True))
-    return [[next(found) for _ in group] for group in parts]
+    gradients = iter(torch.autograd.grad(features, leaves, by_feature, materialize_grads=True))
+    return [[next(gradients) for _ in group] for group in parts]
 
 
 def _drawn_feature_gradients(
     drafter: Drafter, frozen: FrozenTarget, features: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Return the gradients by the features of the log-probability of a token drawn at each position: both [P, E]."""
+    """Return the gradients of log-probabilities with respect to the features: both [P, E].
+
+    The log-probability is that of a token drawn from the drafter at each position.
+    """
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))
-    for some in features.split(n_rows):  # the logits of a long sequence are gigabytes
-        rows = some.clone().requires_grad_()
+    for chunk in features.split(n_rows):  # The logits of a long sequence take gigabytes.
+        rows = chunk.clone().requires_grad_()
         log_p = drafter.draft_logits(frozen, rows).float().log_softmax(dim=-1)
         if log_p.isnan().any():
             raise TrainingError(
-                "the drafter gives NaN on this store. Give one whose training went well."
+                "the drafter computes NaN on this store. Choose one whose training succeeded."
             )
         drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
         gradients += torch.autograd.grad(log_p.gather(-1, drawn).sum(), rows)

@@ -1,6 +1,7 @@
-"""One training step: the Lightning module, its optimizer and schedule, trial steps, recomputed layers, validation.
+"""One training step: Lightning module, optimizer, schedule, trial steps, recomputation, validation.
 
-Losses and masks are the drafters' own (``moa``); files, signals and devices are left to ``fit``.
+Losses and masks are defined by the drafters (``moa``); files, signals and devices are handled by
+``fit``.
 
 Shapes: B sequences, T tokens, P drafted positions, g drafts of a round.
 """
@@ -35,39 +36,40 @@ from .config import TrainConfig, known
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
 
-# whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost
+# Whole matrices gain 3 % of acceptance length after 340 steps, at 2.4 times the optimizer's cost.
 _MUON_BLOCK_ROWS = 128
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
-# Positions of layer self-attention that are recomputed at once; each has all layers, hundreds of
-# rows together.
+# Positions of layer self-attention that are recomputed at once. Each position has the rows of all
+# layers, which are hundreds together.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
 """Name of the half width of the 95 % interval in progress lines."""
-_NORMAL_95 = 1.96  # half of the 95 % interval of a normal distribution, in standard errors
+# Half width of the 95 % interval of a normal distribution, in standard errors.
+_NORMAL_95 = 1.96
 WHAT_HELPS = (
-    "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (of eagle3 above all "
-    "drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
+    "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (for eagle3 "
+    "above all drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
 )
-# Share of the free memory that a step leaves: allocators leave gaps as the lengths of batches
+# Share of the free memory that is not used, because memory fragments as the lengths of batches
 # change.
 _SPARE_SHARE = 0.1
-# Peak of a step on a CPU by what its forward keeps: gradients within a layer and chunks of logits
-# come on top.
+# Peak memory of a step on a CPU, as a multiple of the activations that the forward saves. The rest
+# are gradients within a layer and chunks of logits.
 _PEAK_FACTOR = 1.5
 
 
 def zero_peak_constant(
     step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int
 ) -> float:
-    """Return the factor of the final learning rate at a step, 0-based.
+    """Return the learning rate at a step (from 0) as a multiple of the final one.
 
-    It rises from 0 to ``peak_multiplier`` in the warm-up, falls linearly to 1 at ``decay_end_step``, and stays there
-    (the official ``trainer.py``, lines 102-123).
+    It rises from 0 to ``peak_multiplier`` in the warm-up, falls linearly to 1 at
+    ``decay_end_step``, and stays there (the official ``trainer.py``, lines 102-123).
     """
     if step < warmup_steps:
         return peak_multiplier * step / warmup_steps
-    # A decay that would end within the warm-up is left out.
+    # A decay that would end within the warm-up is skipped.
     if step >= decay_end_step or decay_end_step <= warmup_steps:
         return 1.0
     done = (step - warmup_steps) / (decay_end_step - warmup_steps)
@@ -76,15 +78,15 @@ def zero_peak_constant(
 
 @contextlib.contextmanager
 def recomputed_layers(drafter: Drafter) -> Iterator[None]:
-    """Activation checkpointing of decoder layers, for a forward within this context.
+    """Checkpoint the activations of decoder layers, for a forward within this context.
 
-    It changes a result by no more than the order of sums over positions.
+    Results change only by the order of sums over positions.
     """
-    # Kept are the inputs and outputs of each part of a layer, and attention itself: less than half
-    # of the activations
-    # of EAGLE-3 and Mixture of Attentions, at the cost of a second forward of those parts.
+    # The inputs and outputs of each part of a layer, and attention itself, are saved; the rest is
+    # recomputed. This saves more than half of the activations of EAGLE-3 and Mixture of Attentions,
+    # at the cost of a second forward of those parts.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
-    # Compiled parts stand in the instance's own dictionary, and are put back.
+    # Compiled parts are stored in the instance's ``__dict__``, and are restored afterwards.
     before = [
         {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
         for block in blocks
@@ -111,7 +113,7 @@ def _by_positions(means: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
 
 
 class DrafterModule(L.LightningModule):
-    """Trains a drafter; the frozen target weights are kept out of its parameters and checkpoints."""
+    """Trains a drafter; the frozen target weights are not in its parameters and checkpoints."""
 
     def __init__(
         self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int
@@ -119,44 +121,52 @@ class DrafterModule(L.LightningModule):
         super().__init__()
         self.drafter = drafter
         self.config = config
-        self.recomputes = False  # decoder layers, in the backward
-        self._decay_end_step = decay_end_step  # at which the learning rate reaches its final value
-        self._frozen = [frozen]  # in a list, so that it is not a submodule
+        self.recomputes = False  # Whether the backward recomputes decoder layers.
+        # Step at which the learning rate reaches its final value.
+        self._decay_end_step = decay_end_step
+        self._frozen = [frozen]  # In a list, so that it is not a submodule.
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        # Whether all activations of the step, or of the validation, are finite; a tensor on the
-        # device.
+        # Whether all activations of the step or validation are finite; a tensor on the device.
         self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
     @property
     def frozen(self) -> FrozenTarget:
-        """The frozen target weights; they are on this module's device once a fit has started."""
+        """The frozen target weights, on this module's device once a fit has started."""
         return self._frozen[0]
 
     def on_fit_start(self) -> None:
-        """Move the target weights to the device, and compile."""
+        """Move the target weights to the device, and compile if requested."""
         self.frozen.to(self.device)
         if self.config.machine.compile:
-            # The parts in which only shapes depend on the data, most of a step's passes over
-            # memory; masks and loss
-            # positions depend on the values too.
+            # Compile the parts in which only shapes depend on the data, which make most of a step's
+            # passes over memory. Masks and loss positions depend on the values too.
             for block in self.drafter.modules():
                 if isinstance(block, DecoderBlock):
                     for name in ("finish", "attend_self_means"):
                         vars(block)[name] = torch.compile(getattr(block, name), dynamic=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the loss of one micro-batch, and log the terms of a whole step with its last one."""
+        """Compute the loss of one micro-batch.
+
+        The last micro-batch of a step logs the loss terms of the step.
+        """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
-        found = {"loss": terms.total, "forward_kl": terms.forward_kl, "feature_loss": terms.feature}
-        found |= {"entering_feature_loss": terms.entering_feature}
-        found |= {f"{name}_loss": value for name, value in terms.parts.items()}
-        values = {
-            f"train/{name}": value.detach() for name, value in found.items() if value is not None
+        terms_by_name = {
+            "loss": terms.total,
+            "forward_kl": terms.forward_kl,
+            "feature_loss": terms.feature,
         }
-        # Each micro-batch divides by its share of the step's loss positions, so the mean over all
-        # is the step's loss.
+        terms_by_name |= {"entering_feature_loss": terms.entering_feature}
+        terms_by_name |= {f"{name}_loss": value for name, value in terms.parts.items()}
+        values = {
+            f"train/{name}": value.detach()
+            for name, value in terms_by_name.items()
+            if value is not None
+        }
+        # Each micro-batch divides by its share of the step's loss positions, so the mean over
+        # micro-batches is the loss of the step.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
@@ -180,12 +190,15 @@ class DrafterModule(L.LightningModule):
             return self.drafter.objective(self.frozen, step)
 
     def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
-        """Cast hidden states to the drafter's dtype, in place, and note whether all activations are finite."""
+        """Cast hidden states to the drafter's dtype, in place.
+
+        Also record whether all activations are finite.
+        """
         for values in (inputs.kv, inputs.hidden, inputs.entering_hidden, *inputs.layer_outputs):
             if values is not None:
-                # Without waiting for the device. The extremes are NaN if any value is.
+                # This does not synchronize with the device. The extremes are NaN if any value is.
                 self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
-        # KV is cast where it is read, in parts.
+        # The KV is cast part by part, at the places that read it.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         inputs.layer_outputs = tuple(
             states.to(self.drafter.dtype) for states in inputs.layer_outputs
@@ -193,12 +206,13 @@ class DrafterModule(L.LightningModule):
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
-        """Refuse activations that hold NaN or infinity, and begin to note the next ones."""
+        """Refuse activations with NaN or infinity, and reset the check."""
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
-                f"the store holds NaN or infinity in a sequence that was read for step {self.global_step}. "
-                f"`moa-data verify {self.config.store}` names what is damaged; extract it again."
+                "the store holds NaN or infinity in a sequence that was read for step "
+                f"{self.global_step}. `moa-data verify {self.config.store}` lists what is damaged; "
+                "extract it again."
             )
 
     def configure_gradient_clipping(
@@ -208,18 +222,18 @@ class DrafterModule(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the global norm, and refuse activations and gradients that are not finite."""
-        # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is
-        # scaled.
+        # Lightning's own clipping refuses fused optimizers in bf16-mixed too, although nothing is
+        # scaled there.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(
             [weight.grad for weight in parameters if weight.grad is not None]
         )
-        # Asked once a step, because each answer waits for the device.
+        # Checked once per step, because each check synchronizes with the device.
         are_inputs_finite, is_norm_finite = torch.stack(
             [self._are_finite, norm.isfinite()]
         ).tolist()
         self._check_inputs(are_inputs_finite)
-        # 16-mixed has overflows, and skips those steps.
+        # With 16-mixed, gradients may overflow; the loss scaler skips those steps.
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
@@ -232,15 +246,17 @@ class DrafterModule(L.LightningModule):
             if weight.grad is not None
         ]
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        # none where only the norm of finite gradients overflows: clipping then makes them 0
+        # The list is empty if only the norm of finite gradients overflows. Clipping then makes them
+        # 0.
         if bad:
             raise TrainingError(
-                f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
-                "lower --learning-rate, use --precision 32-true, or look for NaN in the store with `moa-data verify`."
+                f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} "
+                "tensors in all); lower --learning-rate, use --precision 32-true, or look for NaN "
+                "in the store with `moa-data verify`."
             )
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums."""
+        """Reset the validation sums."""
         self._validation = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -252,15 +268,15 @@ class DrafterModule(L.LightningModule):
         )
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics, over the batches of all devices, which are the same on each device."""
+        """Log the metrics over the batches of all devices; they are equal on each device."""
         self._check_inputs(bool(self._are_finite))
-        # float64, which holds counts exactly: the sums are those of one device, to the last bit.
+        # float64 holds counts exactly, so the sums are bit-identical to those of a single device.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
-            found: Any = self.all_gather(
+            gathered: Any = self.all_gather(
                 torch.tensor(rows, dtype=torch.float64, device=self.device)
             )
-            rows = found.flatten(0, -2).tolist()
+            rows = gathered.flatten(0, -2).tolist()
         metrics = validation_metrics(rows)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1)
         shown = {
@@ -274,8 +290,8 @@ class DrafterModule(L.LightningModule):
         config = self.config.optimizer
         if config.kind == "muon":
             weights = list(self.drafter.parameters())
-            # Rows of an embedding are looked up one by one: an orthogonal update of the table means
-            # nothing.
+            # The rows of an embedding are looked up one by one, so an orthogonal update of the
+            # table has no meaning.
             tables = {
                 id(module.weight)
                 for module in self.drafter.modules()
@@ -298,7 +314,8 @@ class DrafterModule(L.LightningModule):
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
-            # A fused step undoes the loss scaling of 16-mixed by itself, too late for clipping.
+            # A fused step undoes the loss scaling of 16-mixed internally, which is too late for
+            # clipping.
             fused=precision != "16-mixed",
         )
 
@@ -320,32 +337,34 @@ class DrafterModule(L.LightningModule):
 
 
 class Choice(NamedTuple):
-    """How a device takes its share of a step."""
+    """How a device processes its share of a step."""
 
-    micro_batch: int  # sequences per forward
-    recomputes: bool  # decoder layers, in the backward
-    fits: bool = True  # False where not even the smallest micro-batch with recomputed layers does
+    micro_batch: int  # Sequences per forward.
+    recomputes: bool  # Whether the backward recomputes decoder layers.
+    # False if not even the smallest micro-batch with recomputed layers fits.
+    fits: bool = True
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Steps of a module on micro-batches of one sequence, to see how many fit into memory; they change no weight."""
+    """Trial steps of a module, to see how many sequences fit into memory; they change no weight."""
 
     module: DrafterModule
-    # The longest sequence, [1, T, ...], on the CPU; all of it is taken as response, the most costly
-    # case.
+    # The longest sequence, [1, T, ...], on the CPU. All of it is treated as response, the most
+    # expensive case.
     longest: TrainingInputs
     device: torch.device
-    # makes the context of a forward in the precision of the run
+    # Creates the autocast context of a forward in the precision of the run.
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def choose(self, sizes: Sequence[int], free_bytes: int | None, held_copies: float) -> Choice:
-        """Choose the first of some sizes that fits, without recomputed layers if there is one.
+        """Choose the first size that fits, without recomputed layers if possible.
 
         Args:
             sizes: sequences per forward, descending.
-            free_bytes: of a CPU; None where that is unknown: everything fits then.
-            held_copies: what a step holds beside weights, gradients and activations, in copies of the weights.
+            free_bytes: free memory of a CPU; None if unknown, then everything is assumed to fit.
+            held_copies: memory that a step needs in addition to weights, gradients and activations,
+                in copies of the weights.
         """
         module = self.module
         on_cpu = self.device.type == "cpu"
@@ -362,12 +381,12 @@ class Trial:
             reserved = int(weights * (1 + held_copies)) + (module.config.data.prefetch_mb << 20)
         for recomputes in (False, True):
             module.recomputes = recomputes
-            # A CUDA device says when it runs out of memory; on a CPU the system would end the
-            # process.
-            kept = self.kept_bytes() if on_cpu else 0
+            # A CUDA device raises an error when it runs out of memory. On a CPU the system would
+            # kill the process, so the memory is computed.
+            saved_bytes = self.kept_bytes() if on_cpu else 0
             for size in sizes:
                 if on_cpu:
-                    fits = reserved + size * kept * _PEAK_FACTOR <= (1 - _SPARE_SHARE) * (
+                    fits = reserved + size * saved_bytes * _PEAK_FACTOR <= (1 - _SPARE_SHARE) * (
                         free_bytes or 0
                     )
                 else:
@@ -377,7 +396,11 @@ class Trial:
         return Choice(sizes[-1], True, fits=False)
 
     def step_runs(self, size: int, reserved_bytes: int) -> bool:
-        """Run forward and backward of a micro-batch; False where the device lacks memory for it and reserved bytes."""
+        """Run forward and backward of a micro-batch while a number of bytes is reserved.
+
+        Returns:
+            False if the device runs out of memory.
+        """
         try:
             reserved: Tensor | None = torch.empty(
                 reserved_bytes, dtype=torch.uint8, device=self.device
@@ -386,14 +409,14 @@ class Trial:
             has_run = True
         except torch.OutOfMemoryError:
             has_run = False
-        reserved = None  # noqa: F841  # its memory is given back here
+        reserved = None  # noqa: F841  # Free the reserved memory.
         self.module.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return has_run
 
     def kept_bytes(self) -> int:
-        """Count the bytes that the forward of one sequence keeps for its backward."""
+        """Return the bytes that the forward of one sequence saves for its backward."""
         weights = (*self.module.drafter.parameters(), *self.module.frozen.parameters())
         held = {weight.untyped_storage().data_ptr() for weight in weights}
         storages: dict[int, int] = {}
@@ -406,7 +429,7 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        del terms  # not before, or freed storages would give their addresses to others
+        del terms  # Kept alive until here, so that no freed storage's address is reused.
         return sum(storages.values())
 
     def _terms(self, size: int) -> LossTerms:
@@ -428,11 +451,15 @@ class Trial:
 def validate_batch(
     drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int
 ) -> list[float]:
-    """Draft every round of a batch on the dataset's text, and compare the drafts with the stored activations.
+    """Draft every round of a batch on the dataset's text, and compare with the stored activations.
 
-    Its step bound is ``draft_length + 1``. Returns sums that :func:`validation_metrics` reduces: KL in nats,
-    agreements, drafted positions, tokens that the rounds would commit (bonus included) greedily and by sampling at
-    temperature 1, rounds; then of each sequence's greedy tokens c and rounds r: c * c, c * r, r * r, and sequences.
+    The step bound is ``draft_length + 1``.
+
+    Returns:
+        Sums that :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions,
+            tokens that the rounds would commit (bonus included) greedily and by sampling at
+            temperature 1, rounds. Then, with the greedy tokens c and rounds r of each sequence: c *
+            c, c * r, r * r, and the number of sequences.
     """
     inputs = batch.inputs
     draws = batch.draws
@@ -450,7 +477,7 @@ def validate_batch(
         target = frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         log_draft = draft.log_softmax(dim=-1)
-        # 0 * inf, where a logit is -inf, counts as 0.
+        # 0 * inf, from a logit of -inf, counts as 0.
         kl.append(
             (log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
         )
@@ -462,17 +489,17 @@ def validate_batch(
     accepted[:, rows[valid], queries[valid]] = torch.stack(
         [torch.cat(agree).double(), torch.cat(shared).double()]
     )
-    # A round commits 1 + the leading drafts at which drafter and target have the same argmax; of
-    # samples each is
-    # accepted with the probability that both distributions share. The drafts follow the dataset's
-    # text, not the
-    # target's own answers, so these are estimates of decoding.
+    # A round commits 1 + the leading drafts at which drafter and target have the same argmax. When
+    # sampling, each draft is accepted with the probability that both distributions share. The
+    # drafts follow the dataset's text, not the target's own answers, so these values estimate
+    # decoding.
     greedy = [
         accepted_runs(row[None], mask[None], draft_length)
         for row, mask in zip(accepted[0], drafted, strict=True)
     ]
     sampled = accepted_runs(accepted[1], drafted, draft_length) + 1
-    rounds = torch.tensor([len(runs) for runs in greedy], dtype=torch.float64)  # of each sequence
+    # Number of rounds of each sequence.
+    rounds = torch.tensor([len(runs) for runs in greedy], dtype=torch.float64)
     tokens = torch.stack([runs.sum() for runs in greedy]).cpu() + rounds
     sums: list[Any] = [
         kls.sum(),
@@ -487,13 +514,15 @@ def validate_batch(
 
 
 def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
-    """Compute the expected leading run of accepted drafts in every complete round: [n_rounds], each 0..draft_length.
+    """Compute the expected leading run of accepted drafts in every complete round: [n_rounds].
 
-    A round is a context position followed by ``draft_length`` drafted ones.
+    Each value is in 0..draft_length. A round is a context position followed by ``draft_length``
+    drafted ones.
 
     Args:
-        accepted: [B, T], the probability that a draft is accepted where those before it are.
-        drafted: bool [B, T].
+        accepted: [B, T], the probability that a draft is accepted if all earlier ones of its round
+            are.
+        drafted: bool [B, T], whether a position is drafted.
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
@@ -503,10 +532,15 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
 
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Reduce the number of each batch and its sums, of a batch once or several times; NaN where nothing was counted."""
+    """Reduce the sums of all batches to metrics; NaN if nothing was counted.
+
+    Args:
+        rows: the number of a batch, then its sums. A batch may occur several times and is counted
+            once.
+    """
     batches = {int(number): sums for number, *sums in rows}
     totals = [0.0] * 10
-    # each once and in this order, so that the sum does not depend on the devices
+    # Add each batch once and in this order, so that the sums do not depend on the devices.
     for number in sorted(batches):
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
     kl, agreements, positions, committed, sampled, rounds, *products, n_sequences = totals
@@ -522,15 +556,18 @@ def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
 def _half_width(
     tokens: float, rounds: float, products: Sequence[float], n_sequences: float
 ) -> float:
-    """Compute half of the 95 % interval of tokens over rounds, of sequences that are drawn independently.
+    """Compute the half width of the 95 % interval of tokens / rounds.
+
+    The sequences are assumed to be independent.
 
     Args:
         tokens, rounds: sums over the sequences.
-        products: sums of tokens * tokens, tokens * rounds and rounds * rounds of each sequence.
+        products: sums over the sequences of tokens * tokens, tokens * rounds and rounds * rounds.
+        n_sequences: sequences with at least one round.
     """
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # of tokens - ratio * rounds
+    # Sum over sequences of (tokens - ratio * rounds) ** 2.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

@@ -1,4 +1,7 @@
-"""Chooses the draft vocabulary of a run where it was not given, see :mod:`..moa.drafters.vocabulary`."""
+"""Choose the draft vocabulary of a run if it was not given.
+
+See :mod:`..moa.drafters.vocabulary`.
+"""
 
 import dataclasses
 
@@ -13,9 +16,10 @@ from .defaults import ChosenSetting
 
 
 def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
-    """Add the number of drafted tokens to the settings of a run, unless it was given or the run began without one.
+    """Add the number of tokens that can be drafted to the settings of a run.
 
-    It depends on the tokens of the training responses, and on the sizes of drafter and target.
+    Nothing changes if it was given, or if the resumed run started without one. The choice depends
+    on the tokens of the training responses, and on the sizes of drafter and target.
     """
     config = data.config
     is_given = config.resume or config.drafter.draft_vocabulary is not None
@@ -33,8 +37,10 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
     halves = torch.stack(
         [reader.count_response_tokens(data.train_sequences[half::2]) for half in (0, 1)]
     )
-    most = sizes.draft_vocabulary or halves.shape[1]
-    choice = choose_draft_vocabulary(halves, width, n_body, count_weights(target_config), most)
-    chosen = ChosenSetting("draft_vocabulary", choice.n_tokens or most, choice.why)
+    max_tokens = sizes.draft_vocabulary or halves.shape[1]
+    choice = choose_draft_vocabulary(
+        halves, width, n_body, count_weights(target_config), max_tokens
+    )
+    chosen = ChosenSetting("draft_vocabulary", choice.n_tokens or max_tokens, choice.why)
     data.config = config.replaced(draft_vocabulary=chosen.value)
     data.chosen = [*data.chosen, chosen]

@@ -131,7 +131,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     for words, text in {
         "--prompt a --web 0": "--prompt answers one prompt",
         f"--resume {tmp_path}/none": "none cannot be read",
-        f"--token-file {tmp_path}/empty": "holds no token",
+        f"--token-file {tmp_path}/empty": "contains no token",
         f"--token-file {tmp_path}/none": "cannot be read",
         "--mode fast": "--mode is 'fast'",
         "--set offline_below=1": "offline_below",
@@ -205,7 +205,7 @@ def test_another_process_goes_on(
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)
         if number is signal.SIGINT:
-            assert "--resume FILE goes on with the answer" in stderr
+            assert "--resume FILE continues the answer" in stderr
         assert not SavedAnswer.load(file).finish
         done = run("chat", *arguments, "--resume", str(file), input="")
     tokens = plain_generate(

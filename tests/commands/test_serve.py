@@ -176,7 +176,7 @@ def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         for options, text in {
             "--tls-cert cert.pem": "tls_cert and tls_key belong together",
-            "--tls-cert cert.pem --tls-key key.pem": "make no TLS server",
+            "--tls-cert cert.pem --tls-key key.pem": "cannot be used for TLS",
             f"--token-file {tmp_path / 'none'}": "cannot be read",
             "--tree nonsense": "is not a shape of drafts",
             f"--drafter {tmp_path}": "drafter",

@@ -23,7 +23,7 @@ def test_ids_are_whole_and_tables_fit_eighty_columns(
     lines = run("inspect", store).stdout.splitlines()
     assert f"target.weights_sha256  {'ab' * 32}" in lines
     start = lines.index("Activations")
-    table = lines[start : lines.index("Their meaning")]
+    table = lines[start : lines.index("Meaning of the fields")]
     assert any("hidden/last" in line for line in table)
     assert max(map(len, table)) <= 80
     assert not [line for line in table if "…" in line]

@@ -562,4 +562,4 @@ def test_plan_tells_what_workers_take(
     assert told.exit_code == 0, told.output
     assert "\nworkers      4 take " in told.stdout
     elsewhere = run(*arguments, "--engine", "ray", "--gpus-per-worker", "1")
-    assert "not measured, as this machine has no GPU" in elsewhere.stdout
+    assert "not measured, because this machine has no GPU" in elsewhere.stdout

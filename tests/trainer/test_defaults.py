@@ -127,7 +127,7 @@ def test_a_batch_divides_over_the_devices_and_is_no_larger_than_the_split() -> N
         ({"max_steps": 54, "warmup_steps": 50}, ["warm-up takes 50 of 54"]),
         (
             {"max_steps": 6, "warmup_steps": 50, "decay_steps": 6},
-            ["6 steps teach", "warm-up takes 6 of 6"],
+            ["6 steps are too few", "warm-up takes 6 of 6"],
         ),
         ({"max_steps": 60, "warmup_steps": 20, "decay_steps": 6}, ["the learning rate drops"]),
         ({"max_steps": 60, "decay_steps": 600}, ["before the learning rate has fallen"]),

@@ -190,7 +190,7 @@ def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 
 def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainingError, match="32 does not divide over 6 devices"):
+    with pytest.raises(TrainingError, match="32 is not a multiple of the 6 devices"):
         run(store_path, tmp_path / "run", num_nodes=2, devices=3, batch_size=32)
     # Two processes of one device each would otherwise train the same run twice, in one folder.
     for name, value in {

@@ -221,7 +221,7 @@ def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
     }
     with pytest.raises(
         DrafterError,
-        match=r"gemma3_text multiplies its embeddings, and vLLM .* Formats that do: .*eagle",
+        match=r"gemma3_text scales its embeddings, but vLLM .* Choose one of: .*eagle",
     ):
         export_drafter(DrafterExportConfig.of(format="vllm-eagle", **given))
     assert not (tmp_path / "out").exists()

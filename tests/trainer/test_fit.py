@@ -380,7 +380,7 @@ def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) 
     fresh, other = (build("eagle3", model, norm_before_residual=flag) for flag in (False, True))
     save_drafter(other, tmp_path)
     with pytest.raises(
-        TrainingError, match="has norm_before_residual, which can be run and not be trained"
+        TrainingError, match="has norm_before_residual, which can be run but not trained"
     ):
         initial_drafter(str(tmp_path), fresh, settings, target_sizes(model.config))
 
