@@ -463,7 +463,11 @@ class JoinedAttention:
 
 
 class _Ragged:
-    """Parts that are chains, as rows of a variable-length call, in the order of their slots."""
+    """Parts that are chains, as rows of a variable-length call.
+
+    The call takes the first slots of the rows as ascending offsets, so the parts must be in the
+    order of their slots.
+    """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         sizes = [len(part.tokens) for part in parts]
@@ -581,7 +585,7 @@ class _Batch:
         # [B * H_kv * n * G], indices of queries among those of the call, [T * H]
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(parts) > 1:
-            n_slots = -(-n_slots // 8) * 8  # Kernels need masks of such a width.
+            n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.
             bounds = [
                 (part.kv.first_slot, part.first_slot + last)
                 for part, last in zip(parts, lasts, strict=True)

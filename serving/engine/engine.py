@@ -170,7 +170,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
-        """Find out with calls on a few tokens why the target can't be served; empty if it can."""
+        """Return why the target can't be served, found by short calls; empty if it can."""
         kv = PooledKV(self._pool)
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:

@@ -72,8 +72,8 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # This scaling derives positions from the token index, which is wrong for several
-                # parts in a row. It has no effect below ``Target.max_positions``.
+                # This scaling derives positions from the token index, which is wrong for
+                # concatenated parts. It has no effect below ``Target.max_positions``.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()

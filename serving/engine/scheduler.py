@@ -24,7 +24,7 @@ from .pool import Pool, blocks_for
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
-# Fewest prompt tokens that a sequence reads in a call. A call with fewer tokens costs the same.
+# A sequence in prefill may read at least this many tokens per call. Fewer would cost the same.
 _MIN_CHUNK = 16
 
 

@@ -108,13 +108,13 @@ class Speculation:
         Args:
             sequences: the sequences. All have target KV up to their roots.
         """
-        texts = {sequence.id: len(sequence.tokens) for sequence in sequences}
-        for id_ in [id_ for id_ in self._together if id_ not in texts]:
+        lengths = {sequence.id: len(sequence.tokens) for sequence in sequences}
+        for id_ in [id_ for id_ in self._together if id_ not in lengths]:
             self._apart[id_] = self._state.take_rows([self._together.index(id_)])
-        self._keep([id_ for id_ in self._together if id_ in texts])
-        for id_, n_tokens in texts.items():
+        self._keep([id_ for id_ in self._together if id_ in lengths])
+        for id_, n_tokens in lengths.items():
             if id_ not in self._n_drafted_at:
-                self._policy(len(texts)).begin()
+                self._policy(len(lengths)).begin()
                 self._n_drafted_at[id_] = 0
             if id_ in self._together or n_tokens - self._n_drafted_at[id_] > _MAX_CATCH_UP:
                 continue
