@@ -86,7 +86,7 @@ class Scheduler:
             sequence.last_served = self._n_served
             n_known = min(sequence.n_missing + 1, chunk)
             scheduled.append(Scheduled(sequence, n_known, n_known == sequence.n_missing + 1))
-        # On a GPU, attention needs the sequences in the order of their KV blocks.
+        # Variable-length attention on a GPU needs the sequences in the order of their KV blocks.
         scheduled.sort(key=lambda item: item.sequence.kv.first)
         return scheduled, evicted
 
