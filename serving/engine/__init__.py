@@ -1,4 +1,5 @@
-"""Continuous batching: sequences of any length join and leave between target calls, within a bound on KV memory.
+"""Continuous batching of sequences within a fixed amount of KV memory.
 
-Knows no network: who listens to a sequence gives a function that is called with each commit.
+Sequences of any length join and leave the batch between two target calls. This package contains no
+network code: whoever adds a sequence passes a callback, which gets every commit of the sequence.
 """

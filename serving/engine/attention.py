@@ -1,15 +1,17 @@
-"""Attention of a target call over parts of several sequences, each of which sees its own KV.
+"""Attention of a target call over parts of several sequences; each part attends to its own KV.
 
-| device | how |
+| case | method |
 |---|---|
-| CUDA, half precision, chains | one call of FlashAttention for rows of any lengths, which reads the KV as it lies |
-| CUDA, else | one padded call over all parts, and a second one for long ones, such as chunks of prompts |
-| CPU, float32, single tokens, few heads a group | two calls over parts of like lengths, which read the KV as it lies |
-| else | part by part, to views of the KV |
+| CUDA, half precision, chains | one call of variable-length FlashAttention, without copying KV |
+| CUDA, otherwise | one padded call for short parts, one for long parts (prompt chunks) |
+| CPU, float32, single tokens, few heads per group | two sparse operations, without copying KV |
+| otherwise | one call per part, on views of the KV |
 
-Each call costs some time besides its work, on a GPU more than on a CPU.
+The methods make few calls because each call has a fixed cost, which is higher on a GPU than on a
+CPU.
 
-Shapes: n tokens of one part, T tokens of all parts, H query heads, H_kv key/value heads, d head dim, S slots.
+Shapes: n tokens of one part, T tokens of all parts, H query heads, H_kv key/value heads, d head
+dim, S slots.
 """
 
 import functools
@@ -36,20 +38,21 @@ from .steps import Rows, attend_rows, run_layers
 
 try:
     from torch.nn.attention import varlen
-except ImportError:  # before torch 2.10
+except ImportError:  # PyTorch is older than 2.10.
     varlen = None  # type: ignore[assignment]
 
 ATTENTION = "moa_data_parts"
-"""The name of this attention in transformers."""
-# A kernel works on blocks of some queries, so that padding short parts to so many tokens costs
-# nothing. Long ones are
-# padded apart: a step beside a chunk of a prompt must not become as long as that.
+"""Name of this attention function in transformers."""
+# Parts with at most this many tokens are padded to a common length. This costs nothing, because a
+# kernel processes queries in blocks. Longer parts are padded in a separate call. Otherwise a plain
+# step that shares the call with a prompt chunk would be padded to the length of the chunk.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
-# Heads of a group from which on one product of a group takes less time than products of vectors.
+# Query heads per key head from which one matrix product per group is faster than the separate
+# vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# Slots of a row of scores are a multiple of this, so that a row's sum is the same whatever rows it
-# shares a call with.
+# The length of a row of scores is a multiple of this. So the rounding of a row's sum does not
+# depend on the other rows of the call.
 _ROW_SLOTS = 16
 
 
@@ -58,10 +61,11 @@ class Part:
     """The tokens of one sequence in a call."""
 
     kv: PooledKV
-    tokens: list[int]  # those after its committed KV, then the drafts
-    # of each draft, an index into the drafts, -1 for the token before them
+    # The tokens after the committed KV, then the drafts.
+    tokens: list[int]
+    # The index of each draft's parent among the drafts, -1 for the token before the drafts.
     parents: tuple[int, ...] = ()
-    # whether logits are wanted, of the last token before the drafts and of each draft
+    # Whether logits are needed: of the last token before the drafts, and of each draft.
     is_read: bool = True
 
     @property
@@ -71,30 +75,30 @@ class Part:
 
     @property
     def first_slot(self) -> int:
-        """The slot of the pool of the first token."""
+        """The index of the first token's slot in the pool."""
         return self.kv.first_slot + self.kv.length
 
     @property
     def n_known(self) -> int:
-        """Tokens before the drafts."""
+        """The number of tokens before the drafts."""
         return len(self.tokens) - len(self.parents)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the one before it."""
+        """Whether each token is the successor of the token before it, so that no draft branches."""
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
-        """Whether its only token sees everything."""
+        """Return whether the part is a single token that needs no mask."""
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
     def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """View the keys and the values up to the last token of this part: of each layer [1, H_kv, S, d]."""
+        """Return views of the keys and values up to the last token, [1, H_kv, S, d] per layer."""
         keys, values = self.kv.view(0, self.start + len(self.tokens)).unsqueeze(2)
         return keys.unbind(0), values.unbind(0)
 
     def positions(self) -> list[int]:
-        """List the positions of the tokens; a draft stands one after its parent."""
+        """Return the positions of the tokens. A draft's position is its parent's position + 1."""
         root = self.start + self.n_known - 1
         depths = {-1: 0}
         for node, parent in enumerate(self.parents):
@@ -105,7 +109,7 @@ class Part:
         ]
 
     def seen(self) -> NDArray[np.bool_]:
-        """Say which tokens of the part each of them sees, itself included: [n, n]."""
+        """Return which tokens of the part each of them sees, including itself: [n, n] bool."""
         seen = np.tri(len(self.tokens), dtype=np.bool_)
         if not self.is_chain:
             root = self.n_known - 1
@@ -114,7 +118,7 @@ class Part:
         return seen
 
     def mask(self, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
-        """Say what each token sees, [1, n, S] bool; None where each sees everything."""
+        """Return the slots that each token sees, [1, n, S] bool, or None if it sees all."""
         if self.sees_all(window):
             return None
         if self.is_chain:
@@ -125,14 +129,20 @@ class Part:
 
 
 def _pending_slots(parts: Sequence[Part], device: torch.device) -> Tensor:
-    """The slots of the pool of all tokens, [T] int64."""
+    """Return the pool slots of all tokens, [T] int64."""
     return to_device(
         [part.first_slot + index for part in parts for index in range(len(part.tokens))], device
     )
 
 
 class PartsAttention:
-    """Writes keys and values of a call to each part's own KV, and attends within each part."""
+    """Writes the keys and values of a call to each part's KV, and attends within each part.
+
+    Args:
+        parts: the parts of the call.
+        windows: the sliding window or chunk of each layer, None for full attention.
+        device: device of the target.
+    """
 
     def __init__(
         self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device
@@ -144,25 +154,40 @@ class PartsAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
-        # By the number of query heads, in which layers may differ; empty where they are of no use.
+        # By the number of query heads, which can differ between layers. A list is empty if another
+        # method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
-                part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)
+                part.mask(part_positions, window, device)
+                for part, part_positions in zip(parts, positions, strict=True)
             ]
             for window in set(windows)
         }
         self._masks = [by_window[window] for window in windows]
         self._are_steps = all(size == 1 for size in self._sizes) and all(
-            mask is None for own in by_window.values() for mask in own
+            mask is None for window_masks in by_window.values() for mask in window_masks
         )
 
     def run_layers(
         self, n_heads: int, n_kv_heads: int, head_dim: int, scale: float
     ) -> RunLayers | None:
-        """Return what runs all layers of such heads in one call, if all parts are steps that are rows alike."""
-        n_planes, _, most = self._planes[0][0].shape
-        if not self._are_steps or (n_planes, most, most**-0.5) != (n_kv_heads, head_dim, scale):
+        """Return a function that runs all layers of the target in one call, if that is possible.
+
+        All parts must be single tokens without a mask that fit one sparse matrix.
+
+        Args:
+            n_heads: query heads of each layer.
+            n_kv_heads: key/value heads of each layer.
+            head_dim: head dimension of each layer.
+            scale: factor of the attention scores.
+        """
+        n_planes, _, max_head_dim = self._planes[0][0].shape
+        if not self._are_steps or (n_planes, max_head_dim, max_head_dim**-0.5) != (
+            n_kv_heads,
+            head_dim,
+            scale,
+        ):
             return None
         steps = self._steps_of(n_heads, self._planes[0][0].dtype)
         return functools.partial(steps[0].run_layers, self._pending) if len(steps) == 1 else None
@@ -174,7 +199,7 @@ class PartsAttention:
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """Of each layer, what each part sees: keys and values, [1, H_kv, S, d]."""
+        """The keys and values that each part sees, by layer: [1, H_kv, S, d] each."""
         return list(zip(*(zip(*part.seen_kv(), strict=True) for part in self._parts), strict=True))
 
     def attend(
@@ -186,7 +211,19 @@ class PartsAttention:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]; see ``attend_plainly``."""
+        """Write the KV of one layer, and compute its attention.
+
+        Args:
+            layer: index of the layer.
+            q: [1, H, T, d].
+            k: [1, H_kv, T, d].
+            v: [1, H_kv, T, d]; the head dim may be smaller than that of the keys.
+            cap: see :func:`~moa_data.moa.nn.attention.attend_plainly`.
+            sinks: see :func:`~moa_data.moa.nn.attention.attend_plainly`.
+
+        Returns:
+            The attention output [1, T, H, d].
+        """
         is_plain = cap is None and sinks is None
         n_kv_heads = k.shape[1]
         width = k.shape[3]
@@ -194,9 +231,9 @@ class PartsAttention:
         if value_width < width:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
-        n_planes, _, most = planes[0].shape
-        # else other layers have more, or wider ones
-        is_whole = n_planes == n_kv_heads and most == width
+        n_planes, _, max_head_dim = planes[0].shape
+        # If false, other layers have more or wider heads, and this layer uses a part of the buffer.
+        is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
                 1, self._pending, new[0]
@@ -204,35 +241,36 @@ class PartsAttention:
         if self._are_steps and is_plain and is_whole and value_width == width:
             if steps := self._steps_of(q.shape[1], q.dtype):
                 return _Steps.attend_all(steps, layer, q)
-            # The heads of a group are queries of one head, and nothing is hidden from them.
-            # of each part [1, H_kv, G, d]
+            # The query heads of a group become queries of their shared key head; they need no mask.
+            # [1, H_kv, G, d] for each part
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)
-            own = [
+            outputs = [
                 scaled_dot_product_attention(row, keys, values)
                 for row, (keys, values) in zip(rows, self._seen[layer], strict=True)
             ]
-            return torch.cat(own).flatten(1, 2)[None]
+            return torch.cat(outputs).flatten(1, 2)[None]
         attended = []
-        for (keys, values), own_q, mask in zip(
+        for (keys, values), part_q, mask in zip(
             self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
         ):
             if not is_whole:
                 keys = keys[:, :n_kv_heads, :, :width]
                 values = values[:, :n_kv_heads, :, :width]
             if is_plain:
-                attended.append(attend(own_q, keys, values, mask))
+                attended.append(attend(part_q, keys, values, mask))
             else:
-                attended.append(attend_plainly(own_q, keys, values, mask, cap, sinks))
-        together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-        together = together if value_width == width else together[..., :value_width]
-        return together.transpose(1, 2).contiguous()
+                attended.append(attend_plainly(part_q, keys, values, mask, cap, sinks))
+        output = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+        output = output if value_width == width else output[..., :value_width]
+        return output.transpose(1, 2).contiguous()
 
 
 class _Steps:
-    """Parts of one token that sees everything, as rows of a sparse matrix of scores: of each, one a query head.
+    """Single-token parts without a mask, as rows of a sparse matrix of scores.
 
-    PyTorch's attention multiplies matrices, which take most of their time to lay out keys and values for a few queries.
-    Here the keys are multiplied where they lie, and an embedding bag adds up the values.
+    The matrix has one row per part and query head. PyTorch's attention uses dense matrix products.
+    With few queries, these spend most of their time on rearranging keys and values. This class
+    reads the keys in place, and an embedding bag computes the weighted sum of the values.
     """
 
     def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
@@ -248,26 +286,30 @@ class _Steps:
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
             n_heads // n_kv_heads
         )
-        # [T * H * S], rows of [H_kv * slots]
-        places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()
-        stops = torch.arange(0, len(places) + 1, len(columns))
-        # to what only fills the row
+        # [T * H * S], indices of keys among those of all heads, [H_kv * slots]
+        key_indices = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()
+        stops = torch.arange(0, len(key_indices) + 1, len(columns))
+        # The additive mask hides the slots that only pad a row.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
-        scores = torch.zeros(len(parts), n_heads, len(columns))  # of the layer at hand
+        # Each layer overwrites the scores; the sparse matrix shares their memory.
+        scores = torch.zeros(len(parts), n_heads, len(columns))
         sparse = torch.sparse_csr_tensor(
             stops,
-            places,
+            key_indices,
             scores.view(-1),
             (len(parts) * n_heads, n_kv_heads * n_slots),
             check_invariants=False,
         )
-        self._rows: Rows = scores, sparse, added.unsqueeze(1), places, stops
+        self._rows: Rows = scores, sparse, added.unsqueeze(1), key_indices, stops
 
     @classmethod
     def of(cls, parts: Sequence[Part], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
-        """Make them of all parts together, or of each where rows of a length would be mostly filling.
+        """Create the steps: for all parts together, or for each part if their lengths differ much.
 
-        None at all where other ways are faster, or the products at single places are not there.
+        Rows of a common length would then be mostly padding.
+
+        Returns:
+            The steps. Empty if another method is faster, or PyTorch's sparse products do not work.
         """
         buffer = parts[0].kv.pool.buffer
         are_few = n_heads < _MANY_HEADS * buffer.shape[2]
@@ -284,19 +326,19 @@ class _Steps:
 
     @staticmethod
     def attend_all(steps: "Sequence[_Steps]", layer: int, q: Tensor) -> Tensor:
-        """Attend in one layer with q [1, H, T, d] -> [1, T, H, d]."""
+        """Compute the attention of one layer for q [1, H, T, d]: [1, T, H, d]."""
         queries = q[0].transpose(0, 1)
         if len(steps) == 1:
             return steps[0]._attend(layer, queries)[None]
-        rows = queries.split([len(one._parts) for one in steps])
-        return torch.cat([one._attend(layer, row) for one, row in zip(steps, rows, strict=True)])[
+        rows = queries.split([len(step._parts) for step in steps])
+        return torch.cat([step._attend(layer, row) for step, row in zip(steps, rows, strict=True)])[
             None
         ]
 
     def run_layers(
         self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any
     ) -> list[Tensor]:
-        """Run all layers of a target, as :data:`.fused.RunLayers` says; ``pending``, [T]: the tokens' slots."""
+        """Run all layers of a target; see :func:`.steps.run_layers`."""
         return run_layers(
             x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
         )
@@ -307,9 +349,8 @@ class _Steps:
 
 @functools.cache
 def _steps_work() -> bool:
-    """Whether this build of PyTorch has the products at single places, and they are right."""
-    # Sparse tensors may change with versions, of which PyTorch warns once a process, so they are
-    # tried.
+    """Return whether the sparse products of this PyTorch build exist and are correct."""
+    # PyTorch's sparse tensors are in beta (it warns once per process) and may change, so test them.
     pool = Pool(
         3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU
     )
@@ -324,20 +365,31 @@ def _steps_work() -> bool:
             parts.append(Part(kv, [0]))
         q = torch.randn(1, 6, 2, 4, generator=generator)
         keys_values = (part.seen_kv() for part in parts)
-        one = [
-            attend(own, keys[0], values[0], None)
-            for own, (keys, values) in zip(q.split(1, dim=2), keys_values, strict=True)
+        expected = [
+            attend(part_q, keys[0], values[0], None)
+            for part_q, (keys, values) in zip(q.split(1, dim=2), keys_values, strict=True)
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _Steps.attend_all([_Steps(parts, 6)], 0, q)
-        return torch.allclose(found, torch.cat(one, dim=2).transpose(1, 2), rtol=1e-4, atol=1e-5)
+            output = _Steps.attend_all([_Steps(parts, 6)], 0, q)
+        return torch.allclose(
+            output, torch.cat(expected, dim=2).transpose(1, 2), rtol=1e-4, atol=1e-5
+        )
     except (RuntimeError, AttributeError, TypeError):
         return False
 
 
 class JoinedAttention:
-    """What :class:`PartsAttention` computes, by as many kernels whatever the number of parts."""
+    """Computes the same as :class:`PartsAttention`, with a fixed number of kernels.
+
+    The number does not depend on how many parts the call has.
+
+    Args:
+        parts: the parts of the call.
+        windows: the sliding window or chunk of each layer, None for full attention.
+        n_heads: query heads of each layer.
+        device: device of the target.
+    """
 
     def __init__(
         self,
@@ -354,7 +406,9 @@ class JoinedAttention:
             stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         ]
         # [T] int64
-        self.positions = to_device([at for part in parts for at in part.positions()], device)
+        self.positions = to_device(
+            [position for part in parts for position in part.positions()], device
+        )
         self._pending = _pending_slots(parts, device)
         is_ragged = _takes_ragged(parts, n_heads) and not any(
             isinstance(window, masks.Chunk) for window in windows
@@ -363,24 +417,40 @@ class JoinedAttention:
         if self._ragged is not None:
             return
         self._batches: list[_Batch] = []
-        places, n_places = [0] * sum(sizes), 0  # of each token among those of the padded calls
+        # The index of each token in the concatenated outputs of the padded calls.
+        token_indices, n_indices = [0] * sum(sizes), 0
         for is_long in (False, True):
             rows = [row for row, size in enumerate(sizes) if (size > _MAX_SHORT) == is_long]
             if not rows:
                 continue
-            own = [parts[row] for row in rows]
-            self._batches.append(_Batch(own, [firsts[row] for row in rows], set(windows), n_heads))
+            batch_parts = [parts[row] for row in rows]
+            self._batches.append(
+                _Batch(batch_parts, [firsts[row] for row in rows], set(windows), n_heads)
+            )
             for row in rows:
-                places[firsts[row] : firsts[row] + sizes[row]] = range(
-                    n_places, n_places + sizes[row]
+                token_indices[firsts[row] : firsts[row] + sizes[row]] = range(
+                    n_indices, n_indices + sizes[row]
                 )
-                n_places += max(sizes[row] for row in rows)
-        order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T  # [H_kv, G]
+                n_indices += max(sizes[row] for row in rows)
+        # [H_kv, G], the index of each query head in the output of a batch
+        order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
         # [T * H]
-        self._places = (to_device(places, device)[:, None] * n_heads + order.flatten()).flatten()
+        self._places = (
+            to_device(token_indices, device)[:, None] * n_heads + order.flatten()
+        ).flatten()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]."""
+        """Write the KV of one layer, and compute its attention.
+
+        Args:
+            layer: index of the layer.
+            q: [1, H, T, d].
+            k: [1, H_kv, T, d].
+            v: [1, H_kv, T, d].
+
+        Returns:
+            The attention output [1, T, H, d].
+        """
         kv = self._buffer[:, layer]  # [2, H_kv, slots, d]
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
@@ -388,12 +458,16 @@ class JoinedAttention:
             return self._ragged.attend(q, kv, self._windows[layer])
         queries = q.transpose(1, 2).flatten(0, 2)  # [T * H, d]
         attended = [batch.attend(queries, kv, self._windows[layer]) for batch in self._batches]
-        together = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return together.index_select(0, self._places).view(1, -1, self._n_heads, q.shape[3])
+        output = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return output.index_select(0, self._places).view(1, -1, self._n_heads, q.shape[3])
 
 
 class _Ragged:
-    """Parts that are chains as rows of any lengths of one call, in the order of their slots."""
+    """Parts that are chains, as rows of a variable-length call.
+
+    The call takes the first slots of the rows as ascending offsets, so the parts must be in the
+    order of their slots.
+    """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         sizes = [len(part.tokens) for part in parts]
@@ -406,14 +480,25 @@ class _Ragged:
         )
 
     def attend(self, q: Tensor, kv: Tensor, window: int | None) -> Tensor:
-        """Attend with q [1, H, T, d] to a layer's kv [2, H_kv, slots, d] -> [1, T, H, d]."""
+        """Compute the attention of q [1, H, T, d] to a layer's kv [2, H_kv, slots, d].
+
+        Returns:
+            The attention output [1, T, H, d].
+        """
         q, k, v = (x.transpose(0, 1) for x in (q[0], kv[0], kv[1]))
         attended: Any = varlen.varlen_attn(
-            q, k, v, self._stops, self._slots, *self._longest, window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1], seqused_k=self._seen,
-        )  # fmt: skip
-        together: Tensor = attended[None]
-        return together
+            q,
+            k,
+            v,
+            self._stops,
+            self._slots,
+            *self._longest,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+            seqused_k=self._seen,
+        )
+        output: Tensor = attended[None]
+        return output
 
 
 def _takes_ragged(parts: Sequence[Part], n_heads: int) -> bool:
@@ -428,8 +513,8 @@ def _takes_ragged(parts: Sequence[Part], n_heads: int) -> bool:
 def _ragged_works(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> bool:
-    """Whether FlashAttention for rows of any lengths agrees with attention part by part on this machine."""
-    # Its arguments change from version to version of torch, so it is tried.
+    """Return whether variable-length FlashAttention gives the right result on this machine."""
+    # Its arguments differ between PyTorch versions, so compare it with attention part by part.
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
@@ -446,25 +531,31 @@ def _ragged_works(
         parts.sort(key=lambda part: part.first_slot)
         shapes = [(1, heads, 17, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads)]
         q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-        plain, own = PartsAttention(parts, windows, device), _Ragged(parts, device)
+        plain, ragged = PartsAttention(parts, windows, device), _Ragged(parts, device)
         for layer, window in enumerate(windows):
             expected = plain.attend(layer, q, k, v)
             torch.testing.assert_close(
-                own.attend(q, pool.buffer[:, layer], window), expected, rtol=0.05, atol=0.05
+                ragged.attend(q, pool.buffer[:, layer], window), expected, rtol=0.05, atol=0.05
             )
-    except Exception as error:  # noqa: BLE001 - whatever it is means no
-        text = f"served texts are padded for attention, as torch's varlen_attn fails here: {first_line(error):.200}"
+    except Exception as error:  # noqa: BLE001 - a kernel may raise anything
+        text = (
+            "served texts are padded for attention, because torch's varlen_attn fails here: "
+            f"{first_line(error):.200}"
+        )
         warnings.warn(text, stacklevel=2)
         return False
     return True
 
 
 class _Batch:
-    """Parts as B rows of one padded call: n tokens, S slots, and G query heads for each of H_kv.
+    """Parts as B rows of one padded call.
 
-    The heads of a group are queries of one head, so that no keys are copied for them::
+    Shapes: n tokens and S slots per row, G query heads per key head.
 
-        queries of a row and key head    token 0: heads 0 .. G - 1    token 1: heads 0 .. G - 1    ...
+    The query heads of a group become queries of their shared key head, so that keys need not be
+    copied for each of them. The queries of a row and key head are::
+
+        token 0: heads 0 .. G - 1    token 1: heads 0 .. G - 1    ...
     """
 
     def __init__(
@@ -474,7 +565,7 @@ class _Batch:
         windows: Collection[int | None],
         n_heads: int,
     ) -> None:
-        # ``firsts`` are the places of the parts' first tokens in the call.
+        # ``firsts`` are the indices of the parts' first tokens in the call.
         buffer = parts[0].kv.pool.buffer
         device = buffer.device
         n_kv_heads = buffer.shape[2]
@@ -483,18 +574,18 @@ class _Batch:
         self._parts = parts
         self._n_rows = len(parts)
         self._n_kv_heads = n_kv_heads
-        # A part's last token stands for padding too, among queries as among slots: others hold
-        # anything, also NaN.
+        # Queries and slots are padded with the part's last token, because unused slots may hold any
+        # value, even NaN.
         lasts = [len(part.tokens) - 1 for part in parts]
         tokens = [
             [first + min(index, last) for index in range(n_tokens)]
             for first, last in zip(firsts, lasts, strict=True)
         ]
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
-        # [B * H_kv * n * G], rows of [T * H]
+        # [B * H_kv * n * G], indices of queries among those of the call, [T * H]
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(parts) > 1:
-            n_slots = -(-n_slots // 8) * 8  # as kernels want masks
+            n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.
             bounds = [
                 (part.kv.first_slot, part.first_slot + last)
                 for part, last in zip(parts, lasts, strict=True)
@@ -512,10 +603,10 @@ class _Batch:
     def _added(
         self, window: int | None, n_tokens: int, n_group: int, buffer: Tensor
     ) -> Tensor | None:
-        """Make what is added to the scores, 0 or -inf, [B, n * G, S]; None where all is seen."""
+        """Return the additive mask (0 or -inf), [B, n * G, S], or None if nothing is masked."""
         if self._n_rows == 1 and self._parts[0].sees_all(window):
             return None
-        # padding sees itself
+        # The diagonal stays true for padding, so that each padding token sees itself.
         seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))
         for row, part in enumerate(self._parts):
             seen[row, : len(part.tokens), : len(part.tokens)] = part.seen()
@@ -527,7 +618,11 @@ class _Batch:
         return added.repeat_interleave(n_group, dim=1)
 
     def attend(self, queries: Tensor, kv: Tensor, window: int | None) -> Tensor:
-        """Attend with queries [T * H, d] to a layer's kv [2, H_kv, slots, d] -> [B * n * G * H_kv, d]."""
+        """Compute the attention of queries [T * H, d] to a layer's kv [2, H_kv, slots, d].
+
+        Returns:
+            The attention output [B * n * G * H_kv, d].
+        """
         q = queries.index_select(0, self._queries).view(
             self._n_rows, self._n_kv_heads, -1, queries.shape[1]
         )
@@ -542,7 +637,10 @@ class _Batch:
 def _parts_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it; the call's own comes with the keyword arguments."""
+    """Implement the attention interface of transformers.
+
+    The runner passes the attention of the call as keyword argument ``parts_attention``.
+    """
     attention: PartsAttention | JoinedAttention = kwargs["parts_attention"]
     plain_scale = query.shape[3] ** -0.5
     scale = kwargs.get("scaling")
@@ -552,7 +650,8 @@ def _parts_attention(
     sinks = kwargs.get("s_aux")
     if cap is None and sinks is None:
         return attention.attend(module.layer_idx, query, key, value), None
-    assert isinstance(attention, PartsAttention)  # the runner gives such families no other
+    # The runner uses JoinedAttention only for families without soft caps and sinks.
+    assert isinstance(attention, PartsAttention)
     return attention.attend(module.layer_idx, query, key, value, cap, sinks), None
 
 

@@ -1,16 +1,18 @@
-"""Continuous batching: sequences of any length come and go between target calls, and each call serves many of them.
+"""The engine: continuous batching of sequences with a target and its drafters.
 
-``step`` is the only verb that computes::
+Sequences of any length join and leave between target calls, and each call serves many of them. Only
+``step`` computes anything::
 
-    schedule    which sequences share the call, and how much of its text each reads       scheduler
-    draft       the server's own drafts                                                   speculation
-    run         one target call over all                                                  runner
-    accept      drafts that are the target's own choices, and one token more              moa.decoding.sampling
-    commit      texts grow; the owner of each sequence is told
+    schedule    choose the sequences of the call and their tokens             scheduler
+    draft       make the server's drafts                                      speculation
+    run         run one target call over all sequences                        runner
+    accept      accept drafts that the target chooses too, and add a token    moa.decoding.sampling
+    commit      append the tokens and report them to each sequence's owner
 
-Each token is a function of the target's logits, the settings, the seed and its position in the text. So a text is the
-same whatever shares its calls, whatever is drafted for it, and after any interruption. All other methods may be called
-from any thread, also from the functions that are called with commits: they take effect at the next step.
+Each token is a function of the target's logits, the sampling settings, the seed, and the token's
+position. So an answer does not depend on the other sequences of the calls, on the drafts, or on
+interruptions. All other methods may be called from any thread, also from the callbacks that receive
+commits. They take effect at the next step.
 """
 
 import contextlib
@@ -45,44 +47,59 @@ from .sequence import Commit, Logprobs, Request, Sequence, Work, contexts_to_hos
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
-# Positions whose contexts are sent together in a run. A client that loses its network lacks those
-# of fewer.
+# While the server decodes by itself, it sends the contexts of this many positions together. So a
+# client that loses its connection misses the contexts of fewer positions than this.
 _CONTEXTS_AT_ONCE = 16
 
 
 def count(metric: str, what: str, is_gauge: bool = False, labels: tuple[str, ...] = ()) -> Any:
-    """Define a field of counts: its name and help in ``/metrics``; one with a label counts by its values."""
+    """Define a field of counts.
+
+    Args:
+        metric: its name in ``/metrics``.
+        what: its help text in ``/metrics``.
+        is_gauge: whether the count can decrease.
+        labels: if given, the field is a Counter by values of these labels.
+    """
     default = Counter if labels else int
     return field(default_factory=default, metadata={"metric": (metric, what, is_gauge, labels)})
 
 
 @dataclass
 class Counts:
-    """What an engine has done and holds."""
+    """Counters and gauges of an engine."""
 
-    n_open: int = count("moa_sequences_open", "Texts that the engine holds.", True)
+    n_open: int = count("moa_sequences_open", "Sequences that the engine holds.", True)
     n_working: int = count(
-        "moa_sequences_working", "Texts that wait for a target call or share one.", True
+        "moa_sequences_working", "Sequences that wait for a target call or take part in one.", True
     )
     n_calls: int = count("moa_target_calls", "Target calls.")
-    n_read: int = count("moa_tokens_read", "Tokens that the target read, drafts included.")
-    n_committed: int = count("moa_tokens_committed", "New tokens of all texts.")
+    n_read: int = count("moa_tokens_read", "Tokens that the target processed, drafts included.")
+    n_committed: int = count("moa_tokens_committed", "New tokens of all sequences.")
     n_rounds: int = count(
         "moa_rounds",
-        "Times that a text got new tokens; tokens over rounds is the acceptance length.",
+        "Times that a sequence got new tokens. Tokens / rounds is the acceptance length.",
     )
     n_drafted: int = count("moa_drafts_verified", "Drafts that were verified.")
-    n_accepted: int = count("moa_drafts_accepted", "Drafts that the target agreed with.")
-    n_evicted: int = count("moa_evictions", "Times that a text lost its KV to another.")
-    n_failed: int = count("moa_sequences_failed", "Texts that ended with an error.")
+    n_accepted: int = count("moa_drafts_accepted", "Drafts that the target accepted.")
+    n_evicted: int = count("moa_evictions", "Times that a sequence lost its KV to another one.")
+    n_failed: int = count("moa_sequences_failed", "Sequences that ended with an error.")
     call_s: float = count("moa_target_call_seconds", "Seconds of all target calls.")
-    draft_s: float = count("moa_draft_seconds", "Seconds of the server's own drafting.")
+    draft_s: float = count("moa_draft_seconds", "Seconds in which the server made drafts.")
     kv_used: int = count("moa_kv_tokens_used", "Positions whose KV is reserved.", True)
-    kv_tokens: int = count("moa_kv_tokens", "Positions whose KV can be kept.", True)
+    kv_tokens: int = count("moa_kv_tokens", "Positions for which there is KV memory.", True)
 
 
 class Engine:
-    """Completes texts with one target and its drafters, by name; step by step or in a thread of its own."""
+    """Completes sequences with one target; call :meth:`step`, or start a thread that does.
+
+    Raises TargetError if the target or a drafter cannot be served.
+
+    Args:
+        target: the target.
+        drafters: drafters by name.
+        options: bounds of the engine.
+    """
 
     def __init__(
         self,
@@ -95,9 +112,8 @@ class Engine:
         self.drafters = dict(drafters or {})
         shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
-        self.max_drafts = options.max_drafts  # of one VERIFY
-        # Tokens that a text can have: what the model allows, and the KV memory with the drafts of a
-        # round besides.
+        # The largest number of drafts of a VERIFY.
+        self.max_drafts = options.max_drafts
         if target.decoding_problem or target.has_states:
             raise TargetError(
                 f"{target.config.model_type} can't be served: "
@@ -112,19 +128,22 @@ class Engine:
                 target.config, "kv_lora_rank"
             ):
                 raise TargetError(
-                    f"drafter {name!r} reads latents of {target.config.model_type}, which the engine does not keep, so "
-                    "it can't be served. `moa-data generate` decodes with it."
+                    f"drafter {name!r} can't be served: it reads latents of "
+                    f"{target.config.model_type}, which the engine does not keep. `moa-data "
+                    "generate` decodes with it."
                 )
         sizes = target.sizes | attention_sizes(target.config)
         groups = () if target.has_uniform_kv else kv_groups(target.config)
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
+        # A sequence can have as many tokens as the model has positions, but must fit into the KV
+        # memory together with the drafts of a round.
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self.kv_bytes = self._pool.buffer.nbytes
-        # An upper estimate of what target calls and requests add, measured with a target of 135
-        # million weights:
-        # activations, logits with the copies that sampling sorts, masks of a chunk, texts, and
-        # memory that is freed.
+        # An upper estimate of the memory that target calls and requests need besides the KV,
+        # measured with a target of 135 million weights. It covers activations, logits with their
+        # sorted copies for sampling, the masks of a chunk, the token lists, and freed memory that
+        # the allocator keeps.
         n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
         activations = 100 * sizes["hidden_size"] * (options.prefill_chunk + n_logits)
         masks = 5 * self.max_positions * options.prefill_chunk
@@ -141,7 +160,7 @@ class Engine:
             for name, drafter in self.drafters.items()
         }
         self._sequences: dict[int, Sequence] = {}
-        # what other threads want done at the next step
+        # Functions that other threads want the next step to call.
         self._mail: deque[Callable[[], None]] = deque()
         self._ids = itertools.count(1)
         self._counts = Counts()
@@ -151,7 +170,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
-        """Say why the target can't be served, by calls on a few tokens; empty if it can."""
+        """Return why the target can't be served, found by short calls; empty if it can."""
         kv = PooledKV(self._pool)
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:
@@ -167,28 +186,38 @@ class Engine:
     # For any thread
 
     def start(self) -> None:
-        """Begin to step in a thread of its own."""
+        """Start a thread that calls :meth:`step`."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the present step, and wait for that."""
+        """Stop the thread after its present step, and wait until it has ended."""
         self._is_stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def add(self, request: Request, on_commit: Callable[[Commit], object]) -> int:
-        """Take a text, which does nothing until it gets work; returns its id. Raises RequestInvalid or Overloaded.
+        """Add a sequence; it is idle until :meth:`set_work` is called.
 
-        ``on_commit`` is called after each target call that served the text, and when it has failed and was removed,
-        from the thread that steps: it must not block.
+        Args:
+            request: the request to complete.
+            on_commit: a callback. The thread that steps calls it with a commit after each target
+                call that served the sequence, and after the sequence failed and was removed. It
+                must not block.
+
+        Returns:
+            The id of the sequence.
+
+        Raises:
+            RequestInvalid: if the request cannot be served.
+            Overloaded: if too many sequences are open.
         """
         limit = min(request.n_prompt + request.max_new_tokens, self.target.max_positions)
         self._check(request, limit)
         with self._lock:
             if self._counts.n_open >= self._max_open:
                 raise Overloaded(
-                    f"{self._max_open} texts are open, which is the most; try again later."
+                    f"{self._max_open} texts are open, which is the limit; try again later."
                 )
             self._counts.n_open += 1
         sequence = Sequence(
@@ -208,15 +237,20 @@ class Engine:
     def set_work(
         self, sequence_id: int, work: Work, drafts: Rows[int] = (), answers: int = 0
     ) -> None:
-        """Set what is to be done with a sequence from the next step on, in place of its work before.
+        """Replace the work of a sequence from the next step on.
 
-        A sequence whose answer has ended, and one that becomes idle with a tag, answers with a commit without tokens.
-        Without a drafter SPECULATE is PLAIN.
+        If the answer has ended already, or a tag comes with IDLE, the sequence reports a commit
+        without tokens. SPECULATE without a drafter is the same as PLAIN.
 
         Args:
-            drafts: for VERIFY, a chain of tokens after the root, of which the first ``max_drafts`` are verified; none
-                for a plain step. RequestInvalid if they are not tokens.
+            sequence_id: the sequence.
+            work: its new work.
+            drafts: for VERIFY, a chain of tokens after the root. The first ``max_drafts`` of them
+                are verified. Empty for a plain step.
             answers: a tag that the commits of this work carry.
+
+        Raises:
+            RequestInvalid: if the drafts are not tokens.
         """
         chain = tuple(drafts[: self.max_drafts])
         self.check_tokens(chain)
@@ -229,7 +263,7 @@ class Engine:
         self._post(sequence_id, apply)
 
     def hold(self, sequence_id: int, is_held: bool) -> None:
-        """Pause or resume serving a sequence whose reader is slow."""
+        """Pause a sequence whose reader is slow, or resume it."""
 
         def apply(sequence: Sequence) -> None:
             sequence.is_held = is_held
@@ -238,11 +272,16 @@ class Engine:
         self._post(sequence_id, apply)
 
     def remove(self, sequence_id: int) -> None:
-        """Forget a sequence. The commit of a call that runs meanwhile may still be given."""
+        """Remove a sequence. A target call in progress may still report its commit."""
         self._post(sequence_id, self._remove)
 
     def _check(self, request: Request, limit: int) -> None:
-        """Refuse a request that cannot be served with a message for its sender; ``limit`` bounds its whole text."""
+        """Raise RequestInvalid, with a message for the sender, if a request cannot be served.
+
+        Args:
+            request: the request.
+            limit: upper bound of the tokens of prompt and answer.
+        """
         n_prompt = request.n_prompt
         n_tokens = len(request.tokens)
         name = request.drafter
@@ -252,7 +291,8 @@ class Engine:
             (not 1 <= n_prompt <= n_tokens, "the prompt is empty; give at least one token."),
             (
                 n_prompt >= n_positions,
-                f"the prompt has {n_prompt} tokens, the model {n_positions} positions; shorten the prompt.",
+                f"the prompt has {n_prompt} tokens, but the model has {n_positions} positions; "
+                "shorten the prompt.",
             ),
             (
                 request.max_new_tokens < 1,
@@ -260,26 +300,27 @@ class Engine:
             ),
             (
                 n_tokens > limit,
-                f"the text has {n_tokens} tokens, more than its own bound of {limit}.",
+                f"the text has {n_tokens} tokens, more than its limit of {limit}.",
             ),
             (
                 limit > self.max_positions,
-                f"the text may become {limit} tokens long, {self.max_positions} fit in the server's memory; ask for "
-                "fewer tokens or shorten the prompt.",
+                f"the text may become {limit} tokens long, but only {self.max_positions} fit in "
+                "the server's memory; ask for fewer tokens or shorten the prompt.",
             ),
             (
                 request.n_context > n_tokens,
-                f"contexts of {request.n_context} positions cannot be known of this text.",
+                f"the text is too short for contexts of {request.n_context} positions.",
             ),
             (
                 name is not None and drafter is None,
-                f"{name!r} is not a drafter of this server; loaded: {', '.join(self.drafters) or 'none'}.",
+                f"{name!r} is not a drafter of this server; loaded: "
+                f"{', '.join(self.drafters) or 'none'}.",
             ),
-            (request.wants_context and name is None, "contexts are a drafter's; name one."),
+            (request.wants_context and name is None, "contexts belong to a drafter; name one."),
             (
                 request.wants_context and drafter is not None and drafter.context_width is None,
-                f"the drafter {name!r} cannot draft away from the target; use one of a kind that can: "
-                f"{', '.join(REMOTE_KINDS)}.",
+                f"the drafter {name!r} cannot draft away from the target; use one of a kind that "
+                f"can: {', '.join(REMOTE_KINDS)}.",
             ),
         )
         for is_wrong, message in problems:
@@ -288,13 +329,13 @@ class Engine:
         self.check_tokens(request.tokens)
 
     def check_tokens(self, tokens: Rows[int]) -> None:
-        """Refuse numbers that are not tokens with RequestInvalid."""
+        """Raise RequestInvalid if some of the numbers are not token ids."""
         largest = self.target.sizes["vocab_size"] - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
             raise RequestInvalid(f"tokens must be from 0 to {largest}; use the model's tokenizer.")
 
     def snapshot(self) -> Counts:
-        """Copy the counts."""
+        """Return a copy of the counts."""
         with self._lock:
             n_working = sum(sequence.is_runnable for sequence in tuple(self._sequences.values()))
             used = self._pool.n_used * BLOCK_TOKENS
@@ -305,10 +346,12 @@ class Engine:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._wake.clear()  # before the step: what is posted during it wakes the thread again
+            # Clear the event before the step. Then work that is posted during the step wakes the
+            # thread again.
+            self._wake.clear()
             try:
                 is_done = not self.step()
-            except Exception as error:  # noqa: BLE001 - the thread must outlive it
+            except Exception as error:  # noqa: BLE001 - the thread must survive
                 _LOG.exception("the engine failed; all texts end")
                 for sequence in list(self._sequences.values()):
                     self._fail(sequence, error)
@@ -318,7 +361,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Make one target call for the sequences whose turn it is; returns False if there was nothing to do."""
+        """Make one target call for the scheduled sequences; False if there was nothing to do."""
         while self._mail:
             self._mail.popleft()()
         scheduled, evicted = self._scheduler.schedule(self._sequences.values())
@@ -327,32 +370,32 @@ class Engine:
             self._forget_drafts(sequence)
         if not scheduled:
             return False
-        with self._runner.threads(sum(one.n_known for one in scheduled)):
+        with self._runner.threads(sum(item.n_known for item in scheduled)):
             self._serve(scheduled)
         return True
 
     def _serve(self, scheduled: list[Scheduled]) -> None:
         began = time.perf_counter()
-        drafting = self._draft([one.sequence for one in scheduled])
+        drafting = self._draft([item.sequence for item in scheduled])
         drafted = time.perf_counter()
         called = self._call(scheduled)
         self._choose(called)
-        served = [one for one in called if self._accept(one)]
+        served = [item for item in called if self._accept(item)]
         done = time.perf_counter()
         self._counts.n_calls += 1
         self._counts.draft_s += drafted - began
         self._counts.call_s += done - drafted
         self._observe(drafting, served, done - began)
-        for one in served:
-            sequence = one.sequence
+        for item in served:
+            sequence = item.sequence
             queue_s = began - sequence.since_s
             sequence.since_s = done
-            self._report(sequence, replace(one.commit, call_s=done - drafted, queue_s=queue_s))
-        self._send_contexts([one.sequence for one in served])
+            self._report(sequence, replace(item.commit, call_s=done - drafted, queue_s=queue_s))
+        self._send_contexts([item.sequence for item in served])
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
-            # One that failed meanwhile is gone, and its owner was told.
+            # A sequence that failed meanwhile is removed, and its owner has got the error.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
 
@@ -360,14 +403,18 @@ class Engine:
         self._wake.set()
 
     def _draft(self, sequences: Rows[Sequence]) -> dict[str, list[Sequence]]:
-        """Make the server's own drafts; returns by drafter the sequences that could draft."""
+        """Make the server's drafts; returns the sequences that could draft, by drafter."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
-            own = [one for one in sequences if one.request.drafter == name and one.is_draftable]
-            groups[name] = [
-                s for s in own if s.n_cached and s.work is Work.SPECULATE and s.n_missing == 0
+            members = [
+                member
+                for member in sequences
+                if member.request.drafter == name and member.is_draftable
             ]
-            for sequence in own:
+            groups[name] = [
+                s for s in members if s.n_cached and s.work is Work.SPECULATE and s.n_missing == 0
+            ]
+            for sequence in members:
                 if sequence.n_cached == 0:
                     with self._dispensable(name, [sequence]):
                         speculation.begin(sequence)
@@ -379,10 +426,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _dispensable(self, name: str, sequences: Rows[Sequence]) -> Iterator[None]:
-        """Decode sequences without drafts where their drafter fails: the text is the same."""
+        """Decode sequences without drafts if their drafter fails; their tokens do not change."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - whatever it is
+        except Exception:  # noqa: BLE001 - a drafter may raise anything
             _LOG.exception(
                 "the drafter %s failed; %d texts continue without drafts", name, len(sequences)
             )
@@ -390,59 +437,63 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self, sequence: Sequence) -> Iterator[None]:
-        """End a sequence where something fails, whatever it is: the others must continue."""
+        """End a sequence if the block fails, so that all others continue."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - other sequences must continue
             self._fail(sequence, error)
 
     def _call(self, scheduled: list[Scheduled]) -> list[Scheduled]:
-        """Call the target; if that fails, once for each sequence, so that only the faulty ones end."""
+        """Call the target; if that fails, call it for each sequence alone.
+
+        Returns:
+            The items with results. Sequences whose own call failed are removed.
+        """
         parts = []
-        for one in scheduled:
-            sequence = one.sequence
-            start = one.sequence.n_cached
-            known = sequence.tokens[start : start + one.n_known]
-            drafts, parents = (sequence.drafts, sequence.parents) if one.has_root else ((), ())
-            parts.append(Part(sequence.kv, [*known, *drafts], parents, one.has_root))
-        names = {one.sequence.request.drafter for one in scheduled} - {None}
+        for item in scheduled:
+            sequence = item.sequence
+            start = item.sequence.n_cached
+            known = sequence.tokens[start : start + item.n_known]
+            drafts, parents = (sequence.drafts, sequence.parents) if item.has_root else ((), ())
+            parts.append(Part(sequence.kv, [*known, *drafts], parents, item.has_root))
+        names = {item.sequence.request.drafter for item in scheduled} - {None}
         watched = sorted(
             {layer for name in names if name for layer in self.drafters[name].observed_layers}
         )
         try:
             outputs = self._runner.run(parts, watched, needs_hidden=bool(names))
-        except Exception as error:  # noqa: BLE001 - whatever it is, other texts must continue
+        except Exception as error:  # noqa: BLE001 - other sequences must continue
             if len(scheduled) == 1:
                 self._fail(scheduled[0].sequence, error)
                 return []
             _LOG.warning(
-                "a call over %d texts failed, each goes alone: %s",
+                "a target call over %d texts failed; retrying each text alone: %s",
                 len(scheduled),
                 first_line(error),
             )
-            return [result for one in scheduled for result in self._call([one])]
+            return [result for item in scheduled for result in self._call([item])]
         self._counts.n_read += sum(len(part.tokens) for part in parts)
-        for one, output in zip(scheduled, outputs, strict=True):
-            one.output = output
+        for item, output in zip(scheduled, outputs, strict=True):
+            item.output = output
         return scheduled
 
     def _choose(self, called: Rows[Scheduled]) -> None:
-        """Verify the drafts of all sampled texts at once, since each choice of its own would wait for the device."""
-        sampled = [one for one in called if one.has_root and not one.sequence.text.is_argmax]
+        """Verify the drafts of all sampled sequences together, with one GPU sync for all."""
+        sampled = [item for item in called if item.has_root and not item.sequence.text.is_argmax]
         try:
-            for one, choice in zip(
-                sampled, accept_chosen([_verified(one) for one in sampled]), strict=True
+            for item, choice in zip(
+                sampled, accept_chosen([_verified(item) for item in sampled]), strict=True
             ):
-                one.choice = choice
-        except Exception as error:  # noqa: BLE001 - as in _call
+                item.choice = choice
+        except Exception as error:  # noqa: BLE001 - other sequences must continue
             _LOG.warning(
-                "the choices of %d texts failed, each is made alone: %s",
+                "sampling for %d texts at once failed; sampling for each text alone: %s",
                 len(sampled),
                 first_line(error),
             )
 
     def _accept(self, one: Scheduled) -> bool:
-        """Accept drafts, and commit tokens and KV; False where that failed."""
+        """Accept drafts, and commit tokens and KV. Returns False if that failed."""
         sequence = one.sequence
         n_known = one.n_known
         with self._alone(sequence):
@@ -472,7 +523,12 @@ class Engine:
         return False
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
-        """Note the states of new positions, of which contexts are to be encoded; the last commit takes them along."""
+        """Store the states of new positions, to encode contexts later; the last commit gets them.
+
+        Args:
+            one: the results of the call for a sequence.
+            start: the number of positions that had KV before the call.
+        """
         sequence = one.sequence
         speculation = self._speculations[sequence.request.drafter or ""]
         first = max(start, sequence.n_context + sequence.n_unencoded)
@@ -487,12 +543,11 @@ class Engine:
             one.commit = sequence.take_contexts(one.commit)
 
     def _send_contexts(self, sequences: Rows[Sequence]) -> None:
-        """Send contexts after the tokens that they belong to."""
-        # While the server decodes by itself they are sent many at a time, and encoded so, which
-        # takes as long as a few;
-        # where the server's drafter needs the same, at once for both. Those of the prompt are sent
-        # at once: without
-        # them the client could not draft.
+        """Encode and send contexts of positions whose tokens have been reported."""
+        # While the server decodes by itself, contexts are encoded and sent many at a time, because
+        # encoding many takes as long as encoding a few. They are encoded at once if the server's
+        # drafter needs them too. Contexts of the prompt are sent at once, because the client cannot
+        # draft without them.
         due: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             name = sequence.request.drafter
@@ -504,9 +559,9 @@ class Engine:
         for name, group in due.items():
             try:
                 self._encode(name, group)
-            except Exception as error:  # noqa: BLE001 - as in _call
+            except Exception as error:  # noqa: BLE001 - other sequences must continue
                 _LOG.warning(
-                    "contexts of %d texts failed, each goes alone: %s",
+                    "encoding the contexts of %d texts failed; retrying each text alone: %s",
                     len(group),
                     first_line(error),
                 )
@@ -520,9 +575,9 @@ class Engine:
         ]
         try:
             contexts_to_host(ready)
-        except Exception as error:  # noqa: BLE001 - as in _call
+        except Exception as error:  # noqa: BLE001 - other sequences must continue
             _LOG.warning(
-                "contexts of %d texts are copied one after the other: %s",
+                "copying the contexts of %d texts at once failed; copying each alone: %s",
                 len(ready),
                 first_line(error),
             )
@@ -532,7 +587,7 @@ class Engine:
                 self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, sequences: Rows[Sequence]) -> None:
-        """Encode the contexts of sequences of a drafter, and let it have them too."""
+        """Encode the contexts of sequences of one drafter; the drafter reuses them if it can."""
         contexts = self._speculations[name].encode_contexts(sequences)
         if self._speculations[name].reuses_contexts:
             with self._dispensable(name, sequences):
@@ -541,38 +596,46 @@ class Engine:
     def _observe(
         self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float
     ) -> None:
-        """Hand the call's results to the drafters, and to the policies of those that drafted."""
-        # Reading a chunk of a prompt takes longer than any round, and says nothing about drafts.
-        is_comparable = all(one.n_known == 1 for one in served)
+        """Pass the results of a call to the drafters, and to the policies of those that drafted.
+
+        Args:
+            drafting: the sequences that could draft, by drafter.
+            served: the results of the call for each sequence.
+            round_s: duration of drafting and target call in seconds.
+        """
+        # The policies ignore calls that read a prompt chunk. These take longer than any round, and
+        # their time says nothing about drafts.
+        is_comparable = all(item.n_known == 1 for item in served)
         for name, speculation in self._speculations.items():
-            own = [
-                one
-                for one in served
-                if one.sequence.request.drafter == name and one.sequence.is_draftable
+            drafter_items = [
+                item
+                for item in served
+                if item.sequence.request.drafter == name and item.sequence.is_draftable
             ]
-            with self._dispensable(name, [one.sequence for one in own]):
-                speculation.observe(own)
-                rounds = [one for one in own if one.sequence in drafting[name]]
+            with self._dispensable(name, [item.sequence for item in drafter_items]):
+                speculation.observe(drafter_items)
+                rounds = [item for item in drafter_items if item.sequence in drafting[name]]
                 if is_comparable and rounds:
                     speculation.judge(rounds, round_s)
 
     def _report(self, sequence: Sequence, commit: Commit) -> None:
         if commit.finish:
             self._release(sequence)
-        with self._alone(sequence):  # a listener's fault is its own
+        # An error of the callback ends only this sequence.
+        with self._alone(sequence):
             sequence.on_commit(commit)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """Remove a sequence and report to its owner."""
+        """Remove a sequence and report the error to its owner."""
         _LOG.error("text %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)
         failure = ServingError(
-            f"this text failed on the server ({first_line(error)}); ask for it again."
+            f"this text failed on the server ({first_line(error)}); send the request again."
         )
         try:
             sequence.on_commit(replace(sequence.commit(), error=failure))
-        except Exception:  # noqa: BLE001 - likewise
+        except Exception:  # noqa: BLE001 - other sequences must continue
             _LOG.exception("the owner of text %d failed too", sequence.id)
 
     def _remove(self, sequence: Sequence) -> None:
@@ -582,7 +645,7 @@ class Engine:
                 self._counts.n_open -= 1
 
     def _release(self, sequence: Sequence) -> None:
-        """Free what a text holds whose answer has ended."""
+        """Free the KV and the drafter's caches of a sequence that has ended."""
         self._pool.free(sequence.kv)
         self._forget_drafts(sequence)
 
@@ -593,7 +656,7 @@ class Engine:
 
 
 def _accepted(one: Scheduled) -> tuple[list[int], int]:
-    """The accepted drafts of a sequence from the root down, and the target's next token."""
+    """Return the accepted drafts of a sequence, from the root down, and the target's next token."""
     if one.sequence.text.is_argmax:
         return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
     return accept_chosen([_verified(one)])[0]
@@ -606,7 +669,13 @@ def _verified(one: Scheduled) -> Verified:
 
 
 def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logprobs, ...]:
-    """The log-probabilities of the new tokens of a sequence, which follow the root and accepted drafts."""
+    """Return the log-probabilities of the new tokens of a sequence.
+
+    Args:
+        one: the results of the call for the sequence.
+        accepted: indices of the accepted drafts.
+        new: the new tokens. They follow the root and the accepted drafts.
+    """
     assert one.output.logits is not None
     text = one.sequence.text
     k = one.sequence.request.n_logprobs or 0
@@ -617,17 +686,17 @@ def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logp
         for index, node in enumerate([-1, *accepted][: len(new)])
     ]
     log_p = torch.stack(rows).float().log_softmax(dim=-1)  # [n, V]
-    own = log_p.gather(1, to_device([[token] for token in new], log_p.device))
+    new_log_p = log_p.gather(1, to_device([[token] for token in new], log_p.device))
     values, tokens = log_p.topk(min(k, log_p.shape[1]), dim=-1)
     likeliest = [
         list(zip(*of_row, strict=True))
         for of_row in zip(tokens.tolist(), values.tolist(), strict=True)
     ]
-    return tuple(zip(own[:, 0].tolist(), likeliest, strict=True))
+    return tuple(zip(new_log_p[:, 0].tolist(), likeliest, strict=True))
 
 
 def _contexts_at_once(sequence: Sequence) -> int:
-    """The number of positions whose contexts are sent together."""
+    """Return the number of positions whose contexts are sent together."""
     is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
     has_prompt = sequence.n_context - sequence.n_unsent >= sequence.request.n_prompt - 1
     return _CONTEXTS_AT_ONCE if is_run and has_prompt else 1

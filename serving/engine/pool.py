@@ -1,17 +1,19 @@
-"""The KV of all sequences: one tensor that is allocated when the engine starts, of which each holds blocks in a row.
+"""The KV cache of all sequences: one tensor, allocated at the start and divided into blocks.
 
-Blocks in a row are a view, so that attention on a CPU reads a sequence as it lies: gathering blocks that are scattered
-costs as much again as attending to them (8 sequences of 250 tokens, one core). A sequence begins in the middle of the
-largest gap and grows into what is left of it; where that is used up, its neighbours move as far as they must::
+The blocks of a sequence are contiguous, so attention on a CPU can read the KV through a view.
+Gathering scattered blocks would take as long as the attention itself (measured with 8 sequences of
+250 tokens on one core). A new sequence is placed in the middle of the largest gap and grows into
+the free blocks after it. If these are used up, the neighbours move, as little as necessary::
 
     blocks            0 1 2 3 4 5 6 7 8 9
     A, B, C           A A . B B . . C C .     4 blocks are free
-    B grows by three  A A . B B B B B C C     C moves by one
-    A grows by one    A A A B B B B B C C     all are held: another can have some only when a sequence loses its own
+    B grows by three  A A . B B B B B C C     C moves by one block
+    A grows by one    A A A B B B B B C C     no block is free: the next one needs an eviction
 
-Nothing is allocated after the start, so that no text can take the memory of another.
+The pool allocates no memory after the start, so a sequence cannot take memory from another one.
 
-Shapes: L layers, H_kv key/value heads, d head dim, S slots of all blocks, n positions, D = 2 * H_kv * d.
+Shapes: L layers, H_kv key/value heads, d head dim, S slots of all blocks, n positions,
+D = 2 * H_kv * d.
 """
 
 import functools
@@ -29,16 +31,26 @@ from ...moa.targets.families import KVGroup
 from ...text import first_line, format_bytes
 
 BLOCK_TOKENS = 32
-"""Slots of a block: half a block is unused in each sequence."""
+"""Slots in a block. On average half a block per sequence stays unused."""
 
 
 def blocks_for(n_tokens: int) -> int:
-    """The number of blocks that hold so many tokens."""
+    """Return the number of blocks that ``n_tokens`` tokens need."""
     return -(-n_tokens // BLOCK_TOKENS)
 
 
 class Pool:
-    """Blocks for at least ``n_tokens`` positions of a target of some sizes."""
+    """Blocks for the KV of at least ``n_tokens`` positions.
+
+    Raises NotEnoughMemory if the device cannot hold them.
+
+    Args:
+        n_tokens: positions of all sequences together.
+        sizes: ``n_layers``, ``n_kv_heads`` and ``head_dim`` of the target.
+        dtype: dtype of the KV.
+        device: device of the KV.
+        groups: the target's layers by KV shape, if their shapes differ.
+    """
 
     def __init__(
         self,
@@ -48,7 +60,8 @@ class Pool:
         device: torch.device,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        self._groups = groups  # of layers that are not alike
+        # Empty if all layers have the same KV shape.
+        self._groups = groups
         self.n_blocks = blocks_for(n_tokens)
         shape = (
             2,
@@ -59,23 +72,24 @@ class Pool:
         )
         n_bytes = math.prod(shape) * dtype.itemsize
         try:
-            # Linux grants any memory, and kills the process that writes to more than there is.
+            # Linux grants any allocation and kills the process later, when it writes to memory
+            # that does not exist. So compare with the free memory first.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
                 raise RuntimeError(f"{format_bytes(n_free)} are free")
-            # Zeros are written, so that the memory is taken now and not as texts come.
+            # Writing zeros makes the system provide the memory now, not while requests arrive.
             # [2, L, H_kv, S, d], keys after RoPE
             self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise NotEnoughMemory(
-                f"the keys and values of {n_tokens:,} tokens take {format_bytes(n_bytes)}, which {device.type} memory "
-                f"cannot hold ({first_line(error)}).",
+                f"the keys and values of {n_tokens:,} tokens take {format_bytes(n_bytes)}, which "
+                f"{device.type} memory cannot hold ({first_line(error)}).",
                 "Give a smaller --kv-tokens.",
             ) from error
-        self._held: list[PooledKV] = []  # in the order of their blocks
+        self._held: list[PooledKV] = []  # Sequences that hold blocks, in the order of the blocks.
 
     @functools.cached_property
     def rows(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys [d, H_kv * S] and the values [H_kv * S, d] of each layer; those of a head follow each other."""
+        """The keys [d, H_kv * S] and values [H_kv * S, d] of each layer; a head is contiguous."""
         keys, values = self.buffer.flatten(2, 3)
         return list(zip(keys.transpose(1, 2), values, strict=True))
 
@@ -86,28 +100,37 @@ class Pool:
 
     @property
     def n_used(self) -> int:
-        """The blocks that sequences hold."""
+        """The number of blocks that sequences hold."""
         return sum(kv.n_blocks for kv in tuple(self._held))
 
     def reserve(self, kv: "PooledKV", n_blocks: int) -> None:
-        """Let a sequence have so many blocks, no fewer than it has; as many more have to be free."""
+        """Grow a sequence to ``n_blocks`` blocks; other sequences move if they are in the way.
+
+        Args:
+            kv: the sequence.
+            n_blocks: its new number of blocks, at least its present number. The pool must have
+                enough free blocks for the difference.
+        """
         if not kv.n_blocks:
             stops = [0, *(other.first + other.n_blocks for other in self._held)]
             starts = [*(other.first for other in self._held), self.n_blocks]
             gaps = [start - stop for start, stop in zip(starts, stops, strict=True)]
-            place = gaps.index(max(gaps))
-            kv.first = stops[place] + max(0, gaps[place] - n_blocks) // 2
-            self._held.insert(place, kv)
+            index = gaps.index(max(gaps))
+            kv.first = stops[index] + max(0, gaps[index] - n_blocks) // 2
+            self._held.insert(index, kv)
         kv.n_blocks = n_blocks
         targets = []
         stop = 0
         n_after = sum(other.n_blocks for other in self._held)
-        for other in self._held:  # no further than they must, and so that those after it still fit
+        # Each sequence moves as little as possible: right to make room for the sequences before it,
+        # left only if the sequences after it would not fit otherwise.
+        for other in self._held:
             first = min(max(stop, other.first), self.n_blocks - n_after)
             targets.append((other, first))
             stop = first + other.n_blocks
             n_after = n_after - other.n_blocks
-        # In this order none is written where another one still lies.
+        # Left moves go from left to right, right moves from right to left. So no move overwrites
+        # blocks of a sequence that has not moved yet.
         for other, first in targets:
             if first < other.first:
                 self._move(other, first)
@@ -116,13 +139,18 @@ class Pool:
                 self._move(other, first)
 
     def free(self, kv: "PooledKV") -> None:
-        """Take all blocks of a sequence, and forget what they hold."""
+        """Release all blocks of a sequence; its KV is lost."""
         if kv.n_blocks:
             self._held.remove(kv)
         kv.first = kv.n_blocks = kv.length = 0
 
     def packed(self, slots: Tensor, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n slots, [n] int64 (:func:`~moa_data.moa.nn.kv.pack_kv`), from a layer on: [n, L, D]."""
+        """Pack the KV of n slots: [n, L, D], as :func:`~moa_data.moa.nn.kv.pack_kv` does.
+
+        Args:
+            slots: [n] int64, indices among all slots of the pool.
+            first_layer: the first layer to pack.
+        """
         if self._groups:
             layers = self.buffer.permute(1, 3, 2, 0, 4)  # [L, S, H_kv, 2, d]
             return pack_groups(
@@ -131,10 +159,11 @@ class Pool:
         return self.buffer[:, first_layer:].permute(3, 1, 2, 0, 4).index_select(0, slots).flatten(2)
 
     def _move(self, kv: "PooledKV", first: int) -> None:
-        """Move a sequence to blocks from another one on, which may be its own in part."""
+        """Move a sequence so that it starts at block ``first``; both ranges may overlap."""
         before = kv.first * BLOCK_TOKENS
         after = first * BLOCK_TOKENS
-        step = abs(after - before)  # of so many slots none is written before it is read
+        # With at most this many slots at a time, no copy overwrites a slot that must still be read.
+        step = abs(after - before)
         starts = range(0, kv.length, step)
         for start in starts if after < before else reversed(starts):
             n_slots = min(step, kv.length - start)
@@ -144,26 +173,32 @@ class Pool:
 
 
 class PooledKV:
-    """The KV of one sequence: slot i, counted from its first block on, holds the token at position i."""
+    """The KV of one sequence. Its slot i, counted from its first block, belongs to position i."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.first = 0
         self.n_blocks = 0
-        # positions that are committed; later slots hold anything, and the next call writes there
+        # The number of committed positions. Later slots hold arbitrary values; the next target call
+        # writes there.
         self.length = 0
 
     @property
     def first_slot(self) -> int:
-        """The slot of position 0, among all of the pool's."""
+        """The index of position 0 among all slots of the pool."""
         return self.first * BLOCK_TOKENS
 
     def view(self, start: int, stop: int) -> Tensor:
-        """View the KV of positions: [2, L, H_kv, n, d]."""
+        """Return a view of the KV of positions ``start`` to ``stop``: [2, L, H_kv, n, d]."""
         return self.pool.buffer[:, :, :, self.first_slot + start : self.first_slot + stop]
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Keep some of the tokens after the committed ones, given by ascending indices; the others are forgotten."""
+        """Commit some of the pending tokens and discard the others.
+
+        Args:
+            kept: ascending indices of the tokens to commit, among the tokens after the committed
+                ones.
+        """
         n_kept = len(kept)
         start = self.length
         if list(kept) != list(range(n_kept)):

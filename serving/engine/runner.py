@@ -1,17 +1,18 @@
-"""One target call over tokens of many sequences at once.
+"""One target call over tokens of several sequences.
 
-Shapes: n tokens of one sequence's part, T tokens of all parts, E width, V vocabulary, K watched layers.
+Shapes: n tokens of one part, T tokens of all parts, E hidden size, V vocabulary size.
 
-The tokens of all parts stand in one row [1, T], without padding: a chunk of a prompt, plain steps and verifications of
-any size go through the linear layers together. Only attention keeps the parts apart::
+A part holds the tokens of one sequence. The tokens of all parts are concatenated to one row [1, T]
+without padding, so prompt chunks, plain steps and verifications of any size share the linear
+layers. Only attention separates the parts::
 
     part        prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10
     positions   0 1 2 3 4      17           9 10 11 12
     attends to  its own KV     its own KV   its own KV and ancestors among r x y z
 
-The target's own modules compute everything, in a copy that shares the weights and differs in its attention function
-(``attention``); the target itself stays as it is.
+The modules of the target compute everything. The runner copies them, shares the weights, and sets
+another attention function (see ``attention``); the target itself is not changed.
 """
 
 import contextlib
@@ -32,25 +33,35 @@ from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
 
-# Multiplications of a mean linear layer that are shared among cores: some 0.3 ms of one.
+# Multiplications of a linear layer of average size from which several threads pay off. One core
+# needs about 0.3 ms for this many.
 _FEWEST_PRODUCTS = 1 << 23
 
 
 @dataclass
 class Output:
-    """What a call gave for one part."""
+    """Results of a target call for one part."""
 
-    hidden: Tensor  # [n, E], after the final norm; empty where it was not asked for
-    logits: Tensor | None  # [1 + drafts, V]; None where the part is not read
-    best: list[int]  # the argmax of each row of the logits
-    layers: dict[int, Tensor]  # watched layer -> its outputs [n, E]
+    # [n, E], after the final norm. Empty if hidden states were not requested.
+    hidden: Tensor
+    # [1 + drafts, V]. None if the part needs no logits.
+    logits: Tensor | None
+    # The argmax of each row of the logits.
+    best: list[int]
+    # Outputs [n, E] by watched layer.
+    layers: dict[int, Tensor]
 
 
 class Runner:
-    """Calls a target; a call takes at least ``min_s`` seconds, to stand for a slower one."""
+    """Runs target calls.
+
+    Args:
+        target: the target; its modules are copied, its weights are shared.
+        min_s: minimum duration of a call in seconds, to simulate a slower target.
+    """
 
     def __init__(self, target: Target, min_s: float = 0.0) -> None:
-        # A copy of the model's modules, not of its weights.
+        # Copy the modules but share the weights.
         weights = {
             id(tensor): tensor
             for tensor in itertools.chain(target.model.parameters(), target.model.buffers())
@@ -61,7 +72,8 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # It counts positions by itself; within ``Target.max_positions`` it does nothing.
+                # This scaling derives positions from the token index, which is wrong for
+                # concatenated parts. It has no effect below ``Target.max_positions``.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()
@@ -78,14 +90,14 @@ class Runner:
         self._n_heads = target.sizes["n_heads"]
 
     def frozen(self, n_layers: int) -> FrozenTarget:
-        """Make the weights that drafters need of the target, with the LM head as it is packed here."""
+        """Return the target weights that drafters need, with the LM head as the runner packs it."""
         return FrozenTarget.from_model(self._model, n_layers)
 
     @contextlib.contextmanager
     def threads(self, n_tokens: int) -> Iterator[None]:
-        """Compute with one thread where so few tokens, or so small a target, gain nothing by several."""
-        # Threads meet after every product, and who waits keeps others from the core, or has to be
-        # woken.
+        """Limit PyTorch to one thread if ``n_tokens`` are too few for several to pay off."""
+        # Threads synchronize after every matrix product. A waiting thread either occupies a core or
+        # has to be woken up.
         n_before = torch.get_num_threads()
         torch.set_num_threads(n_before if n_tokens * self._n_values >= _FEWEST_PRODUCTS else 1)
         try:
@@ -96,7 +108,16 @@ class Runner:
     def run(
         self, parts: Sequence[Part], watched_layers: Sequence[int] = (), needs_hidden: bool = True
     ) -> list[Output]:
-        """Run the tokens of all parts; their KV stays pending until it is committed."""
+        """Run the tokens of all parts. Their KV stays pending until :meth:`.PooledKV.commit`.
+
+        Args:
+            parts: the tokens of each sequence.
+            watched_layers: layers whose outputs are returned.
+            needs_hidden: whether the hidden states of all tokens are needed.
+
+        Returns:
+            The results of each part.
+        """
         began = time.perf_counter()
         attention: PartsAttention | JoinedAttention
         if self._device.type == "cuda" and self._is_joined:
@@ -107,7 +128,7 @@ class Runner:
             [list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device
         )
         sizes = [len(part.tokens) for part in parts]
-        # Tokens that logits are wanted of, and how many of each part.
+        # The tokens whose logits are needed: their number per part, and their indices in the call.
         n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
         stops = itertools.accumulate(sizes)
         wanted = [
@@ -121,26 +142,29 @@ class Runner:
             and not watched_layers
             and len(wanted) < sum(sizes)
         ):
-            # Of most tokens of a prompt the last layer gives keys and values alone. No product
-            # takes no rows.
+            # For the other tokens of a prompt, the last layer computes only keys and values. A
+            # matrix product needs at least one row, so token 0 is used if no logits are needed.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(tokens, positions, wanted=rows, parts_attention=attention)
-            together = hidden[0, : len(wanted)]
+            wanted_hidden = hidden[0, : len(wanted)]
             by_part = (hidden[0, :0],) * len(parts)
         else:
             hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
             by_part = hidden.split(sizes)
-            together = hidden if len(wanted) == len(hidden) else hidden[wanted]
-        together = self._logits(self._head, together)
-        logits = together.split(n_wanted)
-        best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
+            wanted_hidden = hidden if len(wanted) == len(hidden) else hidden[wanted]
+        wanted_hidden = self._logits(self._head, wanted_hidden)
+        logits = wanted_hidden.split(n_wanted)
+        # This is the only GPU sync of the call.
+        best = iter(wanted_hidden.argmax(dim=-1).tolist())
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = []
-        for index, (part, own, rows) in enumerate(zip(parts, by_part, logits, strict=True)):
+        for index, (part, part_hidden, rows) in enumerate(zip(parts, by_part, logits, strict=True)):
             layers = {layer: by_part[index] for layer, by_part in watched.items()}
             results.append(
-                Output(own, rows if part.is_read else None, [next(best) for _ in rows], layers)
+                Output(
+                    part_hidden, rows if part.is_read else None, [next(best) for _ in rows], layers
+                )
             )
         if self._min_s:
             time.sleep(max(0.0, self._min_s - (time.perf_counter() - began)))
@@ -152,7 +176,7 @@ class Runner:
         attention: PartsAttention | JoinedAttention,
         watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [1, T]: hidden states [T, E], and the outputs of watched layers [1, T, E]."""
+        """Run tokens [1, T]; returns hidden states [T, E] and watched layers' outputs [1, T, E]."""
         positions = attention.positions[None]
         if self._fused is not None:
             run_layers = None
@@ -163,6 +187,8 @@ class Runner:
             )
             return hidden[0], outputs
         with layer_outputs(self._model, watched_layers) as outputs:
-            own = {"use_cache": False, "parts_attention": attention}
-            hidden = self._body(input_ids=tokens, position_ids=positions, **own).last_hidden_state
+            options = {"use_cache": False, "parts_attention": attention}
+            hidden = self._body(
+                input_ids=tokens, position_ids=positions, **options
+            ).last_hidden_state
         return hidden[0], outputs

@@ -1,16 +1,19 @@
-"""Chooses which sequences share the next target call, and how many tokens each reads, within a bound on KV memory.
+"""Scheduling: which sequences share the next target call, and how many tokens each one reads.
 
-The sequences that were served longest ago come first, so that none waits while another is served twice. All that read
-prompts share one chunk of tokens a call, so that a long prompt delays the others by no more than that chunk::
+The least recently served sequences come first, so that no sequence waits while another is served
+twice. All sequences in prefill share one chunk of tokens per call, so a long prompt delays the
+others by no more than this chunk. In this example a chunk has 8 tokens, A and B have prompts of
+20 and 5 tokens, and C decodes::
 
-    call        1     2     3     4      8 tokens a chunk; A and B have prompts of 20 and 5 tokens, C decodes
+    call        1     2     3     4
     A           4     8    8+     +      +: reads the root too, and commits tokens
-    B           4     +     +     +      a sequence that has only its root to read takes nothing of the chunk
+    B           4     +     +     +      reading only the root uses nothing of the chunk
     C           +     +     +     +
 
-A sequence is scheduled only with blocks for its whole text. Where too few are free, sequences without work lose theirs,
-the least recently served first, then those that came after it, the youngest first; the oldest always makes progress. A
-sequence that lost its blocks reads its text again, in chunks, when there is room.
+A sequence is scheduled only if it gets KV blocks for all of its tokens. If too few blocks are free,
+other sequences are evicted: first the sequences without work, least recently served first, then
+sequences that were added later than this one, youngest first. So the oldest sequence always makes
+progress. An evicted sequence is prefilled again, in chunks, once there is room.
 """
 
 from collections.abc import Collection
@@ -21,35 +24,50 @@ from .pool import Pool, blocks_for
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
-# Tokens that each sequence reads at least: a call with fewer costs the same.
+# A sequence in prefill may read at least this many tokens per call. Fewer would cost the same.
 _MIN_CHUNK = 16
 
 
 @dataclass(eq=False)
 class Scheduled:
-    """The tokens of one sequence in a target call, and what the call gave it."""
+    """The tokens of one sequence in a target call, and the results of the call."""
 
     sequence: Sequence
-    n_known: int  # committed tokens that it reads
-    # whether the root is the last of them, so that drafts are verified and tokens committed
+    # The number of committed tokens that the call reads.
+    n_known: int
+    # Whether the last of these is the root, so that the call verifies drafts and commits tokens.
     has_root: bool
     output: Output = field(init=False)
-    kept: list[int] = field(init=False)  # the tokens of its part that got KV, in order
+    # Ascending indices of the tokens of the part whose KV was committed.
+    kept: list[int] = field(init=False)
     n_drafts: int = 0
-    choice: tuple[list[int], int] | None = None  # accepted drafts and next token, of sampled texts
+    # The accepted drafts and the next token. None if they are not sampled yet, or chosen by argmax.
+    choice: tuple[list[int], int] | None = None
     commit: Commit = field(init=False)
 
 
 class Scheduler:
-    """Plans target calls, and shares the blocks of the KV among all sequences."""
+    """Plans target calls and distributes the KV blocks among the sequences.
+
+    Args:
+        pool: the KV blocks.
+        options: bounds of the engine.
+        max_drafts: largest number of drafts per sequence and round that the server makes itself.
+    """
 
     def __init__(self, pool: Pool, options: EngineOptions, max_drafts: int) -> None:
-        # the last of the server's own drafts
         self._pool, self._options, self._max_drafts = pool, options, max_drafts
         self._n_served = 0
 
     def schedule(self, sequences: Collection[Sequence]) -> tuple[list[Scheduled], list[Sequence]]:
-        """Plan the next call; returns its tokens, none if there is nothing to do, and who lost its KV for it."""
+        """Plan the next target call.
+
+        Args:
+            sequences: all open sequences.
+
+        Returns:
+            The scheduled sequences, empty if there is nothing to do, and the evicted sequences.
+        """
         runnable = sorted(
             (s for s in sequences if s.is_runnable), key=lambda s: (s.last_served, s.id)
         )
@@ -68,7 +86,8 @@ class Scheduler:
             sequence.last_served = self._n_served
             n_known = min(sequence.n_missing + 1, chunk)
             scheduled.append(Scheduled(sequence, n_known, n_known == sequence.n_missing + 1))
-        scheduled.sort(key=lambda one: one.sequence.kv.first)  # as attention wants them on a GPU
+        # Variable-length attention on a GPU needs the sequences in the order of their KV blocks.
+        scheduled.sort(key=lambda item: item.sequence.kv.first)
         return scheduled, evicted
 
     def _make_room(
@@ -78,7 +97,17 @@ class Scheduler:
         chosen: list[Sequence],
         evicted: list[Sequence],
     ) -> bool:
-        """Reserve blocks for a text and its drafts, those of others if need be; False if there are not enough."""
+        """Reserve blocks for a sequence and its drafts; evict other sequences if necessary.
+
+        Args:
+            sequence: the sequence that needs room.
+            sequences: all open sequences.
+            chosen: sequences that are part of the call already; they are not evicted.
+            evicted: gets the evicted sequences appended.
+
+        Returns:
+            False if even evictions would not free enough blocks; nothing is changed then.
+        """
         n_drafts = self._max_drafts if sequence.work is Work.SPECULATE else len(sequence.drafts)
         n_blocks = blocks_for(len(sequence.tokens) + n_drafts)
         if n_blocks <= sequence.kv.n_blocks:

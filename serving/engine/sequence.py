@@ -1,13 +1,14 @@
-"""A text that the engine completes: what was asked for, its state, and what its target calls gave.
+"""A sequence that the engine completes: the request, the state, and the commits.
 
-A *sequence* is one text: prompt and answer in one list of tokens, indexed from 0. The last token is the *root*: it is
-committed and has no target KV yet. Tokens before it have target KV, or are *missing* and are read in chunks first::
+A *sequence* holds prompt and answer in one list of tokens, indexed from 0. The last token is the
+*root*: it is committed, but has no target KV yet. The tokens before the root either have target KV
+or are *missing*. Missing tokens are prefilled first, in chunks::
 
-    tokens     The cat sat on the mat       3 tokens have KV: "on the" are missing, "mat" is the root
+    tokens     The cat sat on the mat       "on the" are missing, "mat" is the root
     target KV  === === ===
 
-One target call reads some of the missing tokens. A call that reaches the root also verifies the drafts after it, and
-commits those that the target agrees with and one token more.
+A target call reads some of the missing tokens. A call that reaches the root also verifies the
+drafts after it. It commits the drafts that the target accepts, and one more token.
 """
 
 import functools
@@ -28,85 +29,115 @@ from .pool import PooledKV
 
 @dataclass(frozen=True)
 class Request:
-    """A text to complete."""
+    """A request to complete a prompt."""
 
-    # the prompt, and the part of the answer that a resumed session has committed
+    # The prompt, then the answer so far if a session is resumed.
     tokens: tuple[int, ...]
     n_prompt: int
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
-    seed: int = 0  # together with the position it decides each sampled token
-    drafter: str | None = None  # the loaded drafter for the server's drafts and for contexts
-    # whether commits carry the drafter's context of each position that got target KV
+    # Seed and position together determine each sampled token.
+    seed: int = 0
+    # Name of the loaded drafter that makes the server's drafts and the contexts.
+    drafter: str | None = None
+    # Whether commits contain the drafter's context of each position that got target KV.
     wants_context: bool = False
-    n_context: int = 0  # positions whose context the client has already
-    # which tokens may follow an answer, [V] bool; None: all
+    # The number of positions whose context the client already has.
+    n_context: int = 0
+    # Returns which tokens may follow an answer, [V] bool. None allows all tokens.
     allowed: Callable[[Rows[int]], np.ndarray] | None = None
-    n_logprobs: int | None = (
-        # most likely tokens whose log-probabilities commits carry beside those of the new ones
-        None
-    )
-    ignores_eos: bool = False  # whether the answer continues after an end-of-sequence token
-    min_new_tokens: int = 0  # before which no such token comes
+    # Commits contain the log-probabilities of each new token and of this many most likely tokens.
+    # None for no log-probabilities.
+    n_logprobs: int | None = None
+    # Whether the answer continues after an end-of-sequence token.
+    ignores_eos: bool = False
+    # The answer has at least this many tokens before an end-of-sequence token.
+    min_new_tokens: int = 0
 
 
 class Work(Enum):
-    """What is to be done with a sequence."""
+    """The work of a sequence."""
 
-    IDLE = "idle"  # nothing; its KV stays until the memory is needed
-    PLAIN = "plain"  # decode until the answer ends, one token a call
-    SPECULATE = "speculate"  # decode until the answer ends, with drafts of the server's own
-    VERIFY = "verify"  # one call over given drafts, then nothing
+    # Do nothing. The KV stays until its memory is needed.
+    IDLE = "idle"
+    # Decode until the answer ends, one token per call.
+    PLAIN = "plain"
+    # Decode until the answer ends, with drafts that the server makes.
+    SPECULATE = "speculate"
+    # Verify the client's drafts in one call, then become idle.
+    VERIFY = "verify"
 
 
-# Log-probabilities of a new token and of the likeliest ones in its place, before the settings of
-# sampling.
+# Log-probability of a new token, and the most likely tokens at its position with theirs. They are
+# computed before temperature, top-k and top-p.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What one target call gave one sequence."""
+    """The result of one target call for one sequence."""
 
     sequence_id: int
-    start: int  # index in the whole text of the first new token
-    # new ones, drafts first; none after a call that only read a part of the text
+    # Index of the first new token in the sequence.
+    start: int
+    # The new tokens, drafts first. Empty after a call that only prefilled.
     tokens: tuple[int, ...]
-    n_accepted: int  # how many of the tokens were drafts
-    finish: str  # why the answer has ended: stop or length; empty while it continues
-    call_s: float = 0.0  # seconds of the target call, which other sequences shared
-    queue_s: float = 0.0  # seconds that the sequence waited for the call
-    context_start: int = 0  # position of the first of the contexts
-    context: Tensor | None = None  # [n, W], the drafter's contexts of positions that got target KV
-    answers: int = 0  # the tag given with the work
-    error: ServingError | None = None  # why the text has failed and was removed
-    logprobs: tuple[Logprobs, ...] = ()  # of the tokens, where they were asked for
+    # The number of new tokens that were drafts.
+    n_accepted: int
+    # Why the answer ended: stop or length. Empty while it continues.
+    finish: str
+    # Duration of the target call in seconds. Other sequences share the call.
+    call_s: float = 0.0
+    # Seconds that the sequence waited for the call.
+    queue_s: float = 0.0
+    # Position of the first context.
+    context_start: int = 0
+    # [n, W], the drafter's contexts of positions that got target KV.
+    context: Tensor | None = None
+    # The tag that was passed to ``set_work``.
+    answers: int = 0
+    # Why the sequence failed and was removed.
+    error: ServingError | None = None
+    # Log-probabilities of the new tokens. Empty if they were not requested.
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The state of one text."""
+    """The state of one sequence."""
 
     id: int
     request: Request
-    limit: int  # bound on the tokens of the whole text
-    kv: PooledKV  # target KV of its first tokens
+    # Upper bound of the number of tokens, prompt included.
+    limit: int
+    # Target KV of the first tokens.
+    kv: PooledKV
     on_commit: Callable[[Commit], object]
-    ends: frozenset[int]  # the target's end-of-sequence tokens
+    # The target's end-of-sequence tokens.
+    ends: frozenset[int]
     tokens: list[int] = field(init=False)
     work: Work = Work.IDLE
-    drafts: tuple[int, ...] = ()  # what the next call verifies after the root, in level order
-    parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the root
+    # The drafts after the root that the next call verifies, in level order.
+    drafts: tuple[int, ...] = ()
+    # The index of each draft's parent among the drafts, -1 for the root.
+    parents: tuple[int, ...] = ()
+    # The tag of the present work.
     answers: int = 0
+    # Whether serving is paused because the reader is slow.
     is_held: bool = False
-    is_draftable: bool = True  # False once its drafter has failed; it is then decoded plainly
+    # False after the drafter failed. The sequence is then decoded without drafts.
+    is_draftable: bool = True
     finish: str = ""
-    last_served: int = 0  # number of its latest turn, counted over all sequences; 0 for never
-    since_s: float = 0.0  # time.perf_counter() since which it waits for a call
-    n_context: int = field(init=False)  # positions whose context was encoded
-    # contexts [n, W] of the last of them, not sent yet
+    # Number of the sequence's last turn, counted over all sequences. 0 if it was never served.
+    last_served: int = 0
+    # ``time.perf_counter()`` at which the sequence began to wait for a call.
+    since_s: float = 0.0
+    # The number of positions whose context was encoded.
+    n_context: int = field(init=False)
+    # Contexts [n, W] that are encoded but not sent yet; the last one belongs to ``n_context - 1``.
     encoded: list[Tensor] = field(default_factory=list)
-    # What the drafter sees of the positions after these, [n, E] or [n, K * E] of K watched layers.
+    # Target states of the positions from ``n_context`` on: [n, E], or [n, K * E] of K watched
+    # layers. The drafter encodes contexts from them.
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,50 +147,61 @@ class Sequence:
 
     @functools.cached_property
     def text(self) -> Text:
-        """What decides its next token; it holds the list of tokens, and grows with it."""
+        """Everything that determines the next token. It shares the list of tokens."""
         request = self.request
         return Text(
-            self.tokens, request.sampling, request.seed, request.n_prompt, request.allowed, request.min_new_tokens,
+            self.tokens,
+            request.sampling,
+            request.seed,
+            request.n_prompt,
+            request.allowed,
+            request.min_new_tokens,
             self.ends,
-        )  # fmt: skip
+        )
 
     @property
     def n_cached(self) -> int:
-        """Tokens that have target KV."""
+        """The number of tokens that have target KV."""
         return self.kv.length
 
     @property
     def n_unencoded(self) -> int:
-        """Positions from ``n_context`` on that the target has read."""
+        """The number of positions that the target has read, but whose context is not encoded."""
         return sum(map(len, self.unencoded))
 
     @property
     def can_encode(self) -> bool:
-        """Whether contexts can be encoded; a text that lost its KV meanwhile is read again first."""
+        """Whether contexts can be encoded. After an eviction, the prefill has to catch up first."""
         return 0 < self.n_unencoded <= self.n_cached - self.n_context
 
     @property
     def n_unsent(self) -> int:
-        """Positions before ``n_context`` whose context was not sent yet."""
+        """The number of positions whose context is encoded but not sent yet."""
         return sum(map(len, self.encoded))
 
     @property
     def n_missing(self) -> int:
-        """Tokens before the root that have no target KV."""
+        """The number of tokens before the root that have no target KV."""
         return len(self.tokens) - 1 - self.n_cached
 
     @property
     def n_remaining(self) -> int:
-        """Tokens that may still be committed."""
+        """The number of tokens that may still be committed."""
         return self.limit - len(self.tokens)
 
     @property
     def is_runnable(self) -> bool:
-        """Whether a target call would do something for it now."""
+        """Whether the sequence can take part in a target call now."""
         return self.work is not Work.IDLE and not self.is_held and not self.finish
 
     def set_work(self, work: Work, drafts: tuple[int, ...], answers: int) -> None:
-        """Replace the work by another, for VERIFY with a chain of drafts."""
+        """Replace the present work.
+
+        Args:
+            work: the new work.
+            drafts: for VERIFY, a chain of drafts after the root.
+            answers: a tag that the commits of this work carry.
+        """
         self.work = work
         self.drafts = drafts
         self.answers = answers
@@ -167,21 +209,31 @@ class Sequence:
         self.since_s = time.perf_counter()
 
     def append(self, tokens: list[int]) -> list[int]:
-        """Commit tokens up to the end of the answer; returns those that were committed, and sets ``finish``."""
+        """Append tokens up to the end of the answer, and set ``finish`` if it is reached.
+
+        Returns:
+            The tokens that were appended.
+        """
         ends = frozenset[int]() if self.request.ignores_eos else self.ends
-        kept, self.finish = cut_answer(tokens, self.n_remaining, ends)
-        self.tokens += kept
-        return kept
+        appended, self.finish = cut_answer(tokens, self.n_remaining, ends)
+        self.tokens += appended
+        return appended
 
     def commit(
         self, start: int | None = None, tokens: Rows[int] = (), n_accepted: int = 0
     ) -> Commit:
-        """Make the commit that reports new tokens from a position on, by default none at the end."""
+        """Create the commit of new tokens.
+
+        Args:
+            start: index of the first new token; by default the present end.
+            tokens: the new tokens.
+            n_accepted: the number of them that were drafts.
+        """
         start = len(self.tokens) if start is None else start
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Add the contexts that were encoded and not sent yet to a commit."""
+        """Move the unsent contexts into a commit; returns a new commit if there are any."""
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent
@@ -191,9 +243,15 @@ class Sequence:
 
 
 def contexts_to_host(sequences: Rows[Sequence]) -> None:
-    """Copy contexts that were not sent yet to the host, with one wait for the device for all of a drafter."""
+    """Copy unsent contexts to the host, with one GPU sync per drafter.
+
+    Args:
+        sequences: sequences with unsent contexts.
+    """
     for name in dict.fromkeys(sequence.request.drafter for sequence in sequences):
-        own = [sequence for sequence in sequences if sequence.request.drafter == name]
-        together = torch.cat([part for sequence in own for part in sequence.encoded]).cpu()
-        for sequence, part in zip(own, together.split([one.n_unsent for one in own]), strict=True):
+        members = [sequence for sequence in sequences if sequence.request.drafter == name]
+        together = torch.cat([part for sequence in members for part in sequence.encoded]).cpu()
+        for sequence, part in zip(
+            members, together.split([member.n_unsent for member in members]), strict=True
+        ):
             sequence.encoded = [part]

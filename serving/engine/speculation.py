@@ -1,12 +1,15 @@
-"""Drafts and contexts of one drafter, for all sequences that name it.
+"""Drafts and contexts of one drafter, for all sequences that use it.
 
-Shapes: B rows, n tokens, E width, K watched layers, W numbers of a context.
+Shapes: B rows, n tokens, E hidden size, K watched layers, W numbers per context.
 
-The drafter's caches of the sequences that draft together are the rows of one state. A sequence that does something else
-in a call leaves it and keeps its row for itself; one that comes back joins, after a round alone where it has much to
-catch up with, as after a prompt: in a batch all rows would be padded to its length. Chains are cut where the drafter
-itself is unsure, and replaced by plain steps where they do not pay (``moa.decoding.policy``), which is judged for each
-power of two of sequences that share a call.
+The sequences that draft together share one drafter state, with one row per sequence. A sequence
+that does not draft in a call leaves the shared state and keeps its row as a state of its own. It
+joins again when it drafts again. If it has many tokens to catch up with, as after a prompt, it
+first drafts alone for a round, because in a batch all rows would be padded to its length.
+
+Chains end where the drafter itself is unsure. Plain steps replace them if drafts cost more than
+they gain (``moa.decoding.policy``). A separate policy decides this for each power of two of
+sequences per call.
 """
 
 import logging
@@ -33,11 +36,18 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""Tokens that a row may have to catch up with in a batch."""
+"""A sequence joins the batch only if it has at most this many tokens to catch up with."""
 
 
 class Speculation:
-    """One drafter and its caches of all sequences that name it; no shape means ``auto``."""
+    """One drafter, and its caches for all sequences that use it.
+
+    Args:
+        name: name of the drafter, for log messages.
+        frozen: the target's weights that the drafter needs.
+        drafter: the drafter.
+        shape: shape of the drafts; None for ``auto``.
+    """
 
     def __init__(
         self, name: str, frozen: FrozenTarget, drafter: Drafter, shape: TreeShape | None
@@ -48,31 +58,40 @@ class Speculation:
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
-        # Contexts that are encoded for clients then spare the drafter work of its own.
+        # Whether the drafter can reuse contexts that were encoded for clients.
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
-        self._apart: dict[int, Any] = {}  # sequence -> its own row
-        self._together: list[int] = []  # the sequences of the rows of the state
+        # The states of sequences that are not in the shared state, by sequence id.
+        self._apart: dict[int, Any] = {}
+        # The ids of the sequences in the shared state, in the order of its rows.
+        self._together: list[int] = []
+        # The shared state. None if it has no rows.
         self._state: Any = None
-        # sequence -> tokens of its text when it was last drafted for
+        # The number of tokens of each sequence when drafts were last made for it, by sequence id.
         self._n_drafted_at: dict[int, int] = {}
+        # The policies by bit length of the number of sequences.
         self._policies: dict[int, ShapePolicy] = {}
 
     def begin(self, sequence: Sequence) -> None:
-        """Start a sequence without KV, also one that was known."""
+        """Create empty caches for a sequence without target KV, in place of older ones."""
         self.forget(sequence)
         self._apart[sequence.id] = self.drafter.new_state(1)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the caches of a sequence, if there are any."""
+        """Drop the caches of a sequence, if it has any."""
         self._apart.pop(sequence.id, None)
         self._n_drafted_at.pop(sequence.id, None)
         if sequence.id in self._together:
             self._keep([id_ for id_ in self._together if id_ != sequence.id])
 
     def abandon(self, sequences: Rows[Sequence]) -> None:
-        """Drop all caches of the state and of these sequences after a failure, and decode these plainly."""
+        """Handle a failure of the drafter: drop caches, and decode some sequences without drafts.
+
+        Args:
+            sequences: these lose their caches and get no more drafts. All others in the shared
+                state lose it too.
+        """
         self._state = None
         self._together = []
         for sequence in sequences:
@@ -84,14 +103,18 @@ class Speculation:
     # Drafts
 
     def gather(self, sequences: Rows[Sequence]) -> None:
-        """Make these the sequences that draft in this call; all have KV up to their roots."""
-        texts = {sequence.id: len(sequence.tokens) for sequence in sequences}
-        for id_ in [id_ for id_ in self._together if id_ not in texts]:
+        """Set the sequences that draft in this call, and update the shared state accordingly.
+
+        Args:
+            sequences: the sequences. All have target KV up to their roots.
+        """
+        lengths = {sequence.id: len(sequence.tokens) for sequence in sequences}
+        for id_ in [id_ for id_ in self._together if id_ not in lengths]:
             self._apart[id_] = self._state.take_rows([self._together.index(id_)])
-        self._keep([id_ for id_ in self._together if id_ in texts])
-        for id_, n_tokens in texts.items():
+        self._keep([id_ for id_ in self._together if id_ in lengths])
+        for id_, n_tokens in lengths.items():
             if id_ not in self._n_drafted_at:
-                self._policy(len(texts)).begin()
+                self._policy(len(lengths)).begin()
                 self._n_drafted_at[id_] = 0
             if id_ in self._together or n_tokens - self._n_drafted_at[id_] > _MAX_CATCH_UP:
                 continue
@@ -103,11 +126,11 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: Rows[Sequence]) -> None:
-        """Set the drafts of the gathered sequences, none where plain steps are better."""
+        """Set the drafts of the gathered sequences; none if the policy prefers plain steps."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
-        # the target adds a token
+        # The target adds a token to the accepted drafts; leave room for it.
         max_depth = max(sequence.n_remaining for sequence in sequences) - 1
         if shape is None or max_depth < 1:
             return
@@ -124,7 +147,8 @@ class Speculation:
         choice = ChainChoice([sequence.text for sequence in rows])
         self._proposer.resume(cache, state, choice)
         tree = self._proposer.propose([sequence.tokens for sequence in rows], shape)
-        # With tokens and parents it comes to the host which drafts the drafter is unsure of.
+        # Flag the drafts that the drafter is unsure of. One copy to the host transfers the flags
+        # together with the tokens and parents.
         unsure: Rows[Rows[int]] = [()] * len(rows)
         if shape.stop_below and tree.scores is not None:
             unsure = tree.on_host_with((tree.scores < math.log(shape.stop_below)).long())
@@ -138,30 +162,43 @@ class Speculation:
             self._n_drafted_at[sequence.id] = len(sequence.tokens)
 
     def states(self, output: Output) -> Tensor:
-        """Select what the drafter sees of a call, which may have watched more layers: [n, E] or [n, K * E]."""
+        """Return the target states that the drafter reads: [n, E], or [n, K * E] of K layers.
+
+        Args:
+            output: results of a call, which may contain more watched layers.
+        """
         if not self.drafter.observed_layers:
             return output.hidden
         return torch.cat([output.layers[layer] for layer in self.drafter.observed_layers], dim=-1)
 
     def observe(self, served: Rows[Scheduled]) -> None:
-        """Hand over the results of a call; the gathered sequences are all among them."""
+        """Pass the results of a call to the drafter.
+
+        Args:
+            served: the results, which include all gathered sequences.
+        """
         if not self._observes:
             return
-        by_id = {one.sequence.id: one for one in served}
+        by_id = {item.sequence.id: item for item in served}
         if self._together:
             rows = [by_id[id_] for id_ in self._together]
-            hidden = stacked([self.states(one.output) for one in rows])
-            self.drafter.observe(self._state, hidden, [one.kept for one in rows])
-        for id_, one in by_id.items():
+            hidden = stacked([self.states(item.output) for item in rows])
+            self.drafter.observe(self._state, hidden, [item.kept for item in rows])
+        for id_, item in by_id.items():
             if id_ in self._apart:
-                self.drafter.observe(self._apart[id_], self.states(one.output)[None], [one.kept])
+                self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
-        """Let the policy learn from a round of the gathered sequences, which took so many seconds."""
-        n_committed = sum(len(one.commit.tokens) for one in rounds) / len(rounds)
+        """Update the policy with a round of the gathered sequences.
+
+        Args:
+            rounds: the results of the gathered sequences.
+            round_s: duration of drafting and target call in seconds.
+        """
+        n_committed = sum(len(item.commit.tokens) for item in rounds) / len(rounds)
         policy = self._policy(len(rounds))
         was_off = policy.is_off
-        policy.observe(sum(one.n_drafts for one in rounds), n_committed, round_s)
+        policy.observe(sum(item.n_drafts for item in rounds), n_committed, round_s)
         if policy.is_off == was_off:
             return
         fewest = 1 << (len(rounds).bit_length() - 1)
@@ -194,9 +231,13 @@ class Speculation:
     # Contexts, for clients that draft with this drafter
 
     def encode_contexts(self, sequences: Rows[Sequence]) -> dict[int, tuple[Tensor, int]]:
-        """Encode what the target has read of these sequences; all have some.
+        """Encode the contexts of all positions that the target has read but that have none yet.
 
-        Returns the new contexts [n, W] of each by its id, and the position of the first.
+        Args:
+            sequences: sequences with such positions.
+
+        Returns:
+            The new contexts [n, W] and the position of the first, by sequence id.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
         # [n, E]
@@ -205,7 +246,8 @@ class Speculation:
             (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
         ]
         positions = to_device(
-            [at for _, first, n in spans for at in range(first, first + n)], hidden.device
+            [position for _, first, n in spans for position in range(first, first + n)],
+            hidden.device,
         )
         kv = None
         if self.drafter.context_needs_kv:
@@ -225,9 +267,13 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Give the drafter's own caches what :meth:`encode_contexts` has made."""
-        nothing = next(iter(by_id.values()))[0][:0], 0
-        together = [by_id.get(id_, nothing) for id_ in self._together]
+        """Add contexts to the drafter's caches.
+
+        Args:
+            by_id: the result of :meth:`encode_contexts`.
+        """
+        no_context = next(iter(by_id.values()))[0][:0], 0
+        together = [by_id.get(id_, no_context) for id_ in self._together]
         batches = [(self._state, together)] if any(len(context) for context, _ in together) else []
         batches += [(self._apart[id_], [row]) for id_, row in by_id.items() if id_ in self._apart]
         for state, rows in batches:
@@ -237,25 +283,38 @@ class Speculation:
 
 
 class JoinedKV:
-    """The KV of B sequences as a drafter reads it for one round (:class:`~moa_data.moa.targets.cache.KVSource`).
+    """The KV of B sequences as a drafter reads it for one round.
 
-    The drafter writes after the committed slots of copies, never to the sequences.
+    It implements :class:`~moa_data.moa.targets.cache.KVSource`. The drafter writes to copies,
+    after the committed slots, and never to the KV of the sequences.
     """
 
     def __init__(self, rows: Rows[PooledKV]) -> None:
-        self._rows, self.lengths = rows, [kv.length for kv in rows]  # committed tokens of each row
-        self._copies: dict[int, Tensor] = {}  # layer -> [2, B, H_kv, S, d]
+        # The lengths count the committed tokens of each row.
+        self._rows, self.lengths = rows, [kv.length for kv in rows]
+        # Copies [2, B, H_kv, S, d] by layer.
+        self._copies: dict[int, Tensor] = {}
 
     def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row from its start on, the last one's beyond its length: [B, n, L, D]."""
+        """Pack the KV of n positions of each row: [B, n, L, D].
+
+        Args:
+            starts: the first position of each row. Positions beyond the length of a row get the KV
+                of its last committed position.
+            n_tokens: the number of positions per row.
+            first_layer: the first layer to pack.
+        """
         packed = self._rows[0].pool.packed(self._slots(starts, n_tokens), first_layer)
         return packed.reshape(len(self._rows), n_tokens, *packed.shape[1:])
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to after the committed part."""
+        """Return views of a layer's keys and values, [B, H_kv, n_slots, d].
+
+        Slots at or beyond the length of a row may be written to.
+        """
         copy = self._copies.get(layer)
         if copy is None:
-            # Room for a usual round, so that its levels need no second copy.
+            # Leave room for a typical round, so that its levels do not have to copy again.
             slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
             rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
             copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)
@@ -265,7 +324,7 @@ class JoinedKV:
         return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]
 
     def _slots(self, starts: Rows[int], n_tokens: int) -> Tensor:
-        """Find the slots of n positions of each row from its start on, that of the last one beyond it: [B * n]."""
+        """Return the slots of the positions that :meth:`packed` describes: [B * n] int64."""
         slots = []
         for kv, start in zip(self._rows, starts, strict=True):
             last = kv.first_slot + max(0, kv.length - 1)

@@ -1,10 +1,11 @@
-"""Plain steps of many texts through all layers, on a CPU, compiled by TorchScript.
+"""Plain steps of several sequences through all layers on a CPU, compiled by TorchScript.
 
-Between the operations of a call the interpreter takes as long as some of them, and each time it has to wait until the
-event loop's thread lets it go. TorchScript runs all of them without it: 10 % more tokens/s with eight streams of a
-small target.
+Between two operations, the Python interpreter takes as long as a small operation, and it may have
+to wait until the event loop's thread releases the GIL. TorchScript runs all operations without the
+interpreter: 10 % more tokens/s with eight streams of a small target.
 
-Shapes: T texts of one token each, H query heads, H_kv key/value heads, d head dim, S slots of a row, N of the pool.
+Shapes: T sequences with one token each, H query heads, H_kv key/value heads, d head dim, S slots
+per row of scores, N slots of the pool.
 """
 
 import torch
@@ -14,17 +15,27 @@ from ...moa.nn.joined import Weights, after_attention, before_attention
 from ...moa.nn.packed import scripted
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What :func:`attend_rows` works with, of all layers: see there."""
+"""Buffers and indices that all layers share; :func:`attend_rows` describes them."""
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
-    """Attend with queries [T, H, d] to keys [d, H_kv * N] and values [H_kv * N, d] -> [T * H, d].
+    """Compute attention of single-token sequences.
 
-    ``rows``: scores [T, H, S] to be overwritten; the sparse matrix [T * H, H_kv * N] of them; what is added to them,
-    [T, 1, S]; their columns [T * H * S] and where each row begins, [T * H + 1].
+    Args:
+        q: [T, H, d].
+        keys: [d, H_kv * N].
+        values: [H_kv * N, d].
+        rows: five tensors. The scores [T, H, S], which are overwritten; a sparse CSR matrix
+            [T * H, H_kv * N] whose values share their memory; the additive mask [T, 1, S]; the
+            column of each score in the matrix, [T * H * S]; the index of each matrix row's first
+            score, [T * H + 1].
+
+    Returns:
+        The attention output [T * H, d].
     """
     scores, sparse, added, columns, starts = rows
-    # In place, since copying the columns takes longer than adding what hides some of them.
+    # Write in place: a new sparse matrix would copy the columns, which takes longer than adding the
+    # mask.
     torch.sparse.sampled_addmm(
         sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=sparse
     )
@@ -43,7 +54,21 @@ def run_layers(
     pending: Tensor,
     rows: Rows,
 ) -> list[Tensor]:
-    """Run all layers of a target over x [1, T, E], as :data:`..fused.RunLayers` says; ``pending``, [T]: their slots."""
+    """Run all layers of a target; see :data:`~moa_data.moa.targets.fused.RunLayers`.
+
+    Args:
+        x: [1, T, E], the embedded tokens.
+        cosines: of the rotary embedding, [1, T, 1, d].
+        sines: of the rotary embedding, [1, T, 1, d].
+        weights: the weights of each layer.
+        planes: keys and values of each layer, [H_kv, N, d]; the KV of the tokens is written there.
+        by_slot: the same memory as keys [d, H_kv * N] and values [H_kv * N, d].
+        pending: [T], the slots of the tokens.
+        rows: see :func:`attend_rows`.
+
+    Returns:
+        The output [1, T, E] of each layer.
+    """
     outputs: list[Tensor] = []
     for index, ((first, second), (before, gates, o, down)) in enumerate(weights):
         key_plane, value_plane = planes[index]
