@@ -86,6 +86,7 @@ lint: $(STAMP) ## Check style, formatting, docstrings and spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/python .ci/whitespace.py
+	$(BIN)/python .ci/habits.py
 
 format: $(STAMP) ## Format and sort imports
 	$(BIN)/ruff check --fix .

@@ -175,7 +175,7 @@ def evaluate(config: EvalConfig) -> None:
         try:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
-            out.print(error.markdown)  # So the measurements are not lost.
+            out.print(error.markdown)  # The measurements must not be lost.
             raise
     out.print(markdown_report(report))
     for warning in report.warnings:

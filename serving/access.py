@@ -352,7 +352,7 @@ class Connections:
         """Abort the connections that have waited longest, those that never sent a request first.
 
         Returns:
-            Whether there is room, or will be as soon as a waiting connection is no longer young.
+            Whether there is room now, or will be as soon as a waiting connection stops being young.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:

@@ -109,7 +109,7 @@ def drafted_positions(
 def last_context(drafted: Tensor) -> Tensor:
     """Find s(i), the last context position at or before i: [B, T] int64.
 
-    It is 0 if there is no such position (official lines 157-162).
+    It is 0 if no such position exists (official lines 157-162).
     """
     index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
     return torch.where(drafted, 0, index).cummax(dim=1).values

@@ -82,7 +82,7 @@ class Answer:
     """A finished answer."""
 
     text: str
-    tokens: tuple[int, ...]  # They include the end-of-sequence token, if there is one.
+    tokens: tuple[int, ...]  # The end-of-sequence token is included, if there is one.
     finish: str  # "stop" or "length".
     stats: Stats
 
