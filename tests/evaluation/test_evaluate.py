@@ -157,7 +157,7 @@ def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_pat
     with pytest.raises(TargetError, match=r"device 'nothing' cannot be used.*--device cpu"):
         evaluate(config.replaced(device="nothing"))
     long = write_jsonl(tmp_path / "long.jsonl", [chat("x" * MAX_POSITIONS)])
-    with pytest.raises(OptionInvalid, match="all 1 prompts"):
+    with pytest.raises(OptionInvalid, match="none of the 1 prompts"):
         evaluate(config.replaced(prompts=str(long)))
     with pytest.raises(DrafterError, match="holds no drafter"):
         evaluate(config.replaced(drafter=(str(tmp_path),)))

@@ -72,7 +72,7 @@ def test_rotary_stays_float32_and_uses_theta() -> None:
     torch.testing.assert_close(rotary.frequencies[4:], 5e4 ** (-torch.arange(0, 8, 2) / 8))
     with pytest.raises(DrafterError, match="even head dim"):
         Rotary(5, {"rope_theta": 1e4}, 64)
-    with pytest.raises(DrafterError, match="changes with the length"):
+    with pytest.raises(DrafterError, match="change with the length"):
         Rotary(8, {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, 64)
 
 

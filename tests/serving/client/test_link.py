@@ -141,7 +141,7 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
     with Server(target()) as plain:
         error = error_of(links(f"localhost:{plain.port}", "", ca))
         assert isinstance(error, ProtocolMismatch)
-        assert "no TLS" in str(error)
+        assert "does not use TLS" in str(error)
 
 
 def test_files_that_are_no_authority(tmp_path: Path) -> None:

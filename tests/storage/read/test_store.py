@@ -91,8 +91,8 @@ def len_of(layers: Any) -> int:
     [
         (lambda reader: reader.read(0, "hidden/first"), "tokens, response_mask, kv, hidden/last"),
         (lambda reader: reader.read(0, "tokens", layers=[0]), "'tokens'"),
-        (lambda reader: reader.read(0, "kv", layers=[4]), "layer 4"),
-        (lambda reader: reader.read(12, "kv"), "sequence 12"),
+        (lambda reader: reader.read(0, "kv", layers=[4]), "4 is not one of them"),
+        (lambda reader: reader.read(12, "kv"), "12 is not a valid index"),
         (lambda reader: reader["kv"], "'kv'"),
         (lambda reader: reader[0:2], "slice"),
         (lambda reader: reader.read(0, "kv", layers=-1), "-1"),
@@ -100,7 +100,7 @@ def len_of(layers: Any) -> int:
         (lambda reader: reader.read(0, "kv", tokens=slice(0, 10, 2)), "step"),
         (lambda reader: reader.read_batch([0], ["kv", "k"]), "'k'"),
         (lambda reader: reader.read_batch([0], "tokens", layers=[0]), "'tokens'"),
-        (lambda reader: reader.read_batch([0, 12], "kv"), "sequence 12"),
+        (lambda reader: reader.read_batch([0, 12], "kv"), "12 is not a valid index"),
         (
             lambda reader: reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300))}),
             "'kv'; it has tokens",
