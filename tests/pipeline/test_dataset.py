@@ -351,7 +351,7 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     for split in (one, other):
         assert read(dataset, split) == sorted(name for name in names if split in name)
     with pytest.raises(
-        DatasetError, match=rf"splits .*{other}.* called 'nope'\. Choose one with --split"
+        DatasetError, match=rf"splits .*{other}.* no split 'nope'\. Choose one with --split"
     ):
         ChatSource(dataset, "nope")
     if one == "train_sft":

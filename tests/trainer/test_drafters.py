@@ -273,7 +273,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
             hidden_store,
             {"drafter": "medusa", "medusa_heads": 2},
             TrainingError,
-            "more levels than the 2",
+            "more than the 2 levels",
         ),
     ]
     for store, changes, error, message in cases:

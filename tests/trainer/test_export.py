@@ -142,7 +142,9 @@ def test_what_cannot_be_exported_is_named(
     ):
         DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
-    with pytest.raises(DrafterError, match="holds drafters of kind moa, this one is of kind eagle"):
+    with pytest.raises(
+        DrafterError, match="holds drafters of kind moa, but this drafter is of kind eagle"
+    ):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with pytest.raises(DrafterError, match="does not exist"):
         export_drafter(
@@ -162,7 +164,7 @@ def test_what_cannot_be_exported_is_named(
             )
     gone = make_run(tmp_path / "gone", target, tmp_path / "no-store", "eagle")
     with pytest.raises(
-        TargetError, match=r"no-store' of .*gone is not there\. Give the target with --model"
+        TargetError, match=r"no-store' of .*gone does not exist\. Give the target with --model"
     ):
         export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
     (gone / "run.yaml").unlink()
@@ -258,5 +260,5 @@ def test_formats_of_families(name: str, tmp_path: Path) -> None:
             export_drafter(DrafterExportConfig.of(**given))
             shutil.rmtree(tmp_path / "out")
         else:
-            with pytest.raises(DrafterError, match=r"multiplies its embeddings|kv_groups|qkv_bias"):
+            with pytest.raises(DrafterError, match=r"scales its embeddings|kv_groups|qkv_bias"):
                 export_drafter(DrafterExportConfig.of(**given))

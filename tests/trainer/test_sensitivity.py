@@ -177,7 +177,7 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
     with pytest.raises(OptionInvalid, match="has no keys and values for a drafter to read"):
         recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
     monkeypatch.setattr("moa_data.pipeline.recode._MIN_RESPONSE", 100)
-    with pytest.raises(OptionInvalid, match="has a response of 100 tokens"):
+    with pytest.raises(OptionInvalid, match="has a response of at least 100 tokens"):
         recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
 
 

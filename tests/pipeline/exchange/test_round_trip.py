@@ -262,7 +262,7 @@ def test_a_folder_with_something_else_is_refused(
     with pytest.raises(OutputOccupied, match="not an empty folder"):
         export(store, "eagle", tmp_path / "mine")
     (tmp_path / "mine" / "export.json").write_text("{}")
-    with pytest.raises(OutputOccupied, match="no record"):
+    with pytest.raises(OutputOccupied, match="not the record"):
         export(store, "eagle", tmp_path / "mine")
 
 
@@ -334,7 +334,7 @@ class Evil:
         ({"hidden_state": None}, "no tensor hidden_state"),
         ({"input_ids": torch.tensor([1, 2, 3, 4, 4000])}, "vocabulary"),
         ({"loss_mask": torch.tensor([0, 0, 2, 1, 1])}, "loss mask holds 2"),
-        ({"loss_mask": torch.ones(4)}, "loss mask of 4"),
+        ({"loss_mask": torch.ones(4)}, "loss mask of length 4"),
         ({"more": Evil()}, "more than tensors"),
     ],
 )

@@ -197,7 +197,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     ]
     refused(
         run("extract", *options, "--max-length", "90"),
-        "vllm is 0.34.0",
+        "vllm 0.34.0 is installed",
         f"install vllm=={VLLM_VERSIONS[0]}",
     )
     monkeypatch.undo()
