@@ -164,8 +164,9 @@ class StageGroup(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.Exit, StageFailure):
             raise
-        # This includes SystemExit, with which a library could end a command as if it had succeeded.
         except BaseException as error:
+            # This includes SystemExit, with which a library could end a command as if it had
+            # succeeded.
             end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
             if ctx.params.get("debug") or failure.exit_code == FAULT:
@@ -260,7 +261,7 @@ _LOG_FORMAT = (
 
 
 class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
-    """Show progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
+    """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
     A new phase ends the previous bar. A phase is new if the total changes, the count falls, or the
     message starts with another word of ``PHASE_UNITS``. If standard error can't be written, work
