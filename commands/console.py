@@ -69,7 +69,7 @@ class StageFailure(click.ClickException):
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line; if standard error can't be written, only the exit code reports."""
+        """Print the line; without a usable standard error only the exit code has the outcome."""
         if self.message:
             with contextlib.suppress(OSError):
                 super().show(file)
@@ -358,8 +358,8 @@ def quiet_libraries() -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         # gRPC prints a line for every attempt to connect while the network is down.
         "GRPC_VERBOSITY": "NONE",
-        # Otherwise OpenMP threads that wait for each other keep their cores busy. With more threads
-        # than free cores, a target call then takes ten times as long.
+        # Without this setting, OpenMP threads that wait for each other keep their cores busy. With
+        # more threads than free cores, a target call then takes ten times as long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     # Progress bars of large downloads and loads are useful on a terminal, but noise in a log file.
