@@ -22,8 +22,8 @@ def main() -> None:
         code = 0
     except SystemExit as end:  # Every command ends with SystemExit and its exit code.
         code = end.code if isinstance(end.code, int) else 0
-    # It came before or after the code that handles interruptions.
     except KeyboardInterrupt as interrupt:
+        # The interruption came before or after the code that handles interruptions.
         end_command()
         sys.stderr.write("Error: interrupted. Run the same command again.\n")
         code = interruption_code(interrupt) or 0

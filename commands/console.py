@@ -69,7 +69,7 @@ class StageFailure(click.ClickException):
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line; if standard error can't be written, only the exit code reports."""
+        """Print the line; without a usable standard error only the exit code has the outcome."""
         if self.message:
             with contextlib.suppress(OSError):
                 super().show(file)
@@ -164,8 +164,9 @@ class StageGroup(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.Exit, StageFailure):
             raise
-        # This includes SystemExit, with which a library could end a command as if it had succeeded.
         except BaseException as error:
+            # This includes SystemExit, with which a library could end a command as if it had
+            # succeeded.
             end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
             if ctx.params.get("debug") or failure.exit_code == FAULT:
@@ -260,7 +261,7 @@ _LOG_FORMAT = (
 
 
 class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
-    """Show progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
+    """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
     A new phase ends the previous bar. A phase is new if the total changes, the count falls, or the
     message starts with another word of ``PHASE_UNITS``. If standard error can't be written, work
@@ -357,8 +358,8 @@ def quiet_libraries() -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         # gRPC prints a line for every attempt to connect while the network is down.
         "GRPC_VERBOSITY": "NONE",
-        # Otherwise OpenMP threads that wait for each other keep their cores busy. With more threads
-        # than free cores, a target call then takes ten times as long.
+        # Without this setting, OpenMP threads that wait for each other keep their cores busy. With
+        # more threads than free cores, a target call then takes ten times as long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     # Progress bars of large downloads and loads are useful on a terminal, but noise in a log file.

@@ -84,7 +84,7 @@ class BearerTokens:
 
         Returns:
             An identifier of the token's owner that does not reveal the token; empty if there are no
-                tokens.
+            tokens.
         """
         if self.is_open:
             return ""
@@ -254,8 +254,8 @@ class Connection(H11Protocol):
         """
         if self.cycle is None or self.cycle.response_complete:
             _LOG.warning("%s sent bytes that are not HTTP", self.address)
-        # The log line of the request reports it.
         else:
+            # The log line of the request reports it.
             self.is_malformed = not self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()

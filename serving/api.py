@@ -312,7 +312,7 @@ class TokenizeRequest(_Body):
     return_token_strs: bool | None = None
 
     def check(self, *kinds: str) -> None:
-        """Refuse a request unless it has one of some kinds of input, with its own settings."""
+        """Refuse a request unless it has exactly one of some kinds of input, and its settings."""
         settings_of = {
             "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
             "messages": ("tools", "add_generation_prompt", "return_token_strs"),

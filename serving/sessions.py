@@ -53,7 +53,7 @@ _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class DraftingSession:
-    """One text, opened by a stream; ``on_lost`` is called if the engine fails at it."""
+    """One text, opened by a stream; ``on_lost`` is called if the engine fails with it."""
 
     def __init__(
         self,

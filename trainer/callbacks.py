@@ -30,7 +30,7 @@ REPEAT_S = 1.0
 
 
 class Throughput(L.Callback):
-    """Log tokens/s and the share of time spent waiting for data, once per logging interval."""
+    """Logs tokens/s and the share of time spent waiting for data, once per logging interval."""
 
     def __init__(self) -> None:
         # Tokens trained on in this invocation, without padding.
@@ -104,7 +104,7 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 
 class ShowSteps(L.Callback):
-    """Report steps, and micro-batches and validation batches between them, to a callback."""
+    """Reports steps, and micro-batches and validation batches between them, to a callback."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
         self.progress = progress
@@ -159,7 +159,7 @@ class ShowSteps(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Choose the micro-batch size and whether layers are recomputed, by trial steps."""
+    """Chooses the micro-batch size and whether layers are recomputed, by trial steps."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
         # The choice is written to a file. A resumed run reuses it if it fits into memory, so that
@@ -241,7 +241,7 @@ class MicroBatches(L.Callback):
 
 
 class Saves(L.Callback):
-    """Save the state at an interval, and write ``drafter/`` at each new best validation.
+    """Saves the state at an interval, and writes ``drafter/`` at each new best validation.
 
     A new best validation is also saved as ``best.ckpt``. The last step of a run is always
     validated, whatever the interval. A resumed run repeats a validation that was not finished.
@@ -324,7 +324,7 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 class StopGuard(L.Callback):
-    """Note SIGINT, SIGTERM and SIGHUP, and stop training at the next micro-batch.
+    """Notes SIGINT, SIGTERM and SIGHUP, and stops training at the next micro-batch.
 
     The state is saved first. The guard is active while the context is entered. Signals that are
     ignored stay ignored. SIGUSR1 is left to Lightning, which saves and requeues the job on SLURM.
@@ -407,7 +407,7 @@ def stopped_at(step: int) -> str:
 
 
 class SignalsLeftAlone(_SignalConnector):
-    """Register Lightning's signal handlers, except those for stop signals.
+    """Registers Lightning's signal handlers, except those for stop signals.
 
     Lightning's handler for SIGTERM communicates between processes from within the handler.
     """

@@ -85,8 +85,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             checkpoint = _from_json(state, waiting)
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
-    # RecursionError is a RuntimeError.
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        # RecursionError is a RuntimeError.
         raise damaged_checkpoint(
             path, f"no training state in its header ({type(error).__name__})"
         ) from error
@@ -157,9 +157,9 @@ def write_drafter(drafter: Drafter, folder: Path) -> None:
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
-            # The old folder is left from a run with other settings that ended before its first
-            # checkpoint.
             else:
+                # The old folder is left from a run with other settings that ended before its first
+                # checkpoint.
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(partial, folder)
         finally:

@@ -75,7 +75,7 @@ class FeatureLossSettings(DrafterSettings):
 
 
 class PositionSettings(Config):
-    """How the drafts of a round or block weigh in the loss."""
+    """Weights of the drafts of a round or block in the loss."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
     """Weights of the drafts of a round or block. decay: as published (blocks by position_decay,
@@ -155,7 +155,7 @@ class MemorySettings(Config):
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
-    """Mixture of Attentions; the preset paper has the paper's settings if the defaults differ."""
+    """Mixture of Attentions; the preset paper has the published settings."""
 
     kind: Literal["moa"] = "moa"
     """Mixture of Attentions."""

@@ -342,7 +342,7 @@ def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -
 
 
 class BatchReader:
-    """Read sequences of a store into right-padded batches for a training device."""
+    """Reads sequences of a store into right-padded batches for a training device."""
 
     def __init__(
         self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1

@@ -457,9 +457,9 @@ def validate_batch(
 
     Returns:
         Sums that :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions,
-            tokens that the rounds would commit (bonus included) greedily and by sampling at
-            temperature 1, rounds. Then, with the greedy tokens c and rounds r of each sequence: c *
-            c, c * r, r * r, and the number of sequences.
+        tokens that the rounds would commit (bonus included) greedily and by sampling at temperature
+        1, rounds. Then, with the greedy tokens c and rounds r of each sequence: c * c, c * r, r *
+        r, and the number of sequences.
     """
     inputs = batch.inputs
     draws = batch.draws
