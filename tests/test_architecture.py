@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moa_data.tests.kit.tree import visible_files
+
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = {"tests", "benchmarks", "build", "docs"}
 
@@ -67,7 +69,7 @@ OUTSIDE: dict[str, set[str]] = {
 def modules() -> dict[str, Path]:
     """Dotted name inside the package -> file, for all code that is installed."""
     found = {}
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in sorted(path for path in visible_files(ROOT) if path.suffix == ".py"):
         relative = path.relative_to(ROOT)
         if relative.parts[0] in OTHERS or any(part.startswith(".") for part in relative.parts):
             continue

@@ -29,6 +29,7 @@ from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.disks import tmpfs
 from moa_data.tests.kit.hostile import bounded_memory, change_json, commit_target, endless
 from moa_data.tests.kit.stores import flip
+from moa_data.tests.kit.tree import visible_files
 
 ROOT = Path(__file__).resolve().parent.parent
 # Commands in a folder with model/, drafter/, chats.jsonl and store/.
@@ -536,8 +537,8 @@ def test_a_report_that_cannot_be_written_is_printed(
 
 def test_every_call_that_loads_refuses_foreign_code() -> None:
     calls: dict[str, ast.Call] = {}
-    for path in ROOT.rglob("*.py"):
-        if any(part == "tests" or part.startswith(".") for part in path.relative_to(ROOT).parts):
+    for path in visible_files(ROOT):
+        if path.suffix != ".py" or "tests" in path.relative_to(ROOT).parts:
             continue
         text = path.read_text("utf-8")
         for node in ast.walk(ast.parse(text)) if any(name in text for name in LOADS) else ():

@@ -16,6 +16,7 @@ import pytest
 import moa_data
 from moa_data.cli import COMMANDS
 from moa_data.tests.kit.stores import make_recipe
+from moa_data.tests.kit.tree import visible_files
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -135,8 +136,11 @@ def test_every_file_of_the_package_is_installed() -> None:
             if not path.parts or (path.parts[0][0] != "." and path.parts[0] not in others)
         }
 
-    assert ours(path for path in ROOT.rglob("*") if path.suffix in kinds) <= ours(data)
-    folders = ours(path.parent for path in (*data, *ROOT.rglob("__init__.py")))
+    assert ours(path for path in visible_files(ROOT) if path.suffix in kinds) <= ours(data)
+    folders = ours(
+        path.parent
+        for path in (*data, *(path for path in visible_files(ROOT) if path.name == "__init__.py"))
+    )
     assert {".".join(("moa_data", *path.parts)) for path in folders} == set(setuptools["packages"])
 
 
