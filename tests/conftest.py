@@ -16,9 +16,8 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 # Tiny matrices are slower on several threads, and the bytes must not depend on how many there are.
-# Set before the first
-# import of torch, which nothing at the top of this file does: pytest-xdist reads it in a process
-# that runs no test.
+# Set before the first import of torch, which nothing at the top of this file does: pytest-xdist
+# reads it in a process that runs no test.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 

@@ -119,8 +119,7 @@ def part_costs(
             text.step()
             found.append(_seconds(target.device, partial(text.propose, shape)))
     # Whatever else the machine does only adds time: the least of all repeats is nearest to the
-    # cost, and a larger
-    # call bounds a smaller one.
+    # cost, and a larger call bounds a smaller one.
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
     first, last = (
         {b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth)

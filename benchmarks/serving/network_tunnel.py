@@ -290,8 +290,8 @@ def _ip(*arguments: str) -> str:
 
 
 # The process that carries packets between the two devices. It is handed both of them and one end of
-# a socket; when the
-# other end is closed, whatever the reason, it ends and the devices vanish with it.
+# a socket; when the other end is closed, whatever the reason, it ends and the devices vanish with
+# it.
 
 
 class _Carrier:

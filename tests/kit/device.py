@@ -284,8 +284,7 @@ def _facts(func: Any) -> _Facts:
 
 
 # By hand, as operations take and give tensors and lists of them alone: torch's own walk through any
-# nesting was half of
-# the time of the tests on this device.
+# nesting was half of the time of the tests on this device.
 def _inner(value: Any) -> Any:
     """Take the tensors of the host out of what an operation is called with."""
     if isinstance(value, CudaTensor):

@@ -91,8 +91,8 @@ def glide_features(
     positions = torch.arange(n_tokens)[None]
     seen = masks.Mask.up_to(block_context(positions, drafter.config.block_size), n_tokens).dense
     # The least number is added to the scores, beside which they are lost. Fused kernels get the
-    # gradients of a query
-    # without a key wrong: with the scores the logarithm of how many keys there are is lost too.
+    # gradients of a query without a key wrong: with the scores the logarithm of how many keys there
+    # are is lost too.
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     with sdpa_kernel(SDPBackend.MATH):
         return drafter(

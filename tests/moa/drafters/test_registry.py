@@ -10,8 +10,7 @@ from moa_data.trainer.config import AnyDrafter
 
 ROOT = Path(__file__).parents[3]
 # The drafters themselves and their settings; the formats of files, some of which are named like a
-# drafter; methods of
-# other engines, by the engines' names.
+# drafter; methods of other engines, by the engines' names.
 NAMING = (
     "moa/drafters/",
     "moa/formats/",

@@ -141,8 +141,7 @@ def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:
 
 
 # Three forks write the parts of one store, each in an order of its own, and are killed at random
-# instants again and
-# again; then one finishes it.
+# instants again and again; then one finishes it.
 KILLED_WRITERS = """
 import os, random, signal, sys, time
 from pathlib import Path
