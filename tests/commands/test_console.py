@@ -63,7 +63,6 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert terminal.getvalue().splitlines()[-1].rpartition("\r")[2].startswith("train:  11%")
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 class RustError(Exception):
     """Stands for an error class of a library, which knows nothing of errno."""
 
@@ -117,6 +116,7 @@ def test_any_other_error_is_a_fault(error: Exception) -> None:
     assert failure_of(error, "extract").exit_code == FAULT
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_provenance_names_the_commit_of_the_checkout() -> None:
     head = subprocess.run(
         ["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
