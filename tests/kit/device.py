@@ -606,7 +606,7 @@ _libraries: list[Any] = []
 def fits() -> bool:
     """Return whether torch is a CPU build of the supported version.
 
-    A build with CUDA is refused, because :func:`register` replaces CUDA for the rest of the process.
+    A CUDA build is refused, because :func:`register` replaces CUDA for the rest of the process.
     """
     return torch.__version__.startswith(TORCH) and torch.version.cuda is None
 
