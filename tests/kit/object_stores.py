@@ -119,7 +119,7 @@ class Seaweed:
         wait_for(self.endpoint, self.process)
 
     def kill(self) -> None:
-        """End the server like a crash."""
+        """End the server as a crash would."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -221,9 +221,8 @@ class LLM:
             (FullAttentionSpec(), self.names[1:][::-1]), (FullAttentionSpec(), self.names[:1]),
         ]  # fmt: skip
         if self.states:
-            if (
-                self.is_mixed
-            ):  # as in vLLM if both kinds need the same number of blocks per sequence
+            # vLLM does this if both kinds need the same number of blocks per sequence.
+            if self.is_mixed:
                 specs = dict.fromkeys(self.names[1:], FullAttentionSpec()) | {
                     "cache_only_layers.7": HiddenStateCacheSpec()
                 }
