@@ -1,4 +1,7 @@
-"""What all tests share: property tests draw the same examples in every run, and a model with chats and a store."""
+"""Hooks and fixtures of all tests.
+
+They make random numbers reproducible, and provide a folder with a model, chats and a store.
+"""
 
 import importlib.util
 import os
@@ -15,27 +18,29 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-# Tiny matrices are slower on several threads, and the bytes must not depend on how many there are.
-# Set before the first import of torch, which nothing at the top of this file does: pytest-xdist
-# reads it in a process that runs no test.
+# Tiny matrices are slower on several threads, and results must not depend on the number of threads.
+# This must be set before the first import of torch. Nothing at the top of this file imports torch,
+# and pytest-xdist reads the file in a process that runs no test.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def fsync_nothing(fd: int) -> None:
-    """Stand in for os.fsync: no test takes the power away, and waiting for the disk is a third of a small store's time.
+    """Stand in for os.fsync.
 
-    What counts or refuses the calls wraps this one, and a closed descriptor is still an error.
+    No test cuts the power, and waiting for the disk takes a third of the time of a small store.
+    Tests that count calls or make them fail wrap this function. A closed descriptor is still an
+    error.
     """
     os.fstat(fd)
 
 
-os.fsync = fsync_nothing  # type: ignore[assignment]  # it takes any object with a fileno
+os.fsync = fsync_nothing  # type: ignore[assignment]  # os.fsync also takes objects with a fileno
 
 
 def seed_generators(config: pytest.Config, name: str) -> None:
-    """Seed the global generators of Python, NumPy and PyTorch from the seed of the run and a name.
+    """Seed the global generators of Python, NumPy and PyTorch from the run's seed and a name.
 
-    The seed of the run is 0, or the one that `make test-shuffled` was given.
+    The run's seed is 0, unless `make test-shuffled` sets another one.
     """
     seed = zlib.crc32(f"{config.getoption('randomly_seed', 0)} {name}".encode())
     random.seed(seed)
@@ -49,18 +54,18 @@ def seed_generators(config: pytest.Config, name: str) -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> None:
-    """Let a fixture draw the same numbers whichever test or fixture ran before it."""
+    """Make a fixture draw the same numbers, whichever test or fixture runs before it."""
     seed_generators(request.config, f"{request.node.nodeid} {fixturedef.argname}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Let a test draw the same numbers in any order of the tests."""
+    """Make a test draw the same numbers in any order of the tests."""
     seed_generators(item.config, item.nodeid)
 
 
 def process_state() -> dict[str, Any]:
-    """Return settings of the process that later tests would depend on."""
+    """Return state of the process that later tests could depend on."""
     state: dict[str, Any] = {
         name.name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
@@ -78,7 +83,7 @@ def process_state() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
-    """Fail a test that leaves the process in another state."""
+    """Fail a test that changes the state of the process."""
     before = process_state()
     yield
     after = process_state()
@@ -88,7 +93,7 @@ def unchanged_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep hashes of files in a folder of the tests, not in the user's."""
+    """Keep cached hashes of files in a temporary folder instead of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -102,7 +107,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def blank_picture(figure: Any, file: Any, **options: Any) -> None:
-    """Write the beginning of a PNG instead of drawing, which is most of the time that a tiny training takes."""
+    """Write the start of a PNG instead of drawing.
+
+    Drawing takes most of the time of a tiny training.
+    """
     if hasattr(file, "write"):
         file.write(b"\x89PNG")
     else:
@@ -111,9 +119,9 @@ def blank_picture(figure: Any, file: Any, **options: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Draw no pictures but in tests marked as ``draws``."""
+    """Only draw pictures in tests that are marked with ``draws``."""
     with pytest.MonkeyPatch.context() as patch:
-        # Where a GPU is, there may be no package for pictures.
+        # matplotlib may be missing on machines with a GPU.
         if request.node.get_closest_marker("draws") is None and importlib.util.find_spec(
             "matplotlib"
         ):
@@ -123,7 +131,10 @@ def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def devices_of_autograd() -> None:
-    """Register the simulated device before any test: autograd counts devices once, in a process's first backward."""
+    """Register the simulated device before any test.
+
+    autograd counts the devices only once, in the first backward pass of a process.
+    """
     if "torch" in sys.modules:
         from moa_data.tests.kit.device import register
 
@@ -132,15 +143,18 @@ def devices_of_autograd() -> None:
 
 @pytest.fixture
 def heeded_signals() -> Iterator[None]:
-    """Let this process and those that it starts heed SIGINT and SIGHUP, which shells and ``nohup`` ignore for it."""
+    """Make this process and its children handle SIGINT and SIGHUP.
+
+    Shells and ``nohup`` may have set these signals to be ignored.
+    """
     ignored = [
         number
         for number in (signal.SIGINT, signal.SIGHUP)
         if signal.getsignal(number) is signal.SIG_IGN
     ]
     for number in ignored:
-        # A handler, not SIG_DFL: a real hangup must not end the tests. Started processes have the
-        # default action.
+        # Use a handler and not SIG_DFL, because a real hangup must not end the tests. Child
+        # processes get the default action.
         signal.signal(
             number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None
         )
@@ -151,7 +165,7 @@ def heeded_signals() -> Iterator[None]:
 
 @pytest.fixture
 def device() -> Iterator[Any]:
-    """A simulated CUDA device in place of none; what it was asked for."""
+    """Yield the counts of a simulated CUDA device, which exists during the test."""
     from moa_data.tests.kit.device import simulated_device
 
     with simulated_device() as counts:
@@ -160,7 +174,7 @@ def device() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[str]:
-    """The endpoint of an S3 server in memory."""
+    """Yield the endpoint of an in-memory S3 server."""
     from moa_data.tests.kit.object_stores import moto
 
     with moto() as endpoint:
@@ -169,7 +183,7 @@ def moto_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The endpoint of an S3 server that keeps its data on disk; slow to start."""
+    """Yield the endpoint of an S3 server that keeps its data on disk. It is slow to start."""
     from moa_data.tests.kit.object_stores import Seaweed
 
     server = Seaweed(tmp_path_factory.mktemp("seaweed"))
@@ -180,7 +194,7 @@ def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def s3(moto_server: str) -> Iterator[str]:
-    """The URL of a prefix of a bucket that holds nothing."""
+    """Yield the URL of an empty prefix of a bucket."""
     from moa_data.tests.kit.object_stores import empty_place, use
 
     with use(moto_server):
@@ -189,7 +203,10 @@ def s3(moto_server: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, drafter/, chats.jsonl and store/ of several parts; tests change copies of them."""
+    """Return a folder with model/, drafter/, chats.jsonl and a store/ of several parts.
+
+    Tests only change copies of it.
+    """
     from moa_data.tests.kit.chats import chat
     from moa_data.tests.kit.command import build_room
 

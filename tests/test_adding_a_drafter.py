@@ -1,4 +1,7 @@
-"""docs/adding-a-drafter.md does what it says: in a copy of the package its drafter trains, decodes and passes."""
+"""docs/adding-a-drafter.md works as written.
+
+In a copy of the package, its drafter trains, decodes and passes the tests.
+"""
 
 import os
 import re
@@ -33,13 +36,13 @@ def test_a_run(tmp_path):
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """File and text of the page's code blocks in a language that have a title."""
+    """Return the file and the text of the page's code blocks in a language that have a title."""
     pattern = rf'^```{language} title="(.*?)"\n(.*?)^```'
     return re.findall(pattern, PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def changed(text: str, diff: str) -> str:
-    """Apply a block of a diff, whose old text has to stand in the file once."""
+    """Apply a diff block, whose old text must occur in the file exactly once."""
     lines = [line.rstrip("\n") for line in diff.splitlines()]
     old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
     new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
@@ -67,8 +70,8 @@ def test_the_page_word_for_word(tmp_path: Path, tests: tuple[str, ...]) -> None:
     (package / "tests" / "trainer" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-        cwd=package, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=600,
-        check=False,
+        cwd=package, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -1,4 +1,4 @@
-"""Imports run one way, between rooms and inside them; the light rooms stay light; only commands print."""
+"""Imports run one way between and inside rooms, light rooms stay light, and only commands print."""
 
 import ast
 import sys
@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 OTHERS = {"tests", "benchmarks", "build", "docs"}
 
 LEAVES = {"errors", "files", "machine", "text"}
-"""Modules of the root that all rooms may import. Together they are the room "root"."""
+"""Modules of the root that all rooms may import. Together they form the room "root"."""
 MOA = {"root", "moa.nn", "moa.targets", "moa.drafters"}
-# Room (a module of the root, or a folder with those of its folders that are no rooms) -> what it
-# may import besides.
+# Room -> the other rooms that it may import. A room is a module of the root, or a folder with those
+# of its subfolders that are not rooms themselves.
 ALLOWED: dict[str, set[str]] = {
     "root": set(),
     "config": {"root"},
@@ -46,28 +46,30 @@ ALLOWED: dict[str, set[str]] = {
     | MOA,
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
-"""What stands on top may import everything below; nothing imports it."""
+"""The top of the package. It may import everything, and nothing imports it."""
 
-# Rooms that name what they may import from outside the standard library.
+# Room -> the packages outside the standard library that it may import.
 OUTSIDE: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "config": {"pydantic", "pydantic_core", "yaml"},
     "storage": {
-        "numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c", "zstandard", "array_api_compat", "safetensors",
-        "obstore", "pydantic", "typing_extensions",
+        "numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c", "zstandard", "array_api_compat",
+        "safetensors", "obstore", "pydantic", "typing_extensions",
     },
-    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2", "gguf",
-            "accelerate"},
+    "moa": {
+        "torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions",
+        "jinja2", "gguf", "accelerate",
+    },
     "pipeline.exchange": {
-        "torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions", "hs_connectors",
-        "speculators",
+        "torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions",
+        "hs_connectors", "speculators",
     },
 }  # fmt: skip
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name inside the package -> file, for all code that is installed."""
+    """Return all installed modules: dotted name inside the package -> file."""
     found = {}
     for path in sorted(path for path in visible_files(ROOT) if path.suffix == ".py"):
         relative = path.relative_to(ROOT)
@@ -78,14 +80,17 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module stands in; itself where it stands on top of all rooms."""
+    """Return the room of a module, or the module itself if it belongs to the top of the package."""
     inside = [room for room in ALLOWED if module == room or module.startswith(f"{room}.")]
     return "root" if module in LEAVES else max(inside, key=len, default=module)
 
 
 @cache
 def imports(module: str) -> tuple[tuple[int, str], ...]:
-    """(line, what is imported) of a module, at any depth and under TYPE_CHECKING; relative names are made absolute."""
+    """Return the imports of a module as (line, absolute name).
+
+    Imports at any depth and under TYPE_CHECKING are included.
+    """
     package = ["moa_data", *module.split(".")[:-1]]
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
@@ -98,7 +103,7 @@ def imports(module: str) -> tuple[tuple[int, str], ...]:
                 name = ".".join([*parts[1:], alias.name])
                 if parts[0] != "moa_data":
                     found.append((node.lineno, ".".join(parts)))
-                elif name in modules():  # a module is imported, not a name of one
+                elif name in modules():  # the imported name is itself a module
                     found.append((node.lineno, f"moa_data.{name}"))
                 else:
                     found.append((node.lineno, ".".join(parts)))
@@ -106,7 +111,10 @@ def imports(module: str) -> tuple[tuple[int, str], ...]:
 
 
 def own_imports(module: str) -> Iterator[tuple[int, str]]:
-    """(line, module of this package) of a module's imports; a package counts as its ``__init__``."""
+    """Yield a module's imports of this package as (line, module).
+
+    A package is named by its ``__init__``.
+    """
     for line, name in imports(module):
         if name.split(".")[0] == "moa_data":
             target = name.removeprefix("moa_data").lstrip(".")

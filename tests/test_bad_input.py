@@ -1,4 +1,7 @@
-"""Bad and hostile input on the command line: exit code 2, one line, nothing left or changed, no foreign code run."""
+"""Bad and hostile input on the command line fails with exit code 2 and one line.
+
+Nothing is left behind or changed, and no foreign code runs.
+"""
 
 import ast
 import builtins
@@ -32,7 +35,7 @@ from moa_data.tests.kit.stores import flip
 from moa_data.tests.kit.tree import visible_files
 
 ROOT = Path(__file__).resolve().parent.parent
-# Commands in a folder with model/, drafter/, chats.jsonl and store/.
+# The commands run in a folder with model/, drafter/, chats.jsonl and store/.
 EXTRACT = "extract --model model --dataset chats.jsonl --out out --part-tokens 256 --device cpu"
 PLAN = "plan --model model --dataset chats.jsonl --out out --device cpu"
 TRAINING = f"train store --out out {shlex.join(TRAIN)}"
@@ -42,8 +45,9 @@ GENERATE = f"generate {DECODE} --prompt Hi"
 EVAL = f"eval {DECODE} --prompts prompts.jsonl --out report.json"
 BARE = "generate --model absent --drafter absent --prompt Hi"
 STORE = {
-    "inspect": "inspect store --sequence 0", "verify": "verify store", "audit": AUDIT, "train": TRAINING,
-    "recode": "recode store --codec int8 --out ../recoded", "export": "export store --format eagle --out ../exported",
+    "inspect": "inspect store --sequence 0", "verify": "verify store", "audit": AUDIT,
+    "train": TRAINING, "recode": "recode store --codec int8 --out ../recoded",
+    "export": "export store --format eagle --out ../exported",
     "add": "add store --model model --activations hidden:layer:0",
 }  # fmt: skip
 
@@ -57,7 +61,7 @@ def halve(name: str) -> Callable[[Path], None]:
 
 
 def changed(name: str, **values: Any) -> Callable[[Path], None]:
-    """Change values in a JSON file, and what a bundle's commit says of it."""
+    """Change values in a JSON file, and update the commit of the store's bundle."""
 
     def change(room: Path) -> None:
         change_json(room / name, **values)
@@ -75,7 +79,8 @@ def put_nan(room: Path) -> None:
 
 def raise_version(room: Path) -> None:
     change_json(room / "store/store.json", schema_version=99)
-    (room / "store/commits/store.json").unlink()  # its own release would have sealed it
+    # The commit no longer matches the file. A release with version 99 would write its own.
+    (room / "store/commits/store.json").unlink()
 
 
 def drop_parts(room: Path) -> None:
@@ -137,7 +142,7 @@ def link_output(room: Path) -> None:
 
 
 def shrink_vocabulary(room: Path) -> None:
-    """Let the tokens belong to a larger vocabulary than the target's, with checksums that hold."""
+    """Make tokens exceed the vocabulary of the store's target, with correct checksums."""
     store = room / "store"
     document = json.loads((store / "store.json").read_text())
     document["target"]["vocab_size"] = 60
@@ -152,7 +157,10 @@ def shrink_vocabulary(room: Path) -> None:
 
 
 def put_code(folder: str, native: bool = False) -> Callable[[Path], None]:
-    """Give a model folder Python code, and names that lead to it; damaged/ is a store to repair."""
+    """Put Python code into a model folder, with config entries that refer to it.
+
+    Also creates damaged/, a store to repair.
+    """
 
     def change(room: Path) -> None:
         (room / folder / "custom_generate").mkdir()
@@ -178,7 +186,8 @@ def put_code_elsewhere(room: Path) -> None:
 
 def put_bomb(room: Path) -> None:
     (room / "bomb").mkdir()
-    (room / "bomb/data_0.ckpt.gz").write_bytes(gzip.compress(bytes(16 << 20)) * 512)  # 8 GB in 8 MB
+    # 8 GiB of zeros become about 8 MB.
+    (room / "bomb/data_0.ckpt.gz").write_bytes(gzip.compress(bytes(16 << 20)) * 512)
 
 
 CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
@@ -186,7 +195,7 @@ AUTO_MAP: dict[str, Any] = dict.fromkeys(
     ("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil"
 )
 AUTO_MAP |= {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-# Every command that takes --model, and every one that loads a store's target/.
+# All commands that take --model, and all commands that load a store's target/.
 WITH_MODEL = (
     EXTRACT, PLAN, STORE["add"], AUDIT, GENERATE, EVAL.replace("prompts.jsonl", "chats.jsonl"),
     "import . --format eagle --model model --out out", "repair damaged --model model",
@@ -201,11 +210,13 @@ BUNDLE = "store/target/config.json"
 SPLITS = "splits test (1 file), train (1 file)"
 LOADS = {"from_pretrained", "from_config", "load_dataset"}
 IS_ZERO = "is '0', expected at least 1"
-# Name -> what is changed, and for commands the texts in what they say.
+# Name -> the change to the folder, and for each command the texts that its error must contain.
 INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] = {
     "weights cut short": (
         halve("model/model.safetensors"),
-        dict.fromkeys((EXTRACT, GENERATE), ("model.safetensors is damaged or cut short", "Restore")),
+        dict.fromkeys(
+            (EXTRACT, GENERATE), ("model.safetensors is damaged or cut short", "Restore")
+        ),
     ),
     "no tokenizer": (
         lambda room: (room / "model/tokenizer.json").unlink(),
@@ -219,11 +230,17 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     )),
     "bundle cut short": (
         halve("store/target/frozen.safetensors"),
-        dict.fromkeys((TRAINING, AUDIT, "compare store store"), ("frozen.safetensors is damaged or cut short",)),
+        dict.fromkeys(
+            (TRAINING, AUDIT, "compare store store"),
+            ("frozen.safetensors is damaged or cut short",),
+        ),
     ),
     "a flipped bit": (
         lambda room: flip(room / "store/target/frozen.safetensors", -1),
-        {TRAINING: ("frozen.safetensors is not the file that",), "repair store --drop --model m": ("not both",)},
+        {
+            TRAINING: ("frozen.safetensors is not the file that",),
+            "repair store --drop --model m": ("not both",),
+        },
     ),
     "another version": (
         raise_version,
@@ -239,21 +256,34 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     }),
     "tokens beyond the vocabulary": (
         shrink_vocabulary,
-        {f"{TRAINING} --out ../run": ("lie outside the vocabulary of 60", "sequence ", "source row ")}
+        {
+            f"{TRAINING} --out ../run":
+                ("lie outside the vocabulary of 60", "sequence ", "source row "),
+        }
         | dict.fromkeys(
             (STORE[name] for name in ("inspect", "recode", "export", "audit", "add")),
             ("lie outside the vocabulary of 60",),
         ),
     ),
     "another target's drafter": (
-        put_stranger, {"generate --model model --drafter strange --prompt Hi": ("trained for a target with weights 0",)}
+        put_stranger,
+        {
+            "generate --model model --drafter strange --prompt Hi":
+                ("trained for a target with weights 0",),
+        },
     ),
     "a link in the store": (link_parts, dict.fromkeys(
-        (EXTRACT.replace("--out out", "--out store"), "repair store --drop", "repair store --model model"),
+        (
+            EXTRACT.replace("--out out", "--out store"), "repair store --drop",
+            "repair store --model model",
+        ),
         ("store/parts is a symbolic link",),
     )),
     "a link in the output": (link_output, dict.fromkeys(
-        (EXTRACT, f"{STORE['recode']} --out out", "import exported --format eagle --model model --out out"),
+        (
+            EXTRACT, f"{STORE['recode']} --out out",
+            "import exported --format eagle --model model --out out",
+        ),
         ("out/target is a symbolic link",),
     )),
     "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("Run extract again",)}),
@@ -264,13 +294,18 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "control tokens": (ask_for_control, dict.fromkeys(
         (EVAL, f"{EVAL} --disconnect 4"),
         (f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '",),
-    ) | {f"generate {DECODE} --prompt 'Hi <|eot_id|>'": ("message 0 contains '<|eot_id|>'", "Correct the text")}),
+    ) | {
+        f"generate {DECODE} --prompt 'Hi <|eot_id|>'":
+            ("message 0 contains '<|eot_id|>'", "Correct the text"),
+    }),
     "several splits": (split, {
-        EXTRACT.replace("chats.jsonl", "data"): (SPLITS, "'train_sft' (the default). Choose one with --split"),
+        EXTRACT.replace("chats.jsonl", "data"):
+            (SPLITS, "'train_sft' (the default). Choose one with --split"),
         f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "but no split 'nope'"),
     }),
     **{f"code in {folder}": (
-        put_code(folder), dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out"))
+        put_code(folder),
+        dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out")),
     ) for folder, commands in {"model": WITH_MODEL, "store/target": WITH_STORE}.items()},
     "code beside drafters and chats": (put_code_elsewhere, {
         f"{GENERATE} --drafter evil": ("none of the formats",),
@@ -285,27 +320,39 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         {GENERATE: ("config.json calls for more than",)},
     ),
     "pickled weights": (pickle_weights, {GENERATE: ("no file named model.safetensors",)}),
-    "weights elsewhere": (weights_at("../model.safetensors"), {GENERATE: ("are said to be in '../model",)}),
-    "weights in a pickle": (weights_at("pytorch_model.bin"), {GENERATE: ("are said to be in 'pytorch_model.bin'",)}),
+    "weights elsewhere": (
+        weights_at("../model.safetensors"), {GENERATE: ("are said to be in '../model",)},
+    ),
+    "weights in a pickle": (
+        weights_at("pytorch_model.bin"), {GENERATE: ("are said to be in 'pytorch_model.bin'",)},
+    ),
     "an adapter": (
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
         {GENERATE: ("adapter_config.json: an adapter would change the weights",)},
     ),
-    # The attention of the file would win over the one that is asked for; one of the Hub is
-    # downloaded and run.
+    # These settings would override the attention implementation that the command asks for. Kernels
+    # of the Hub would be downloaded and run.
     **{f"kernels of the Hub for {key}": (
         changed(CONFIG, **{key: "kernels-community/flash-attn"}),
         {PLAN: (f"config.json: {key} overrides the attention", f"Take {key} out")},
     ) for key in ("_attn_implementation", "_experts_implementation", "experts_implementation")},
-    **{f"bundle with {changes}": (changed(BUNDLE, **changes), {TRAINING: (text,)}) for changes, text in (
+    **{f"bundle with {changes}": (
+        changed(BUNDLE, **changes), {TRAINING: (text,)},
+    ) for changes, text in (
         ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
         ({"num_key_value_heads": 3}, "3 KV heads do not divide 2 heads"),
         ({"head_dim": 6}, "is of another target than its store: it has head_dim 6 and not 8"),
         ({"vocab_size": 1000}, "is of another target than its store: it has vocab_size 1000"),
         ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is '1000000000', expected a whole number"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is '1000000000', expected a whole number",
+        ),
         ({"rms_norm_eps": "big"}, "config.json"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta is 0, expected a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "rope_theta is 0, expected a number above 0",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 0}}, "config.json"),
         ({"rope_parameters": 7}, "config.json"),
         ({"dtype": "load"}, "config.json"),
@@ -325,17 +372,23 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{EXTRACT} --dry-run": ("No such option", "--dry-run"),
         f"{TRAINING} --max-steps 0": (f"--max-steps {IS_ZERO}",),
         f"{TRAINING} --learning-rate nan": ("--learning-rate is 'nan', expected a finite number",),
-        f"{TRAINING} --set optimizer.gradient_clip=-1": ("--set: gradient_clip is '-1', expected at least 0",),
-        f"{TRAINING} --devices banana": ("devices is 'banana', expected auto or a positive number",),
+        f"{TRAINING} --set optimizer.gradient_clip=-1":
+            ("--set: gradient_clip is '-1', expected at least 0",),
+        f"{TRAINING} --devices banana":
+            ("devices is 'banana', expected auto or a positive number",),
         f"{TRAINING} --set drafter.layer_attention_heads=0": (f"layer_attention_heads {IS_ZERO}",),
         f"{TRAINING} --set data.prefetch_batches": ("expected KEY=VALUE",),
-        f"{TRAINING} --set prefetch_batch=0": ("'prefetch_batch' (did you mean 'prefetch_batches'?)",),
-        f"{TRAINING} --set drafter.medusa_heads=2": ("medusa_heads is a setting of medusa, not of moa",),
-        f"{TRAINING} --drafter condor": (f"drafter is 'condor', expected one of {', '.join(DRAFTERS)}",),
+        f"{TRAINING} --set prefetch_batch=0":
+            ("'prefetch_batch' (did you mean 'prefetch_batches'?)",),
+        f"{TRAINING} --set drafter.medusa_heads=2":
+            ("medusa_heads is a setting of medusa, not of moa",),
+        f"{TRAINING} --drafter condor":
+            (f"drafter is 'condor', expected one of {', '.join(DRAFTERS)}",),
         f"{TRAINING} --learning-rat 1": ("No such option",),
         f"{BARE} --temperature -0.5": ("temperature is '-0.5', expected at least 0",),
         f"{BARE} --top-p 0": ("--top-p is '0', expected above 0",),
-        f"{BARE} --tree big": ("'big' is not a shape of drafts; expected a chain's length such as 5",),
+        f"{BARE} --tree big":
+            ("'big' is not a shape of drafts; expected a chain's length such as 5",),
         f"{BARE} --tree 6x8x4": ("4 nodes cannot make a draft tree 6 levels deep",),
         f"{BARE} --tree -1": ("'-1' is not a shape of drafts",),
         f"{BARE} --seed 99999999999999999999": ("--seed is '99999999999999999999', expected",),
@@ -345,7 +398,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
-    """Content of all files below a folder but the lock, which says who held it last."""
+    """Return the contents below a folder, except the lock, which records its last holder."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -355,7 +408,7 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def work(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the room, which is the working folder."""
+    """Return a copy of the room, which becomes the working folder."""
     monkeypatch.chdir(folder := Path(shutil.copytree(room, tmp_path / "room")))
     return folder
 

@@ -1,4 +1,7 @@
-"""Every command explains itself at once, errors are one line with exit code 2, findings give 1, Ctrl-C gives 130."""
+"""Every command explains itself quickly, and errors are one line with a documented exit code.
+
+Errors exit with 2, findings with 1, and Ctrl-C with 130.
+"""
 
 import io
 import os
@@ -39,7 +42,7 @@ def test_every_command_has_a_short_page_with_a_summary_and_an_example() -> None:
         assert name in listed
         options = [option for option in command.params if isinstance(option, click.Option)]
         assert all(option.help for option in options), name
-        # with --config, --set, --preset, --help-all
+        # The limit includes --config, --set, --preset and --help-all.
         assert sum(not option.hidden for option in options) <= 16, name
 
 
@@ -47,7 +50,8 @@ def test_help_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "lightning", "datasets", "zarr", "matplotlib")
     code = (
         "import sys\nfrom click.testing import CliRunner\nfrom moa_data.cli import main\n"
-        f"for command in {list(COMMANDS)!r}:\n    assert CliRunner().invoke(main, [command, '--help']).exit_code == 0\n"
+        f"for command in {list(COMMANDS)!r}:\n"
+        "    assert CliRunner().invoke(main, [command, '--help']).exit_code == 0\n"
         f"print([m for m in {heavy!r} if m in sys.modules])"
     )
     shown = subprocess.run(
@@ -132,7 +136,7 @@ def test_what_a_command_raises_is_one_line_and_an_exit_code(
             "plan",
             0,
         ),
-        (MemoryError(), "extract", 0),  # the data, not the forward
+        (MemoryError(), "extract", 0),  # raised for the data and not in the forward pass
     ],
 )
 def test_out_of_memory_names_a_flag_only_where_it_helps(
@@ -159,8 +163,8 @@ def test_the_longest_bar_has_forty_cells_and_any_count_one() -> None:
 def test_decoding_view_compares_with_plain() -> None:
     def generation(tokens: list[int], calls: list[int], seconds: float) -> Any:
         stats = SimpleNamespace(
-            n_tokens=len(tokens), committed_per_call=calls, n_target_calls=len(calls), prefill_s=0.0, draft_s=0.0,
-            verify_s=seconds, acceptance_length=sum(calls) / len(calls),
+            n_tokens=len(tokens), committed_per_call=calls, n_target_calls=len(calls),
+            prefill_s=0.0, draft_s=0.0, verify_s=seconds, acceptance_length=sum(calls) / len(calls),
         )  # fmt: skip
         return SimpleNamespace(tokens=tokens, stats=stats)
 
@@ -176,4 +180,4 @@ def test_decoding_view_compares_with_plain() -> None:
     text = rendered(
         decoding_view([generation([1], [4], 1.0), generation([1], [1, 1], 1.0)], None, "6x8x62")
     )
-    assert "2.00" in text  # six tokens in three calls of two prompts
+    assert "2.00" in text  # two prompts have six tokens in three calls

@@ -1,4 +1,7 @@
-"""Defaults < preset < file < --set < flags; what cannot be used is named with its place, and all of it at once."""
+"""Settings come from defaults < preset < file < --set < flags.
+
+All unusable values are reported at once, with their sources.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -83,8 +86,8 @@ def test_each_source_wins_over_those_before(tmp_path: Path) -> None:
         tmp_path, "preset: small\nstore: a\nsteps:\n  n-steps: 7\n  kind: long\nlimit: 6\n"
     )
     assert resolve(Stage, {}, path, (), SETS).named() == {
-        "store": Path("a"), "names": ("kv", "hidden:last"), "layers": (), "resume": False, "limit": 6,
-        "animal": "bird", "wings": 2, "steps": "long", "size": 1e-3, "n_steps": 7,
+        "store": Path("a"), "names": ("kv", "hidden:last"), "layers": (), "resume": False,
+        "limit": 6, "animal": "bird", "wings": 2, "steps": "long", "size": 1e-3, "n_steps": 7,
     }  # fmt: skip
     config = resolve(
         Stage, {"steps.size": "2"}, path, ["steps.n_steps=8", "limit=none", "steps.size=9"], SETS
@@ -96,7 +99,10 @@ def test_each_source_wins_over_those_before(tmp_path: Path) -> None:
 
 
 def test_values_take_the_type_of_their_field(tmp_path: Path) -> None:
-    text = "store: a/b\nnames: kv, hidden:layer:3\nlayers: [1, 2]\nresume: true\nsteps: {size: 3e-5, n_steps: }\n"
+    text = (
+        "store: a/b\nnames: kv, hidden:layer:3\nlayers: [1, 2]\n"
+        "resume: true\nsteps: {size: 3e-5, n_steps: }\n"
+    )
     config = resolve(Stage, {}, config_file(tmp_path, text))
     assert config == Stage(
         store=Path("a/b"), names=("kv", "hidden:layer:3"), layers=(1, 2), resume=True
@@ -140,7 +146,10 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
         ("limit: many", "limit is 'many', expected a whole number"),
         ("limit: true", "limit is 'true', expected a whole number"),
         ("store: false", "store is False, expected"),
-        ("steps: {size: 0, n_steps: 0}", "size is 0, expected above 0; n_steps is 0, expected at least"),
+        (
+            "steps: {size: 0, n_steps: 0}",
+            "size is 0, expected above 0; n_steps is 0, expected at least",
+        ),
         ("steps: {size: .inf}", "size is inf, expected a finite number"),
         ("steps: [3]", "steps is .3., expected a group of settings"),
         ("layers: [1, x]", "layers is 'x', expected a whole number"),
@@ -220,9 +229,13 @@ def test_names_are_unique_and_explained() -> None:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_defaults_of_drafters_are_those_of_their_sizes(kind: str) -> None:
-    """What ``drafter.json`` may leave out is what a run trains by default, or what it takes from the target."""
+    """Check the defaults of values that ``drafter.json`` may omit.
+
+    Each is the value that a run trains by default, or takes from the target.
+    """
     settings = TrainConfig.of(store="s", out="o", drafter=kind).named()
-    if kind == "eagle":  # files without a scale are of drafters that have none; a run chooses one
+    # A file without a scale means an EAGLE drafter that has none. A run always sets a scale.
+    if kind == "eagle":
         assert settings.pop("eagle_embedding_scale") == 0
     for item in dataclasses.fields(DRAFTERS[kind].config_class):
         if item.name in settings and item.default is not dataclasses.MISSING:

@@ -1,4 +1,4 @@
-"""The recipes for clusters parse, name fields that exist, and give `extract` options that it has."""
+"""The recipes for clusters parse, use existing fields, and pass only options that `extract` has."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ JOB = ROOT / "deploy" / "kuberay.yaml"
 
 
 def check_options(command: str) -> None:
-    """Check that a command line has options, and that ``extract`` knows each."""
+    """Check that a command line has options, and that ``extract`` has all of them."""
     known = main.get_command(click.Context(main), "extract")
     assert known is not None
     given = {word.split("=")[0] for word in shlex.split(command) if word.startswith("--")}
@@ -34,7 +34,7 @@ def test_scripts_of_slurm_parse_and_extract_knows_their_options(script: Path) ->
     check_options(command)
     for line in re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE):
         assert re.fullmatch(r"--[a-z-]+(=\S+)?", line)
-    # SLURM reads no further than the first command
+    # SLURM stops reading options at the first command.
     assert "#SBATCH" not in re.sub(r"\A(#.*\n|\n)*", "", text)
 
 
@@ -63,5 +63,5 @@ def test_the_job_of_kuberay_runs_extract_on_the_ray_that_is_tested() -> None:
     assert spec["entrypoint"].startswith("moa-data extract ")
     check_options(spec["entrypoint"])
     most = int(re.findall(r"--workers (\d+)", spec["entrypoint"])[0])
-    # one GPU a pod, one worker a GPU
+    # Each pod has one GPU, and each worker uses one GPU.
     assert most == spec["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"]

@@ -1,4 +1,7 @@
-"""docs/format.md suffices to read a store with plain Zarr libraries, and docs/protocol.md has the bytes of the code."""
+"""docs/format.md is enough to read a store with plain Zarr libraries.
+
+docs/protocol.md has the same numbers of bytes and the same codes as the package.
+"""
 
 import json
 import re
@@ -105,7 +108,11 @@ def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None
 
 
 def test_a_shard_is_as_the_worked_example_draws_it(tmp_path: Path) -> None:
-    """64 tokens of 32 layers of Llama-3-8B: chunks in order, then the index of all rows of the part's room, then 4."""
+    """Check a shard with 64 tokens of the 32 layers of Llama-3-8B.
+
+    It has the chunks in order, then the index of all rows that the part has space for, and then 4
+    bytes of checksum.
+    """
     recipe = kit.make_recipe(
         lengths=(64,), fields=(*kit.FIELDS[:2], schema.kv_field(32, 8, 128)), part_tokens=64
     )
@@ -129,8 +136,8 @@ def test_a_shard_is_as_the_worked_example_draws_it(tmp_path: Path) -> None:
 
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 LLAMA_3_8B = LlamaConfig(
-    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=14336,
-    vocab_size=128256, max_position_embeddings=8192,
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32,
+    intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192,
 )  # fmt: skip
 DRAFTERS: list[tuple[str, str, dict[str, Any]]] = [
     ("`moa`", "moa", {}),

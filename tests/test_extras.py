@@ -1,4 +1,7 @@
-"""The base install reads stores: nothing there needs a package of an extra, and what does says so in one line."""
+"""The base install reads stores without the packages of extras.
+
+Commands that need an extra name it in one line.
+"""
 
 import importlib
 import json
@@ -35,7 +38,7 @@ def test_public_names_are_those_of_their_modules() -> None:
         _ = moa_data.extrakt
 
 
-# What a command is called with; STORE is a store, and nothing else there exists.
+# Arguments of each command. STORE is a store, and the other names do not exist.
 ARGUMENTS = {
     **dict.fromkeys(("inspect", "verify", "repair"), "STORE"),
     **dict.fromkeys(("plan", "extract", "regenerate"), "--model M --dataset D --out OUT"),

@@ -1,6 +1,7 @@
-"""Generated changes to what a store's bundle, a drafter and a model folder hold: the package's own errors only.
+"""Changed files of a store's bundle, a drafter and a model folder only raise the package's errors.
 
-Their checksums hold, as those of somebody who means it. Examples are the same in every run.
+The changes are generated, with correct checksums, like those of a deliberate attacker. Examples are
+the same in every run.
 """
 
 import json
@@ -47,7 +48,10 @@ BUNDLE = (
 
 @pytest.fixture(scope="module")
 def folders(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, store/, drafter/ and foreign/ (the same in the authors' layout)."""
+    """Return a folder with model/, store/, drafter/ and foreign/.
+
+    foreign/ has the same drafter in its authors' layout.
+    """
     folder = tmp_path_factory.mktemp("hostile_bundle")
     for name in ("model", "store", "drafter"):
         shutil.copytree(room / name, folder / name)
@@ -63,7 +67,7 @@ def folders(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def changed_tensors(draw: Callable[..., Any], content: bytes, file: Path) -> bytes:
-    """A file of weights with other tensors, with a header that lies, or with other bytes."""
+    """Draw a weights file with changed tensors, an incorrect header, or other changed bytes."""
     if draw(st.booleans()):
         size = int.from_bytes(content[:8], "little")
         header: bytes = draw(changed(content[8 : 8 + size]))
@@ -73,8 +77,8 @@ def changed_tensors(draw: Callable[..., Any], content: bytes, file: Path) -> byt
     name = draw(st.sampled_from(sorted(weights)))
     value = weights.pop(name)
     others = [
-        None, value[:1], value[None], value.flatten(), value.to(torch.int64), value.to(torch.float16),
-        value * torch.nan, torch.zeros(0), torch.zeros(()),
+        None, value[:1], value[None], value.flatten(), value.to(torch.int64),
+        value.to(torch.float16), value * torch.nan, torch.zeros(0), torch.zeros(()),
     ]  # fmt: skip
     other = draw(st.sampled_from(range(len(others))))
     if others[other] is not None:
@@ -144,7 +148,7 @@ def check_drafter(folders: Path, data: Any) -> None:
 
 
 def check_model(folders: Path, data: Any) -> None:
-    """The live target: its files load or are refused, and a prompt is encoded or its template is."""
+    """Check that the live target loads and encodes a prompt, or that its files are refused."""
     folder = folders / "model"
     path = folder / data.draw(
         st.sampled_from([name for name in BUNDLE if (folder / name).exists()])

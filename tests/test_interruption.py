@@ -1,4 +1,8 @@
-"""The real process: a signal ends it in one line and with its exit code, and closed or full streams do not hide one."""
+"""Signals and broken streams, tested with real processes.
+
+A signal ends the process with one line and its exit code. Closed or full streams do not hide
+failures.
+"""
 
 import os
 import re
@@ -21,12 +25,13 @@ from moa_data.tests.kit.runs import assert_same_run
 from moa_data.tests.kit.variants import quick
 
 pytestmark = [
-    pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
+    pytest.mark.skipif(os.name != "posix", reason="signals"),
+    pytest.mark.usefixtures("heeded_signals"),
 ]  # fmt: skip
 
 MOA_DATA = f"exec {sys.executable} -m moa_data"
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
-# Every command, in a folder with model/, chats.jsonl, store/, exported/ and a run/.
+# All commands. They run in a folder with model/, chats.jsonl, store/, exported/ and a run/.
 EVERY_COMMAND: dict[str, Any] = {
     "plan": "plan --model model --dataset chats.jsonl --out OUT --device cpu",
     "extract": "extract --model model --dataset chats.jsonl --out OUT --device cpu",
@@ -39,14 +44,15 @@ EVERY_COMMAND: dict[str, Any] = {
     "add": "add store --model model --activations hidden:layer:0 --device cpu",
     "train": "train store --out OUT --preset paper --max-steps 2 --batch-size 2 --accelerator cpu",
     "generate": "generate --model model --drafter run --prompt Hi --max-new-tokens 4 --device cpu",
-    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --max-new-tokens 4",
+    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 "
+            "--max-new-tokens 4",
     "export": "export store --format eagle --out OUT",
     "import": "import exported --format eagle --model model --out OUT",
     "export-drafter": "export-drafter run --format moa --model model --out OUT",
     "demo": f"demo --out OUT {DEMO_OPTIONS}",
 }  # fmt: skip
 
-# Stands in for the command line, whose imports take a second.
+# Stands in for the command line, because importing the real one takes a second.
 FAKE_CLI = """
 import signal, sys, time, types
 from moa_data.__main__ import main
@@ -74,8 +80,8 @@ sys.meta_path.insert(0, Finder())
 main()
 """
 )
-# Commands that do with a signal what libraries do, or that can't be interrupted at all: what
-# follows is their body.
+# Commands that handle a signal as libraries do, or that cannot be interrupted at all. BODY is the
+# body of the command.
 RUNS = (
     FAKE_CLI
     + """
@@ -115,7 +121,7 @@ def raising(
     )
 
 
-# as named tuples and dataclasses run their texts
+# Named tuples and dataclasses also run generated code with `exec`.
 @pytest.mark.parametrize("how", ["RAISE", "exec('RAISE')"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_program_is_imported(number: signal.Signals, how: str) -> None:
@@ -155,9 +161,18 @@ def test_a_second_sigterm_does_not_break_off_the_cleaning_up() -> None:
 
 
 def test_what_handles_signals_itself_has_its_time() -> None:
-    """As training does, which saves its state, until Ctrl-C is pressed again."""
-    body = "noted = threading.Event()\n    signal.signal(signal.SIGINT, lambda *_: noted.set())\n    RAISE\n"
-    body += "    assert noted.wait(60)\n    time.sleep(1)\n    print('saved', flush=True)\n    raise KeyboardInterrupt"
+    """A command may handle a signal itself, for example to save its state as training does.
+
+    It gets the time to do so, until Ctrl-C is pressed again.
+    """
+    body = (
+        "noted = threading.Event()\n    signal.signal(signal.SIGINT, lambda *_: noted.set())\n"
+        "    RAISE\n"
+    )
+    body += (
+        "    assert noted.wait(60)\n    time.sleep(1)\n    print('saved', flush=True)\n"
+        "    raise KeyboardInterrupt"
+    )
     done = raising(RUNS, body=body)
     one_line(done)
     assert done.stdout == "saved\n"
@@ -165,9 +180,12 @@ def test_what_handles_signals_itself_has_its_time() -> None:
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:
-    """As ``nohup`` and a shell's background jobs have it."""
+    """``nohup`` and background jobs of a shell start a process with such signals."""
     signals = "(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)"
-    code = f"import signal\nfor number in {signals}:\n    signal.signal(number, signal.SIG_IGN)\n{FAKE_CLI}"
+    code = (
+        f"import signal\nfor number in {signals}:\n    signal.signal(number, signal.SIG_IGN)\n"
+        f"{FAKE_CLI}"
+    )
     done = python(
         f"{code}fake.main = lambda: [signal.raise_signal(number) for number in {signals}]\nmain()\n"
     )
@@ -175,46 +193,55 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 
 
 def test_an_error_that_a_signal_leads_to_is_no_fault() -> None:
-    """A library that is interrupted may fail in its own way, without a word of the cause."""
+    """An interrupted library may raise an error of its own that does not mention the signal."""
     code = FAKE_CLI + (
-        "import click\nfrom moa_data.commands.console import StageGroup\nfake.main = StageGroup('fake')\n"
-        "@fake.main.command()\ndef fail():\n    try:\n        RAISE\n    except KeyboardInterrupt:\n        pass\n"
-        "    raise AttributeError('partially initialized module')\nsys.argv[1:] = ['fail']\nmain()\n"
+        "import click\nfrom moa_data.commands.console import StageGroup\n"
+        "fake.main = StageGroup('fake')\n"
+        "@fake.main.command()\ndef fail():\n    try:\n        RAISE\n"
+        "    except KeyboardInterrupt:\n        pass\n"
+        "    raise AttributeError('partially initialized module')\n"
+        "sys.argv[1:] = ['fail']\nmain()\n"
     )
     one_line(raising(code))
 
 
 RESUMED: dict[str, Any] = {
-    "extract": "extract --model model --dataset chats.jsonl --out OUT --part-tokens 256 --device cpu",
+    "extract": "extract --model model --dataset chats.jsonl --out OUT --part-tokens 256 "
+    "--device cpu",
     "recode": "recode store --codec int8 --out OUT",
     "add": "add OUT --model model --activations hidden:layer:0 --device cpu",
-    "train": "train store --out OUT --max-steps 24 --batch-size 2 --accelerator cpu --checkpoint-every 4",
-    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT/report.json --n-prompts 6 "
-    "--max-new-tokens 24 --method plain,chain,tree --device cpu",
+    "train": "train store --out OUT --max-steps 24 --batch-size 2 --accelerator cpu "
+    "--checkpoint-every 4",
+    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT/report.json "
+    "--n-prompts 6 --max-new-tokens 24 --method plain,chain,tree --device cpu",
     "demo": f"demo --out OUT {DEMO_OPTIONS}",
 }
-"""Commands that go on with what was begun, and then end in the bytes of a run that was not interrupted."""
+"""Commands that resume, and then produce the same bytes as an uninterrupted run."""
 SWEPT = EVERY_COMMAND | RESUMED | {
     "--help": "--help",
     "extract --workers": f"{RESUMED['extract']} --workers 2",
     "extract --engine": f"{RESUMED['extract']} --workers 2 --engine ray",
-    "regenerate": "regenerate --model model --dataset chats.jsonl --out OUT --device cpu --max-rejected-fraction 1",
+    "regenerate": "regenerate --model model --dataset chats.jsonl --out OUT --device cpu "
+                  "--max-rejected-fraction 1",
     "serve": "serve --model model --drafter run --port 0 --grpc-port 0 --device cpu",
     "chat": "chat --server 127.0.0.1:PORT --drafter run --bundle store --prompt Hi",
     "push": "push store someone/store",
     "pull": "pull someone/store OUT",
 }  # fmt: skip
-"""Every command; whatever listens on PORT never answers."""
+"""All commands. The server that listens on PORT never answers."""
 N_STRIKES = int(os.environ.get("N_STRIKES", "200"))
 ENDS_S = 5.0
 LEAVES_S = 1.0
-"""Seconds from the end of a command to that of its process, at most."""
+"""Upper bound of the seconds from the end of a command to the exit of its process."""
 LIVES_S = {"serve": 12.0, "chat": 12.0, "push": 12.0, "pull": 12.0}
-"""Seconds within which commands that wait for others are struck."""
+"""Commands that wait for a server get a signal within this many seconds of their start."""
 
 
 def data_files(out: Path) -> dict[str, bytes]:
-    """What a command wrote, without what records runs, paths and times: a store, a drafter, a target."""
+    """Return a command's output: the data files of a store, a drafter and a target.
+
+    Files that record runs, paths and times are left out.
+    """
     data = re.compile(
         r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet"
     )
@@ -236,8 +263,13 @@ def data_files(out: Path) -> dict[str, bytes]:
 def run_until(
     arguments: list[str], cwd: Path, moment_s: float | None, number: int
 ) -> tuple[int, str, float]:
-    """Run the command line and send it a signal at a moment; return exit code, what it said, and its seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the moment, as a test sets variables
+    """Run the command line and send it a signal after some seconds.
+
+    Returns:
+        The exit code, the text on standard error, and the duration in seconds.
+    """
+    # The environment is read now, because a test may have set variables.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "moa_data", *arguments]
     began = time.perf_counter()
     with subprocess.Popen(
@@ -252,13 +284,13 @@ def run_until(
 
 
 def assert_interrupted(code: int, said: str, seconds: float, number: int = signal.SIGINT) -> None:
-    # on a machine that has nothing else to do
+    # The bound holds on a machine with no other load.
     assert seconds < ENDS_S or number != signal.SIGINT, (seconds, said)
     is_early = "Fatal Python error: init_" in said or "Exception ignored in" in said
     if code == -number or (code in (0, 1) and is_early):
-        return  # Python had not come to the first line of the program
+        return  # Python had not reached the first line of the program
     if code == 0 and seconds < LEAVES_S:
-        return  # the outcome was decided, and the process was on its way out
+        return  # the result was decided, and the process was about to exit
     error_line(code, said, 128 + number)
 
 
@@ -275,7 +307,11 @@ def test_signals_at_random_moments_of_verify(room: Path) -> None:
 def test_a_repair_that_is_stopped_goes_on(
     full_room: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """At any moment: nothing is called whole while a part is missing, and the same command makes the same bytes."""
+    """Stop a repair at random moments.
+
+    `verify` never accepts a store with a missing part, and repeating the command restores the same
+    bytes.
+    """
     shutil.copytree(full_room / "model", tmp_path / "model")
     whole, damaged, out = full_room / "store", tmp_path / "damaged", tmp_path / "out"
     shutil.copytree(whole, damaged)
@@ -311,7 +347,10 @@ LOCAL = EVERY_COMMAND | {
 
 @pytest.mark.slow
 def test_no_command_imports_pandas(full_room: Path, tmp_path: Path) -> None:
-    """Which takes as long as many a command; only datasets of the Hub are read by a library that does."""
+    """Importing pandas takes as long as many commands take to run.
+
+    Only datasets of the Hub are read by a library that imports it.
+    """
     work = Path(shutil.copytree(full_room, tmp_path / "room"))
     shutil.copytree(work / "store", work / "damaged")
     next((work / "damaged" / "commits").iterdir()).unlink()
@@ -330,8 +369,8 @@ for words in LINES:
     assert "pandas" not in sys.modules, words
 """
     done = subprocess.run(
-        [sys.executable, "-c", code.replace("LINES", repr(lines))], cwd=work, env=ENVIRONMENT, capture_output=True,
-        text=True, timeout=240,
+        [sys.executable, "-c", code.replace("LINES", repr(lines))], cwd=work, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -341,7 +380,10 @@ for words in LINES:
 def test_signals_at_any_moment_of_any_command(
     full_room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """From the very first moment on, in an environment with all extras; what resumes is struck thrice, then ended."""
+    """Send signals from the first moment on, in an environment with all extras.
+
+    A command that resumes gets up to three signals in a row, and is then run to its end.
+    """
     work = Path(shutil.copytree(full_room, tmp_path / "room"))
 
     def words(out: str) -> list[str]:
@@ -365,7 +407,7 @@ def test_signals_at_any_moment_of_any_command(
         monkeypatch.setenv("HF_HUB_OFFLINE", "")
         whole_s = LIVES_S.get(command) or finished("whole")
         random, n_struck, tries = Random(command), 0, 0
-        # a third of them also takes a whole run
+        # After every third signal, a command that resumes also runs to its end.
         n_strikes = N_STRIKES // 2 if command in RESUMED else N_STRIKES
         while n_struck < n_strikes:
             tries += 1
@@ -377,7 +419,7 @@ def test_signals_at_any_moment_of_any_command(
                 moment_s = random.uniform(0.0, whole_s)
                 code, said, seconds = run_until(words("out"), work, moment_s, number)
                 if seconds < moment_s:
-                    break  # it ended before
+                    break  # it ended before the signal
                 assert_interrupted(code, said, seconds - moment_s, number)
                 n_struck += 1
             if command in RESUMED:
@@ -434,13 +476,16 @@ def test_a_reader_that_goes_away_ends_the_command_silently(room: Path, command: 
 
 
 def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(tmp_path: Path) -> None:
-    """With standard output closed, the next file to be opened would get its number."""
+    """If standard output is closed, the next file that is opened gets its descriptor."""
     code = (
         "import os, sys, types\nfrom pathlib import Path\nfrom moa_data.__main__ import main\n"
-        "import moa_data.storage.write.part as shard\nfrom moa_data.tests.kit.stores import make_recipe\n"
+        "import moa_data.storage.write.part as shard\n"
+        "from moa_data.tests.kit.stores import make_recipe\n"
         "real = shard.write_all\n"
-        "def write_all(fd, data):\n    assert fd > 2\n    os.write(1, b'noise')\n    return real(fd, data)\n"
-        "shard.write_all = write_all\nfake = types.ModuleType('moa_data.cli')\nsys.modules['moa_data.cli'] = fake\n"
+        "def write_all(fd, data):\n    assert fd > 2\n    os.write(1, b'noise')\n"
+        "    return real(fd, data)\n"
+        "shard.write_all = write_all\nfake = types.ModuleType('moa_data.cli')\n"
+        "sys.modules['moa_data.cli'] = fake\n"
         "fake.main = lambda: make_recipe().write(Path('store'))\nmain()\n"
     )
     script = tmp_path / "noisy.py"
@@ -451,7 +496,7 @@ def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def full_room(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The room with a trained drafter in run/, and the store as files of EAGLE in exported/."""
+    """Return the room with a trained drafter in run/ and the store as EAGLE files in exported/."""
     folder = Path(shutil.copytree(room, tmp_path_factory.mktemp("full") / "room"))
     for command, out in (("train", "run"), ("export", "exported")):
         done = shell(f"{MOA_DATA} {EVERY_COMMAND[command].replace('OUT', out)}", folder)

@@ -1,4 +1,4 @@
-"""Free memory is what the machine and the limits of every control group around the process leave."""
+"""Free memory is what the machine and all control groups of the process leave available."""
 
 import mmap
 import platform
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand-in for /proc and /sys/fs/cgroup: 20 GiB are available."""
+    """Replace /proc and /sys/fs/cgroup by a folder. 20 GiB are available."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {20 * GIB // 1024} kB\n")
     (tmp_path / "cgroup").write_text("")
     places = {"/proc/meminfo": "meminfo", "/proc/self/cgroup": "cgroup"}
@@ -50,7 +50,8 @@ def test_the_tightest_limit_counts_and_cached_files_are_free(
     proc: Path, version: int, line: str
 ) -> None:
     (proc / "cgroup").write_text(f"3:cpuset:/elsewhere\n{line}\n")
-    job = proc / "sys" / ("memory" if version == 1 else "") / "job"  # which limits nothing yet
+    # The group `job` has no limit yet.
+    job = proc / "sys" / ("memory" if version == 1 else "") / "job"
     write_group(job / "step", version, "max" if version == 2 else 1 << 62, 3 * GIB)
     assert machine.free_memory() == 20 * GIB
     write_group(job / "step", version, 8 * GIB, 3 * GIB)
@@ -70,12 +71,13 @@ def test_this_machine_has_cores_and_memory() -> None:
         ({}, True),
         ({"RANK": "0", "LOCAL_RANK": "0"}, True),
         ({"RANK": "8", "LOCAL_RANK": "0"}, False),
-        # torchrun on the second machine of a job
+        # torchrun on the second machine of a SLURM job
         ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"}, True),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True),
         ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, False),
         ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
-        ({"NODE_RANK": "1"}, False),  # by hand, before Lightning has started the other devices
+        # Started by hand, before Lightning has started the processes of the other devices.
+        ({"NODE_RANK": "1"}, False),
     ],
 )
 def test_the_first_process(

@@ -1,4 +1,7 @@
-"""What README.md and docs/ tell users to type or open exists, and `make docs` fails where it does not."""
+"""README.md and docs/ only name commands, links and files that exist.
+
+`make docs` fails if a link is broken.
+"""
 
 import ast
 import os
@@ -32,7 +35,7 @@ from moa_data.tests.kit.stores import make_recipe
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-# The commands of docs/results are those of measurements, which benchmarks/test_tables.py looks at.
+# docs/results has the commands of measurements, which benchmarks/test_tables.py checks.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = [
     path for path in PAGES if path.name != "CONTRIBUTING.md" and path.parent.name != "results"
@@ -48,7 +51,10 @@ def code_blocks(path: Path, language: str) -> list[str]:
 
 
 def command_lines(path: Path) -> list[str]:
-    """The commands of a page: lines of bash, and of text that shows commands behind a dollar with their output."""
+    """Return the commands of a page.
+
+    These are lines of bash blocks, and lines of text blocks with output that start with a dollar.
+    """
     shown = code_blocks(path, "bash") + re.findall(
         r"^\$ (.*)$", "\n".join(code_blocks(path, "text")), re.MULTILINE
     )
@@ -83,7 +89,7 @@ def test_commands_and_options_exist() -> None:
 
 
 def form(line: str) -> str:
-    """A line of output without its numbers, units of bytes and spaces."""
+    """Return a line of output without its numbers, byte units and spaces."""
     return "".join(
         re.sub(r"[\d.,]+ [kMG]?B\b|\d[\d.,]*", "0", line).replace("parts", "part").split()
     )
@@ -131,7 +137,7 @@ def test_make_targets_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names of the headings of a page, as mkdocs makes them."""
+    """Return the anchors of a page's headings, as mkdocs makes them."""
     text = re.sub(
         r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )
@@ -198,7 +204,7 @@ def test_settings_of_training_that_are_named_exist() -> None:
 
 
 def pages_of(menu: Any) -> Iterator[str]:
-    """The pages of a menu of mkdocs.yml, in order."""
+    """Yield the pages of a menu of mkdocs.yml, in order."""
     if isinstance(menu, str):
         yield menu
     else:

@@ -1,4 +1,4 @@
-"""Whatever a disk refuses, in whichever call and library, a command ends in one line, and then goes on from there."""
+"""If a disk refuses any call of any library, a command ends with one line and can be resumed."""
 
 import errno
 import os
@@ -34,21 +34,23 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export": ("export", "store", "--format", "eagle", "--out", "out/files"),
     "index": ("export", "store", "--format", "index", "--out", "out/index.parquet"),
     "train": ("train", "store", "--out", "out/run", *TRAIN),
-    "export-drafter": ("export-drafter", "drafter", "--format", "moa", "--model", "store", "--out", "out/moa"),
+    "export-drafter": (
+        "export-drafter", "drafter", "--format", "moa", "--model", "store", "--out", "out/moa",
+    ),
     "eval": (
-        "eval", *MODEL, "--drafter", "drafter", "--prompts", "chats.jsonl", "--out", "out/report.json", "--n-prompts",
-        "1", "--max-new-tokens", "3", "--method", "plain",
+        "eval", *MODEL, "--drafter", "drafter", "--prompts", "chats.jsonl", "--out",
+        "out/report.json", "--n-prompts", "1", "--max-new-tokens", "3", "--method", "plain",
     ),
     "regenerate": (
-        "regenerate", *MODEL, "--dataset", "chats.jsonl", "--out", "out/answers.jsonl", "--max-rows", "3",
-        "--max-new-tokens", "3", "--max-rejected-fraction", "1",
+        "regenerate", *MODEL, "--dataset", "chats.jsonl", "--out", "out/answers.jsonl",
+        "--max-rows", "3", "--max-new-tokens", "3", "--max-rejected-fraction", "1",
     ),
 }  # fmt: skip
 
 
 @pytest.fixture
 def work(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with inputs, and out/ for what is written; temporary files are written there too."""
+    """Return a folder with inputs and out/ for all output, including temporary files."""
     for name in ("model", "drafter", "store"):
         (tmp_path / name).symlink_to(room / name)
     shutil.copy(room / "chats.jsonl", tmp_path)
@@ -59,7 +61,7 @@ def work(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepare(name: str, work: Path) -> None:
-    """Make what a command changes anew."""
+    """Clear the output, and recreate what the command changes."""
     for path in (work / "out").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (work / "out/tmp").mkdir()
@@ -79,7 +81,7 @@ def check_goes_on(name: str, work: Path) -> None:
 
 
 def check_refused(result: Any, code: int) -> None:
-    """Check for one line that says why, and for no noise of libraries before it."""
+    """Check for one line with the reason, and for no noise of libraries before it."""
     refused(result, os.strerror(code))
     assert "Exception" not in result.stderr, result.stderr
 
@@ -118,9 +120,10 @@ def test_every_refused_call_is_one_line_and_the_command_goes_on(work: Path, name
 
 @contextmanager
 def largest_file(n_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to write files beyond a size, in whatever language a library writes them.
+    """Make the kernel refuse writes beyond a file size, in any language that a library uses.
 
-    Python would keep the beginning of a compiled module, and fail on it in every later process.
+    Python writes no bytecode meanwhile. It would keep a truncated module, and fail on it in every
+    later process.
     """
     compiles = not sys.dont_write_bytecode
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -143,7 +146,7 @@ def test_files_that_get_too_large_are_one_line(work: Path, name: str, n_bytes: i
         result = run(*COMMANDS[name])
     if result.exit_code == 0:
         assert n_bytes > 100
-        return  # no file of this command is as large
+        return  # the command writes no file of this size
     check_refused(result, errno.EFBIG)
     check_goes_on(name, work)
 

@@ -1,4 +1,7 @@
-"""Text of others reaches terminal, log and report with its control characters written out and nothing read in it."""
+"""Foreign text is escaped in terminals, logs and reports.
+
+Control characters are written out, and markup in the text has no effect.
+"""
 
 import io
 import json
@@ -16,13 +19,19 @@ from moa_data.tests.kit.command import build_room, run
 from moa_data.text import format_bytes, format_range, printable
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-ATTACK = "clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\r \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
-SHOWN = r"clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\x0d \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
+ATTACK = (
+    "clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\r \x9b2J right \u202eleft\u2066 :smile: "
+    "[red]x[/red] [/]"
+)
+SHOWN = (
+    r"clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\x0d \x9b2J right \u202eleft\u2066 :smile: "
+    "[red]x[/red] [/]"
+)
 
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, drafter/, chats.jsonl and store/; the chats hold the attack."""
+    """Return a folder with model/, drafter/, store/, and a chats.jsonl that contains the attack."""
     texts = [(f"{n} {ATTACK}", f"{ATTACK} {n}") for n in range(4)]
     return build_room(
         tmp_path_factory.mktemp("escaping"), [chat(*pair, category=ATTACK) for pair in texts]
@@ -80,8 +89,9 @@ def test_error_lines_quote_rows_and_names_without_obeying_them(room: Path, tmp_p
 def test_reports_of_eval_are_escaped(room: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     result = run(
-        "eval", "--model", room / "model", "--drafter", room / "drafter", "--prompts", room / "chats.jsonl",
-        "--method", "plain,chain", "--max-new-tokens", "4", "--n-prompts", "2", "--device", "cpu", "--out", report,
+        "eval", "--model", room / "model", "--drafter", room / "drafter", "--prompts",
+        room / "chats.jsonl", "--method", "plain,chain", "--max-new-tokens", "4",
+        "--n-prompts", "2", "--device", "cpu", "--out", report,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     for text in (

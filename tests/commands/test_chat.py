@@ -1,4 +1,7 @@
-"""The command chat against a real server, through kills, and what a terminal shows of an answer at any moment."""
+"""The command `chat` with a real server.
+
+It continues after kills, and a terminal shows the right text of an answer at any moment.
+"""
 
 import contextlib
 import json
@@ -49,13 +52,13 @@ N_NEW = 24
 
 @pytest.fixture(scope="module")
 def live() -> Target:
-    """A target whose texts do not end."""
+    """Return a target whose texts do not end."""
     return Target(build_text_model(eos_token_id=399), build_tokenizer(LLAMA3_TEMPLATE))
 
 
 @pytest.fixture(scope="module")
 def folder(live: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose store has the bundle."""
+    """Return a folder with a training run and its store, which has the target bundle."""
     place = tmp_path_factory.mktemp("chat")
     save_target_bundle(live.model, live.tokenizer, place / "store" / "target", 0)
     save_drafter(build("moa", live.model), place / "run" / "drafter")
@@ -70,7 +73,7 @@ def server(live: Target) -> Iterator[Server]:
 
 
 def answer(live: Target, *turns: str) -> str:
-    """What the target says to the last of some turns."""
+    """Return the target's answer to the last of some turns."""
     messages = chat(*turns)["messages"]
     tokens = plain_generate(
         live, prompt_tokens(live.template, messages), max_new_tokens=N_NEW
@@ -79,7 +82,7 @@ def answer(live: Target, *turns: str) -> str:
 
 
 def shown(text: str) -> str:
-    """How a text of the target comes out of a pipe, apart from a last character that is not complete."""
+    """Return the target's text as a pipe shows it, without an incomplete last character."""
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text
     ).rstrip("\ufffd")
@@ -119,7 +122,8 @@ def test_a_conversation_is_read_line_by_line(
     third = answer(live, QUESTION, first, "a mat", second, "and a dog")
     assert again.stdout.rstrip("\n").rstrip("\ufffd") == shown(third)
 
-    document = json.loads(file.read_text())  # as after kill -9 in the middle of the answer
+    # This is the file after kill -9 in the middle of the answer.
+    document = json.loads(file.read_text())
     file.write_text(json.dumps(document | {"tokens": document["tokens"][:-5], "finish": ""}))
     rest = run("chat", *arguments[:-2], "--resume", str(file), input="")
     assert rest.stdout.rstrip("\n").rstrip("\ufffd") == shown(third)
@@ -145,7 +149,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def terminal(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run the command on a terminal; yields the process and the terminal's other end."""
+    """Run the command on a terminal, and yield the process and the other end of the terminal."""
     ours, theirs = pty.openpty()
     environment = os.environ | {
         "TERM": "xterm",
@@ -154,8 +158,8 @@ def terminal(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], in
         "CUDA_VISIBLE_DEVICES": "",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "moa_data", "chat", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-        env=environment, start_new_session=True,
+        [sys.executable, "-m", "moa_data", "chat", *arguments], stdin=theirs, stdout=theirs,
+        stderr=theirs, env=environment, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
     try:
@@ -167,7 +171,7 @@ def terminal(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], in
 
 
 def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
-    """Read from a terminal until what came matches."""
+    """Read from a terminal until its output matches a pattern."""
     came, stop = "", time.monotonic() + timeout_s
     while not re.search(pattern, came):
         ready, _, _ = select.select([end], [], [], max(0.0, stop - time.monotonic()))
@@ -185,7 +189,10 @@ def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
 def test_another_process_goes_on(
     number: signal.Signals, live: Target, folder: Path, tmp_path: Path
 ) -> None:
-    """After kill -9 in the middle of an answer, and after Ctrl-C, which says how."""
+    """Another process continues an answer that kill -9 or Ctrl-C has interrupted.
+
+    After Ctrl-C, the command explains how to continue.
+    """
     file, n_new = tmp_path / "chat.json", 80
     with Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow:
         arguments = [
@@ -197,7 +204,10 @@ def test_another_process_goes_on(
             str(n_new),
         ]
         process = subprocess.Popen(
-            [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
+            [
+                sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION,
+                "--session", str(file),
+            ],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         wait_for(lambda: file.exists() and len(json.loads(file.read_text())["tokens"]) >= 40)
@@ -221,7 +231,7 @@ def test_another_process_goes_on(
 
 @pytest.mark.slow
 def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
-    """The plug is pulled: dim text comes, and is taken back when the network returns."""
+    """The network is cut. Dim text appears, and is removed when the network returns."""
     with (
         Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow,
         Proxy(slow.port) as proxy,
@@ -240,7 +250,7 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
             rest = read_until(end, "> $")
             assert "\x1b[J" in rest, "a random drafter is wrong, and what it wrote is taken back"
             assert "taken back" in rest
-            os.write(end, b"\x04")  # the end of the input
+            os.write(end, b"\x04")  # end of input
             assert process.wait(30) == 0
 
 
@@ -250,7 +260,7 @@ _SEQUENCE = re.compile(r"\x1b\[(\d*)([ACJm])|(.|\n|\r)", re.DOTALL)
 
 @dataclass
 class Screen:
-    """A terminal of some size that knows what the view writes."""
+    """A terminal with the control sequences that the view uses."""
 
     width: int = 20
     height: int = 8
@@ -291,14 +301,14 @@ class Screen:
         return "\n".join("".join(character for character, _ in row) for row in self.rows)
 
     def styles(self, text: str) -> set[str]:
-        """How a text, which is there once, is shown."""
+        """Return the styles of a text that occurs exactly once."""
         (start,) = [match.start() for match in re.finditer(re.escape(text), self.text)]
         cells = [cell for row in self.rows for cell in [*row, ("\n", "")]]
         return {style for _, style in cells[start : start + len(text)]}
 
 
 def body(screen: Screen) -> str:
-    """What stands above the line of figures."""
+    """Return the text above the line of figures."""
     return screen.text.rpartition("\n\n")[0]
 
 
@@ -346,7 +356,7 @@ def test_text_of_others_cannot_move_the_cursor() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_screen_shows_the_answer(seed: int) -> None:
-    """Random events; lines break at the width, and nothing of what was taken back is left."""
+    """Draw random events. Lines break at the width, and no text that was taken back remains."""
     chance = random.Random(seed)
     screen = Screen(chance.choice((20, 31, 80)), 30)
     view, shown, n_verified = view_of(screen), list[str](), 0

@@ -1,4 +1,4 @@
-"""Errors as one line; progress: lines that a log can hold, one bar at a time on a terminal; provenance."""
+"""Errors on one line, progress as lines of a log or as one bar on a terminal, and provenance."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_log_gets_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first and the last state of each phase, and every ten seconds one between."""
+    """A log gets the first and the last state of each phase, and another every ten seconds."""
     monkeypatch.setattr(console, "LOG_LINE_EVERY_S", 1e9)
     with ProgressLine("step") as progress:
         for step in range(90, 101):
@@ -30,14 +30,16 @@ def test_a_log_gets_lines(
             progress(step, 3, f"train, loss {step}")
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert re.findall(r"^(\w+).*: (\d+) of (\d+) steps \((\d+)%\), 00:0\d, .* left$", shown.err, re.MULTILINE) == [
+    assert re.findall(
+        r"^(\w+).*: (\d+) of (\d+) steps \((\d+)%\), 00:0\d, .* left$", shown.err, re.MULTILINE
+    ) == [
         ("train", "90", "100", "90"), ("train", "100", "100", "100"), ("export", "1", "2", "50"),
         *(("train", str(step), "3", share) for step, share in enumerate(("0", "33", "67", "100"))),
     ]  # fmt: skip
 
 
 def test_named_phases_have_lines_and_units_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where two of them count to the same total."""
+    """Two phases may count to the same total."""
     with ProgressLine("tok") as progress:
         progress(24, 24, "tokenise")
         progress(16_000_000_000, 16_000_000_000, "load the target")
@@ -58,13 +60,13 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     with ProgressLine("step") as progress:
         progress(3, 3, "target")
         progress(1, 9, "train")
-        # the first bar has got its last state, and its line has ended
+        # The first bar has reached its last state, and its line has ended.
         assert terminal.getvalue().count("\n") == 1
     assert terminal.getvalue().splitlines()[-1].rpartition("\r")[2].startswith("train:  11%")
 
 
 class RustError(Exception):
-    """Stands for an error class of a library, which knows nothing of errno."""
+    """An error class of a library that does not use errno."""
 
 
 def caused_by(cause: BaseException) -> Exception:

@@ -1,4 +1,4 @@
-"""Flags, help pages and docs/options.md come from the settings of a stage."""
+"""Flags, help pages and docs/options.md are derived from the settings of a stage."""
 
 import runpy
 from pathlib import Path

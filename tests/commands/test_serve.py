@@ -1,4 +1,4 @@
-"""The command serve as a process: it says where it is, answers, and ends as signals ask."""
+"""The command `serve` as a process: it prints its address, answers, and obeys signals."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from moa_data.tests.kit.serving import wait_for
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target whose texts do not end."""
+    """Return a folder with a target whose texts do not end."""
     folder = write_target(tmp_path_factory.mktemp("serve") / "tiny", eos_token_id=399)
     target = Target.load(str(folder))
     save_drafter(build_drafter(target.model, target=target.identity), folder.parent / "run")
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Run the command; yields the process, the line that it says and the address in it."""
+    """Run the command, and yield the process, its first line and the address in that line."""
     words = f"-m moa_data serve --model {model} --port 0 --grpc-port 0".split()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
@@ -60,7 +60,7 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 def check_draining(address: str) -> None:
-    """New connections are taken, and told that the server ends."""
+    """Check that new connections are accepted and told that the server is draining."""
     health = address.removesuffix("/v1") + "/health"
     wait_for(lambda: httpx.get(health).status_code == 503, seconds=60)
     assert httpx.get(health).json() == {"status": "draining"}
@@ -128,19 +128,19 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
 
 
 GOAWAY = b"\x00\x00\x0c\x07\x00" + bytes(8) + b"\xff\xff\xff\xffwhat"
-"""A frame of HTTP/2 with a text that the C library of gRPC would log."""
+"""An HTTP/2 frame with a text that gRPC's C library would log."""
 
 
 @pytest.mark.usefixtures("heeded_signals")
 def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> None:
-    """Behind TLS, where the libraries below log failed handshakes by themselves."""
+    """The ports use TLS, and the libraries below would log failed handshakes themselves."""
     authority, settings = make_certificates(tmp_path)
     options = ["--tls-cert", settings["tls_cert"], "--tls-key", settings["tls_key"]]
     with serving(model, *options) as (process, line, _):
         ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", line)]
         assert len(ports) == 2
         assert process.stderr is not None
-        # A thread writes it, at any time after the start.
+        # A thread writes this line at any time after the start.
         first = json.loads(process.stderr.readline())
         assert first["message"].startswith("memory: ")
         for port in ports:
@@ -160,7 +160,7 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> 
         tls.set_alpn_protocols(["h2"])
         with connect(("127.0.0.1", ports[1]), tls) as connection:
             connection.sendall(HTTP2_PREFACE + GOAWAY)
-            # it answers, and would close the connection after most of a minute
+            # The server answers, and would close the connection after most of a minute.
             assert connection.recv(1)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)

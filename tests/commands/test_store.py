@@ -1,4 +1,4 @@
-"""`inspect`: output that can be searched and fits a terminal, of stores on disks and in buckets."""
+"""`inspect` prints searchable output that fits a terminal, for stores on disks and in buckets."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> Path:
 def test_ids_are_whole_and_tables_fit_eighty_columns(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "40")  # narrower than any line
+    monkeypatch.setenv("COLUMNS", "40")  # narrower than all lines
     lines = run("inspect", store).stdout.splitlines()
     assert f"target.weights_sha256  {'ab' * 32}" in lines
     start = lines.index("Activations")

@@ -1,4 +1,4 @@
-"""Interrupts the demo."""
+"""Fixture that interrupts the demo."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +13,7 @@ Interrupt = Callable[[str], AbstractContextManager[None]]
 
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
-    """Make a phase of the demo end as Ctrl-C would end it, inside a ``with`` statement."""
+    """Return a context manager inside which a phase of the demo ends as if by Ctrl-C."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

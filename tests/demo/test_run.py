@@ -1,4 +1,7 @@
-"""The demo runs end to end on tiny settings, reuses finished phases, resumes, and refuses foreign folders."""
+"""The demo runs end to end with tiny settings.
+
+It reuses finished phases, resumes, and refuses folders with other content.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The course of an answer as the events tell it, through a network that is cut once."""
+"""The timeline of an answer, recorded from events while the network is cut once."""
 
 import socket
 import threading
@@ -65,7 +65,7 @@ def test_nothing_passes_while_the_network_is_cut() -> None:
 
 
 def test_a_network_may_come_back_after_its_end() -> None:
-    """As the timer wants it of a demo that was interrupted while the network was cut."""
+    """The demo's timer does this if the demo is interrupted while the network is cut."""
     with CutProxy(1, 0.01) as proxy:
         proxy.cut()
     proxy.restore()

@@ -1,4 +1,7 @@
-"""The target folder is an ordinary Hugging Face folder whose template marks the answers; a finished one is reused."""
+"""The target is an ordinary Hugging Face folder.
+
+Its chat template marks the answers. A finished folder is reused.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""Helpers that tests of several folders share: tiny models, tokenizers, chats, stores, checks of hostile files.
+"""Helpers shared by the tests of several folders.
 
-Imported as ``moa_data.tests.kit``, by tests and by the processes that they start; it holds no tests of its own.
+The package builds tiny models, tokenizers, chats and stores, and runs servers that fail on purpose.
+Tests, and processes that tests start, import it as ``moa_data.tests.kit``. It contains no tests.
 """

@@ -1,4 +1,4 @@
-"""What hostile and broken clients do to a server, each by a few sockets; tests and the soak share it."""
+"""Hostile and broken clients of a server, written with plain sockets, for tests and the soak."""
 
 import json
 import random
@@ -13,13 +13,13 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00
 
 
 def head_of(path: str, n_bytes: int, *more: str) -> bytes:
-    """The head of a POST with a body of so many bytes."""
+    """Return the head of a POST request that announces a body of ``n_bytes``."""
     lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *more]
     return "\r\n".join([*lines, f"content-length: {n_bytes}", "", ""]).encode()
 
 
 def post(path: str, body: Any, *more: str) -> bytes:
-    """A whole POST of some JSON."""
+    """Return a complete POST request with a JSON body."""
     content = json.dumps(body).encode()
     return head_of(path, len(content), *more) + content
 
@@ -27,9 +27,9 @@ def post(path: str, body: Any, *more: str) -> bytes:
 def connect(
     address: Address, tls: ssl.SSLContext | None = None, receive_buffer: int = 0
 ) -> socket.socket:
-    """Open a connection, with a small window where a reader is to be slow."""
+    """Open a connection. A small receive buffer makes the client a slow reader."""
     connection = socket.socket()
-    if receive_buffer:  # before the window is agreed on
+    if receive_buffer:  # must be set before the TCP handshake agrees on a window
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(60)
     connection.connect(address)
@@ -39,14 +39,14 @@ def connect(
 def never_read(
     address: Address, request: bytes, tls: ssl.SSLContext | None = None
 ) -> socket.socket:
-    """Ask for a stream, and take nothing of it."""
+    """Request a stream and never read from it."""
     connection = connect(address, tls, receive_buffer=4096)
     connection.sendall(request)
     return connection
 
 
 def stay_silent(address: Address, n: int, said: bytes = b"") -> list[socket.socket]:
-    """Open connections that say nothing more."""
+    """Open connections that send ``said`` and then stay silent."""
     connections = [connect(address) for _ in range(n)]
     for connection in connections:
         connection.sendall(said)
@@ -56,7 +56,7 @@ def stay_silent(address: Address, n: int, said: bytes = b"") -> list[socket.sock
 def leave_in_body(
     address: Address, path: str, resets: bool = False, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Go away in the middle of a request's body."""
+    """Disconnect in the middle of a request's body."""
     with connect(address, tls) as connection:
         connection.sendall(head_of(path, 1000) + b'{"model": "')
         if resets:
@@ -64,7 +64,7 @@ def leave_in_body(
 
 
 def wait_for_end(connection: socket.socket) -> bytes:
-    """Read a connection until the other side ends it."""
+    """Read a connection until the other side closes it."""
     found = b""
     try:
         while part := connection.recv(1 << 16):
@@ -75,7 +75,7 @@ def wait_for_end(connection: socket.socket) -> bytes:
 
 
 def long_text(chance: random.Random, n_chars: int) -> str:
-    """A text of many words, none of which a tokenizer has seen before."""
+    """Return a text of random words that a tokenizer has not seen before."""
     words = (
         "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(n_chars // 8)
     )
@@ -83,13 +83,14 @@ def long_text(chance: random.Random, n_chars: int) -> str:
 
 
 WRONG_BODIES: tuple[dict[str, Any], ...] = (
-    {"messages": [1] * 9_000}, {"messages": [{}] * 20_000}, {"messages": [{}] * 200_000}, {"stop": [1] * 200_000},
+    {"messages": [1] * 9_000}, {"messages": [{}] * 20_000}, {"messages": [{}] * 200_000},
+    {"stop": [1] * 200_000},
 )  # fmt: skip
-"""Fields of requests with so many wrong items that an error for each takes seconds."""
+"""Request fields with so many wrong items that reporting an error for each would take seconds."""
 
 
 def foreign_pages() -> Sequence[tuple[dict[str, str], int]]:
-    """Headers that a browser sends for pages of other sites, and the status that each should get."""
+    """Return headers that browsers send for pages of other sites, each with the expected status."""
     json_type = {"content-type": "application/json"}
     return (
         (json_type | {"host": "rebound.example:8000"}, 403),

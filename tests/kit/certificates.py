@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS: an authority, and what it signs."""
+"""Certificates for tests of TLS: a certificate authority, and the certificates that it signs."""
 
 import datetime
 import ipaddress
@@ -12,7 +12,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """An authority that clients trust, or do not; ``certificate`` is PEM."""
+    """A certificate authority, which clients may or may not trust. ``certificate`` is PEM."""
 
     def __init__(self, name: str = "tests") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -20,7 +20,7 @@ class Authority:
         self.certificate = self._sign(self._name, self._key, x509.BasicConstraints(True, None))
 
     def server(self, name: str = "localhost") -> tuple[bytes, bytes]:
-        """Key and certificate, both PEM, of a server on this machine."""
+        """Return the key and the certificate of a server on this machine, both as PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName(
             [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
@@ -52,7 +52,11 @@ class Authority:
 
 
 def make_certificates(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Write an authority's certificate, and chain and key of a server; returns its file, and the server's settings."""
+    """Write an authority's certificate, and the key and certificate chain of a server.
+
+    Returns:
+        The file of the authority's certificate, and the settings of the server.
+    """
     authority = Authority()
     key, chain = authority.server()
     for name, content in (("authority", authority.certificate), ("chain", chain), ("key", key)):

@@ -1,4 +1,4 @@
-"""Chats, and files of them."""
+"""Builds chats and files of chats."""
 
 import json
 import random
@@ -16,7 +16,7 @@ WORDS = TEXT.split()
 
 
 def chat(*contents: str, **extra: Any) -> dict[str, Any]:
-    """A chat of alternating user and assistant messages."""
+    """Return a chat of alternating user and assistant messages."""
     roles = ("user", "assistant")
     return {
         "messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)],
@@ -25,7 +25,7 @@ def chat(*contents: str, **extra: Any) -> dict[str, Any]:
 
 
 def rejected(found: object, reason: RejectReason, *details: str) -> None:
-    """Check that a row was rejected for a reason, with these texts in what it says."""
+    """Check that a row was rejected for a reason, and that its details contain these texts."""
     assert isinstance(found, Rejection), found
     assert found.reason is reason, found
     for detail in details:
@@ -33,7 +33,7 @@ def rejected(found: object, reason: RejectReason, *details: str) -> None:
 
 
 def marked_texts(tokenizer: Any, chat: object) -> list[str]:
-    """The text of each run of marked tokens."""
+    """Return the text of each run of tokens in the response mask."""
     assert isinstance(chat, TokenizedChat), chat
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.response_mask, [0]])))
     return [
@@ -42,7 +42,7 @@ def marked_texts(tokenizer: Any, chat: object) -> list[str]:
 
 
 def random_chats(n_chats: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Chats of one to three turns with answers of varied length."""
+    """Return chats of one to three turns whose answers vary in length."""
     draw = random.Random(seed)
     chats = []
     for number in range(n_chats):
@@ -58,7 +58,7 @@ def random_chats(n_chats: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """Write rows as JSON lines; a string is written as it is."""
+    """Write rows as JSON lines. A string is written unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Runs the command line within the test's process, and checks how it refuses."""
+"""Runs the command line inside the test's process, and checks its error messages."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from .chats import write_jsonl
 from .drafters import PAPER
 
 DEMO: dict[str, Any] = {
-    "n_chats": 80, "n_store_chats": 30, "n_held_out": 6, "vocab_size": 300, "hidden_size": 16, "n_layers": 2,
-    "n_heads": 2, "n_kv_heads": 1, "target_steps": 4, "target_batch_tokens": 512, "drafter_steps": 4,
-    "drafter_batch_size": 4, "n_eval_prompts": 2, "max_new_tokens": 6, "draft_length": 2,
+    "n_chats": 80, "n_store_chats": 30, "n_held_out": 6, "vocab_size": 300, "hidden_size": 16,
+    "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "target_steps": 4, "target_batch_tokens": 512,
+    "drafter_steps": 4, "drafter_batch_size": 4, "n_eval_prompts": 2, "max_new_tokens": 6,
+    "draft_length": 2,
 }  # fmt: skip
-"""Settings of the smallest demo."""
+"""Settings of the smallest possible demo."""
 DEMO_OPTIONS = " ".join(f"--set {name}={value}" for name, value in DEMO.items())
 TRAIN = (
     "--max-steps",
@@ -36,13 +37,13 @@ TRAIN = (
 
 def run(*arguments: str | Path, **options: Any) -> Any:
     """Run the command line in this process."""
-    # whoever asks gets a yes, so that nothing hides behind a question
+    # Every question is answered with yes, so that a prompt cannot hide what the command does.
     options = {"input": "y\n" * 100} | options
     return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
 
 
 def error_line(exit_code: int, stderr: str, expected: int = 2) -> str:
-    """Check that a command ended with one error line, which comes last, and return it."""
+    """Check that a command ended with a single error line as its last output, and return it."""
     assert exit_code == expected, stderr
     assert "Traceback" not in stderr
     lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
@@ -52,7 +53,7 @@ def error_line(exit_code: int, stderr: str, expected: int = 2) -> str:
 
 
 def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
-    """Check that a command refused in one line with these texts."""
+    """Check that a command failed with one error line that contains these texts."""
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     line = error_line(result.exit_code, result.stderr, exit_code)
     for text in texts:
@@ -60,7 +61,7 @@ def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
 
 
 def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
-    """Fill a folder with model/, drafter/, chats.jsonl and store/ of several parts."""
+    """Fill a folder with model/, drafter/, chats.jsonl and a store/ of several parts."""
     write_jsonl(folder / "chats.jsonl", chats)
     config = DemoConfig.of(
         out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1

@@ -1,17 +1,23 @@
-"""A CUDA device that is not there: tensors say they are on cuda:0, compute in host memory, refuse to mix, and count.
+"""A simulated CUDA device. Its tensors claim to be on cuda:0, but compute in host memory.
 
-``empty`` is registered for the CUDA dispatch key, so that every factory and every ``.to("cuda")``, in any thread, gives
-a :class:`CudaTensor`. To C++ that is a tensor of torch's backend in Python (PrivateUse1, which autograd accepts in a
-build for CPUs), to Python one on cuda:0; ``__torch_dispatch__`` sees every operation. Counted are
+They refuse to mix with tensors of the host, and the device counts what it is asked to do.
 
-- launches of kernels: dispatched operations that are no views,
-- waits of the host for the device: ``.item()``, ``nonzero`` and masks as indices, copies to the host, blocking copies.
+``empty`` is registered for the CUDA dispatch key, so that every factory and every ``.to("cuda")``,
+in any thread, returns a :class:`CudaTensor`. For C++ this is a tensor of torch's Python backend
+(PrivateUse1, which autograd accepts in a CPU build). For Python it is a tensor on cuda:0, and
+``__torch_dispatch__`` sees every operation. The device counts
 
-A CUDA graph records operations and does them again, in the same memory, as one launch. While one is captured a wait or
-a value from the host is an error; what was computed then is gone afterwards, so that only replays give values.
+- kernel launches: dispatched operations that are not views,
+- synchronizations of the host with the device: ``.item()``, ``nonzero``, masks as indices, copies
+  to the host and blocking copies.
 
-Copies that do not block, between pinned memory and the device on a side stream, happen as late as CUDA may do them:
-when somebody waits for them. Until then their target holds ones, so that a race shows in the values.
+A CUDA graph records operations and replays them in the same memory, as one launch. During capture,
+a synchronization or a value from the host is an error. Results of the capture itself are discarded
+afterwards, so that only replays produce values.
+
+Non-blocking copies between pinned memory and the device on a side stream happen as late as CUDA
+allows: when something waits for them. Until then their target contains ones, so that a race is
+visible in the values.
 """
 
 # mypy: disable-error-code="arg-type,misc,call-arg,attr-defined,valid-type,no-untyped-call,override,assignment"
@@ -37,59 +43,62 @@ try:
         _DummyBackendModule,
         _setup_privateuseone_for_python_backend,
     )
-except ImportError:  # in other versions of torch, where nothing is registered
+except ImportError:  # other versions of torch, for which the device is not registered
     _DummyBackendModule = object
 
 TORCH = "2.13."
-"""The versions of torch that this is written for: it stands on things that torch does not promise to keep."""
+"""The supported versions of torch. The device relies on internals that torch may change."""
 DEVICE = torch.device("cuda", 0)
 _KINDS = ("cuda", "nowhere")
 aten = torch.ops.aten
 _WAITS = {
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal,
-    aten.bincount,
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
+    aten.equal, aten.bincount,
 }  # fmt: skip
 _FREE = {
-    aten._unsafe_view, aten._reshape_alias, aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided,
-    aten.new_empty_strided, aten.detach, aten.detach_, aten.alias, aten.lift_fresh, aten.is_pinned,
+    aten._unsafe_view, aten._reshape_alias, aten.empty_like, aten.new_empty, aten.empty,
+    aten.empty_strided, aten.new_empty_strided, aten.detach, aten.detach_, aten.alias,
+    aten.lift_fresh, aten.is_pinned,
 }  # fmt: skip
 _INDEXED = {
-    aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put
+    aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index,
+    aten._unsafe_index_put
 }  # fmt: skip
-# Operations that take no scalar of the host where a tensor of the device is expected.
+# Operations that do not accept a scalar of the host in place of a tensor of the device.
 _STRICT = {
-    aten.cat, aten.stack, aten.gather, aten.index_select, aten.embedding, aten.mm, aten.bmm, aten.addmm
+    aten.cat, aten.stack, aten.gather, aten.index_select, aten.embedding, aten.mm, aten.bmm,
+    aten.addmm
 }  # fmt: skip
 
 
 class Counts:
-    """What the device was asked for since the last reset, and by which lines of the package."""
+    """Counts of launches and synchronizations since the last reset, by line of the package."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin at zero."""
+        """Set all counts to zero."""
         self.launches = self.waits = 0
         self.launch_lines: Counter[str] = Counter()
         self.wait_lines: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
 
     def launch(self, name: str, n: int = 1) -> None:
-        """Count n kernels of an operation; while a graph is captured none is launched."""
+        """Count n kernels of an operation. Operations during graph capture are not launches."""
         if _graph() is not None:
             return
         self.launches += n
         self.launch_lines[f"{_line()} {name}"] += n
 
     def wait(self, why: str) -> None:
-        """Count that the host waits for the device."""
+        """Count a synchronization of the host with the device."""
         _refuse_in_graph(why)
         self.waits += 1
         self.wait_lines[f"{_line()} {why}"] += 1
 
     def worst(self, n_lines: int = 12) -> str:
-        """List the lines that launched and waited most, for the message of a test that fails."""
+        """List the lines with the most synchronizations and launches, for failure messages."""
         found = {"waits": self.wait_lines, "launches": self.launch_lines}
         return "\n".join(
             f"{count:6} {kind} {line}"
@@ -99,12 +108,13 @@ class Counts:
 
 
 COUNTS = Counts()
-_pinned: list[tuple[int, int, Tensor]] = []  # address, end and tensor of pinned memory, which stays
+# Address, end and tensor of each pinned allocation. It stays until the simulation ends.
+_pinned: list[tuple[int, int, Tensor]] = []
 _local = threading.local()
 
 
 def _line() -> str:
-    """Find the line of the package that asked."""
+    """Return the line of the package that caused the current operation."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -115,12 +125,13 @@ def _line() -> str:
 
 
 class CUDAGraph:
-    """What was asked for while it was captured, to be done again."""
+    """The operations that were recorded during a capture, to be replayed."""
 
     def __init__(self, **_: Any) -> None:
-        # each operation with what it gave, None if done in place
+        # Each operation with its output, or None for an operation in place.
         self.work: list[tuple[Callable[[], Any], Any]] = []
-        self.before: list[tuple[Tensor, Tensor]] = []  # what was written to, with its values
+        # Tensors that were written to, with their values from before.
+        self.before: list[tuple[Tensor, Tensor]] = []
 
     def replay(self) -> None:
         COUNTS.launch("graph")
@@ -133,7 +144,7 @@ class CUDAGraph:
                     old.copy_(one)
 
     def forget(self) -> None:
-        """Undo what was done while this was captured, which CUDA does not do at all."""
+        """Undo the effects of the operations of the capture. CUDA does not execute them at all."""
         for tensor, values in reversed(self.before):
             tensor.copy_(values)
         for _, out in self.work:
@@ -143,7 +154,7 @@ class CUDAGraph:
 
 
 def _graph() -> CUDAGraph | None:
-    """Return the graph that this thread captures."""
+    """Return the graph that this thread is capturing, if any."""
     return getattr(_local, "graph", None)
 
 
@@ -154,7 +165,11 @@ def _refuse_in_graph(why: str) -> None:
 
 @contextlib.contextmanager
 def capture(graph: CUDAGraph, **_: Any) -> Iterator[None]:
-    """Stand in for ``torch.cuda.graph``; scratch memory of before, which others may free, is an error."""
+    """Stand in for ``torch.cuda.graph``.
+
+    Raises:
+        RuntimeError: cuBLAS still has a workspace from before the capture, which could be freed.
+    """
     if getattr(_local, "cleared_at", None) != COUNTS.launches:
         raise RuntimeError(f"cuBLAS has scratch memory from before the graph at {_line()}")
     COUNTS.wait("synchronize")
@@ -167,12 +182,15 @@ def capture(graph: CUDAGraph, **_: Any) -> Iterator[None]:
 
 
 def _clear_workspaces() -> None:
-    """Stand in for the call that frees what cuBLAS holds; the next launch may take some again."""
+    """Stand in for the call that frees the workspaces of cuBLAS.
+
+    Any later launch may allocate a workspace again.
+    """
     _local.cleared_at = COUNTS.launches
 
 
 def _done(call: Callable[[], Any], written: tuple[Tensor, ...] = ()) -> Any:
-    """Do an operation, on tensors of the host, and record it where a graph is captured."""
+    """Run an operation on tensors of the host, and record it if a graph is being captured."""
     if (graph := _graph()) is None:
         return call()
     graph.before.extend((tensor, tensor.clone()) for tensor in written)
@@ -182,7 +200,7 @@ def _done(call: Callable[[], Any], written: tuple[Tensor, ...] = ()) -> Any:
 
 
 class CudaTensor(Tensor):
-    """Looks like a tensor on cuda:0; ``inner`` holds the values."""
+    """Looks like a tensor on cuda:0. ``inner`` holds the values."""
 
     inner: Tensor
 
@@ -214,7 +232,7 @@ class CudaTensor(Tensor):
         return self.inner.data_ptr()
 
     def record_stream(self, stream: Any) -> None:
-        pass  # nothing gives memory away before Python does
+        pass  # memory is only reused when Python frees it
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         copy = kwargs.pop("copy", False)
@@ -232,7 +250,7 @@ class CudaTensor(Tensor):
         kwargs, packet, facts = dict(kwargs or {}), func.overloadpacket, _facts(func)
         if packet in (aten.copy_, aten._to_copy):
             return _copy(packet, args, kwargs)
-        if facts.is_composite:  # in inference mode nothing has taken it apart before
+        if facts.is_composite:  # in inference mode nothing has decomposed it before
             return func.decompose(*args, **kwargs)
         _check_devices(func, args, kwargs)
         if not facts.is_free:
@@ -251,18 +269,18 @@ class CudaTensor(Tensor):
             _done(call, tuple(tensor.inner for tensor in own))
             return own[0] if len(own) == 1 else tuple(own)
         out = call() if facts.is_free else _done(call)
-        # A view in inference mode of a tensor from outside of it is none of inference mode.
+        # In inference mode, a view of a normal tensor is not an inference tensor.
         outside = func.is_view and isinstance(args[0], Tensor) and not args[0].is_inference()
         with torch.inference_mode(False) if outside else contextlib.nullcontext():
             return _outer(out) if on_device else out
 
 
 class _Facts(NamedTuple):
-    """What is the same in all calls of an operation."""
+    """Properties that are the same in all calls of an operation."""
 
-    is_composite: bool  # made of other operations
+    is_composite: bool  # consists of other operations
     is_free: bool  # launches no kernel
-    # position and name of what is given back after it is written to
+    # Position and name of each argument that is written to and returned.
     written: tuple[tuple[int, str], ...]
 
 
@@ -283,24 +301,24 @@ def _facts(func: Any) -> _Facts:
     )
 
 
-# By hand, as operations take and give tensors and lists of them alone: torch's own walk through any
-# nesting was half of the time of the tests on this device.
+# These two functions only handle what operations take and return: tensors and lists of tensors. The
+# general pytree functions of torch took half of the time of the tests on this device.
 def _inner(value: Any) -> Any:
-    """Take the tensors of the host out of what an operation is called with."""
+    """Replace simulated tensors in an argument by the tensors of the host inside them."""
     if isinstance(value, CudaTensor):
         return value.inner
     return type(value)(map(_inner, value)) if type(value) in (list, tuple) else value
 
 
 def _outer(value: Any) -> Any:
-    """Put what an operation gave on the device."""
+    """Wrap the tensors of an operation's output, so that they are on the device."""
     if isinstance(value, Tensor):
         return CudaTensor(value)
     return type(value)(map(_outer, value)) if type(value) in (list, tuple) else value
 
 
 def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse tensors of the host, and count what waits."""
+    """Refuse tensors of the host, and count synchronizations."""
     packet = func.overloadpacket
     if packet in _WAITS:
         COUNTS.wait(packet.__name__)
@@ -325,8 +343,8 @@ def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
-    """Copy between host and device, late where CUDA may."""
-    # the source is on the device: from the host it is `empty` and `copy_`
+    """Copy between host and device, late if CUDA allows it."""
+    # The source is on the device. From the host, `_to_copy` becomes `empty` and `copy_`.
     if packet is aten._to_copy:
         is_inside = torch.device(kwargs.get("device") or DEVICE).type in _KINDS
         COUNTS.launch("_to_copy" if is_inside else "copy to the host")
@@ -348,14 +366,16 @@ def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
     )
     pinned = [(a, base) for a, b, base in _pinned if late and host and a <= host[0].data_ptr() < b]
     if pinned and current_stream() is not _default:
-        # its bytes alone: whoever gives that memory away too early must not be saved by this
+        # Only keep the pinned allocation alive, not the source tensor. A caller that frees the
+        # source's memory too early must see the race.
         if host[0] is source:
             start, base = of.data_ptr() - pinned[0][0], pinned[0][1]
             of = base.view(torch.uint8)[start : start + of.nbytes].view(of.dtype).view(of.shape)
         to.fill_(1)
         stream = current_stream()
         stream.queue.append(lambda: to.copy_(of))
-        stream.n_queued += 1  # apart from what is done, which another thread may be counting
+        # Counted separately from `n_done`, which another thread may be changing.
+        stream.n_queued += 1
         return into
     if host and not late and host[0].numel():
         COUNTS.wait("copy to the host" if host[0] is into else "blocking copy to the device")
@@ -364,14 +384,14 @@ def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Stream:
-    """A queue of late copies; the default stream does everything at once."""
+    """A queue of late copies. The default stream executes everything immediately."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device, self.n_done, self.n_queued = DEVICE, 0, 0
         self.queue: list[Callable[[], object]] = []
 
     def run(self, upto: float = float("inf")) -> None:
-        """Do what was queued before a moment."""
+        """Execute the queued copies, up to a count of executed copies."""
         while self.queue and self.n_done < upto:
             self.queue.pop(0)()
             self.n_done += 1
@@ -388,7 +408,7 @@ class Stream:
 
 
 class Event:
-    """Done when the copies that were queued before it are."""
+    """Completed when the copies that were queued before it are completed."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.record()
@@ -412,7 +432,7 @@ _default = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Return the stream of this thread."""
+    """Return the current stream of this thread."""
     stream: Stream = getattr(_local, "stream", _default)
     return stream
 
@@ -425,7 +445,10 @@ def _stream_context(stream: Stream) -> Iterator[None]:
 
 
 class _Whole(torch.autograd.Function):
-    """An operation that is a kernel of its own on CUDA and of several elsewhere; its gradient counts as two."""
+    """An operation that is one kernel on CUDA and several elsewhere.
+
+    Its gradient counts as two kernels.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Any, *given: Any) -> Any:
@@ -466,7 +489,7 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Any:
-    """Count PyTorch's choice of kernel on CUDA, and what it launches for a boolean mask."""
+    """Count the kernel that PyTorch selects on CUDA, and the launches for a boolean mask."""
     if not isinstance(q, CudaTensor):
         return _attend(q, k, v, attn_mask, dropout_p, is_causal, **options)
     if torch.is_autocast_enabled("cuda"):
@@ -479,7 +502,7 @@ def attend(
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_flash = attn_mask is None and is_half and q.shape[-1] <= 256
     kernel = "flash" if is_flash else "math" if is_grouped else "efficient"
-    # A boolean mask becomes numbers; the last axis is padded to 8.
+    # A boolean mask is converted to numbers. A mask's last dimension is padded to a multiple of 8.
     of_mask = (
         0 if attn_mask is None else 3 * (attn_mask.dtype == torch.bool) + 2 * (k.shape[2] % 8 != 0)
     )
@@ -490,10 +513,10 @@ def attend(
 
 
 def attend_ragged(
-    q: Any, k: Any, v: Any, stops: Any, slots: Any, longest: int, most_seen: int, *, window_size: Any, enable_gqa: bool,
-    seqused_k: Any,
+    q: Any, k: Any, v: Any, stops: Any, slots: Any, longest: int, most_seen: int, *,
+    window_size: Any, enable_gqa: bool, seqused_k: Any,
 ) -> Any:  # fmt: skip
-    """Count FlashAttention for rows of any lengths as one kernel, and compute it row by row."""
+    """Count FlashAttention over rows of different lengths as one kernel, and compute it by row."""
     for x in (stops, slots, seqused_k):
         assert x.dtype == torch.int32
     assert q.dtype in (torch.bfloat16, torch.float16)
@@ -517,7 +540,7 @@ def attend_ragged(
 
 
 def rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-    """Count one kernel."""
+    """Count RMSNorm as one kernel."""
     if not isinstance(x, CudaTensor):
         return _rms_norm(x, shape, weight, eps)
     COUNTS.launch("rms_norm")
@@ -581,16 +604,19 @@ _libraries: list[Any] = []
 
 
 def fits() -> bool:
-    """Whether torch is what this was written for, without a real CUDA, whose place it takes for good."""
+    """Return whether torch is a CPU build of the supported version.
+
+    A CUDA build is refused, because :func:`register` replaces CUDA for the rest of the process.
+    """
     return torch.__version__.startswith(TORCH) and torch.version.cuda is None
 
 
 def register() -> None:
-    """Register the operations with torch, once in a process, and before its first backward."""
+    """Register the operations with torch, once per process and before its first backward pass."""
     if _libraries or not fits():
         return
-    # A build for CPUs has no guard of CUDA devices: that of the backend in Python takes its place
-    # in c10's table.
+    # A CPU build has no CUDA device guard. The guard of the Python backend takes its slot in c10's
+    # table.
     _setup_privateuseone_for_python_backend("nowhere", _Module())
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 21).in_dll(libc10, "_ZN3c104impl26device_guard_impl_registryE")
@@ -608,10 +634,10 @@ def register() -> None:
             lambda *args, dtype=None, **_: CudaTensor(strided(*args[:2], dtype=dtype)),
             key,
         )
-        # which torch resizes
+        # torch resizes the outputs of these factories, so they get their own implementations.
         for name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):
             library.impl(name, _made_by(getattr(torch, name.split(".")[0])), key)
-    # torch.tensor(..., device="cuda") copies below Python's dispatch.
+    # torch.tensor(..., device="cuda") copies below the level of Python dispatch.
     library.impl("copy_", lambda *args: _copy(aten.copy_, args, {}), "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm"):
@@ -641,10 +667,11 @@ _CUDA: dict[str, Any] = {
 
 @contextlib.contextmanager
 def simulated_device() -> Iterator[Counts]:
-    """Put the device in place; skips the test where torch is another one than this was written for."""
+    """Install the simulated device. Skips the test if this torch is not supported."""
     if not fits():
         pytest.skip(
-            f"the simulated device is written for torch {TORCH}x on CPUs, this is {torch.__version__}"
+            f"the simulated device is written for torch {TORCH}x on CPUs, "
+            f"this is {torch.__version__}"
         )
     register()
     with pytest.MonkeyPatch.context() as patch:
@@ -668,7 +695,7 @@ def simulated_device() -> Iterator[Counts]:
         patch.setattr(torch, "Generator", _HostGenerator)
         patch.setattr(torch, "autocast", _Autocast)
         before = torch.__future__.get_overwrite_module_params_on_conversion()
-        # else a parameter's values are exchanged
+        # Otherwise `Module.to` assigns to the `.data` of its parameters.
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         COUNTS.reset()
         try:

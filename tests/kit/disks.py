@@ -1,4 +1,7 @@
-"""Rights of files; and file systems in memory that are small or read-only, to be filled; mounting needs root."""
+"""Checks file permissions, and mounts in-memory file systems that are small or read-only.
+
+Mounting needs root.
+"""
 
 import subprocess
 from collections.abc import Iterator
@@ -9,7 +12,7 @@ import pytest
 
 
 def check_rights(folder: Path, mask: int) -> None:
-    """Check that a tree was written under a umask: its files and folders have all the rights that it leaves."""
+    """Check that every file and folder of a tree has all the permissions that a umask allows."""
     for path in (folder, *folder.rglob("*")):
         given = 0o777 if path.is_dir() else 0o666
         found = path.stat().st_mode & 0o777
@@ -18,7 +21,7 @@ def check_rights(folder: Path, mask: int) -> None:
 
 @contextmanager
 def tmpfs(path: Path, options: str) -> Iterator[Path]:
-    """Mount a file system at a new folder; skips the test where that is not allowed."""
+    """Mount a tmpfs at a new folder. Skips the test if mounting is not allowed."""
     path.mkdir()
     try:
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Builds drafters with random or briefly trained weights, and the activations that they train on."""
+"""Builds drafters with random or briefly trained weights, and the activations to train them on."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,28 +21,28 @@ from moa_data.moa.targets.live import Target, layer_outputs
 from .models import SIZES
 
 NO_DRAWS = Draws(None, torch.zeros(8, dtype=torch.bool))
-"""No step bound, no staircase, for up to eight rows."""
+"""Draws without a step bound and without a staircase, for up to eight rows."""
 PAPER = {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
-"""Sizes of the paper's Mixture of Attentions, where the defaults are others."""
+"""Sizes of the paper's Mixture of Attentions, for the settings whose defaults differ from it."""
 
 
 def token_counts(seed: int = 0) -> Tensor:
-    """Made-up frequencies of the tokens of ``build_model``."""
+    """Return made-up frequencies for the tokens of ``build_model``."""
     return torch.randint(
         0, 9, (SIZES["vocab_size"],), generator=torch.Generator().manual_seed(seed)
     )
 
 
 def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any) -> Any:
-    """A drafter of a kind for a model, with random weights."""
+    """Return a drafter of a kind for a model, with random weights."""
     drafter_type = drafter_class(kind)
-    if kind in ("eagle3", "dspark", "dflash"):  # the default layers are those of a deeper target
+    if kind in ("eagle3", "dspark", "dflash"):  # their default layers need a deeper target
         sizes = {"fused_layers": (0, 1)} | sizes
     drafter = drafter_type(drafter_type.config_class.from_target(text_model(model).config, **sizes))
     generator = torch.Generator().manual_seed(seed)
     drafter.initialize(generator, std=std)
     drafter.adopt(frozen_for(drafter, model), token_counts)
-    if kind == "medusa":  # begins with identities and zeros
+    if kind == "medusa":  # its heads are initialized with identities and zeros
         with torch.no_grad():
             for weight in drafter.parameters():
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=std)
@@ -60,7 +60,7 @@ build_medusa, build_independent = partial(build, "medusa"), partial(build, "inde
 def build_drafter(
     model: Any, n_target_layers: int = 0, seed: int = 1, std: float = 0.15, **sizes: Any
 ) -> MoADrafter:
-    """A MoA drafter of the paper's form for a model, with random weights."""
+    """Return a MoA drafter in the paper's form for a model, with random weights."""
     drafter: MoADrafter = build(
         "moa", model, seed, std, target_layer_inference=n_target_layers, **PAPER | sizes
     )
@@ -68,7 +68,10 @@ def build_drafter(
 
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """The plain definition of the loss, [..., V] -> [...]; tokens of probability 0 on either side contribute 0."""
+    """Compute the loss by its plain definition, [..., V] -> [...].
+
+    Tokens with probability 0 on either side contribute 0.
+    """
     probability = target_logits.softmax(dim=-1)
     log_draft = draft_logits.log_softmax(dim=-1)
     log_draft = log_draft.masked_fill(torch.isinf(log_draft), 0.0)
@@ -76,7 +79,10 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def encode_layers(drafter: MoADrafter, kv: Tensor) -> Tensor:
-    """Layer self-attention as the paper writes it, over all layers of KV: [B, T, L, D] -> [B, T, L, D]."""
+    """Apply layer self-attention as the paper defines it: [B, T, L, D] -> [B, T, L, D].
+
+    L counts all layers of the target's keys and values.
+    """
     rotation = drafter.layer_rotary(torch.arange(kv.shape[2])[None])
     out = drafter.layer_self_attention.attend_self(kv.flatten(0, 1), rotation, mask=None)
     encoded: Tensor = out.unflatten(0, kv.shape[:2])
@@ -84,13 +90,13 @@ def encode_layers(drafter: MoADrafter, kv: Tensor) -> Tensor:
 
 
 def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
-    """The frozen weights of the target that a drafter needs."""
+    """Return the frozen target weights that a drafter needs."""
     return FrozenTarget.from_model(model, drafter.config.target_layer_inference)
 
 
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
-    """Return the activations of a batch that a store would give this drafter, and no others."""
+    """Return exactly the activations of a batch that a store would provide to this drafter."""
     own, drafters = text_model(model).config, type(drafter)
     n_layers = own.num_hidden_layers
     reads, every = drafters.reads(n_layers, drafter.config), range(n_layers)
@@ -105,7 +111,7 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
     }
     if cache is not None:
         layers = sorted(layer for group in kv_groups(own) for layer in group.layers)
-        made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, its width]
+        made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, width]
         widest = max(one.shape[3] for one in made)
         kv = torch.cat([pad(one, (0, widest - one.shape[3])) for one in made], dim=2)
         chosen = drafters.reads(len(layers), drafter.config).kv_layers
@@ -118,7 +124,11 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
 def batch_with(
     drafter: Drafter, model: Any, shape: tuple[int, int], *responses: tuple[int, int, int]
 ) -> TrainingInputs:
-    """Return random tokens [B, T] with responses of (row, start, stop), as :func:`stored`."""
+    """Return the :func:`stored` activations of random tokens [B, T].
+
+    Args:
+        responses: (row, start, stop) of each response.
+    """
     tokens = torch.randint(4, SIZES["vocab_size"], shape)
     response = torch.zeros_like(tokens, dtype=torch.bool)
     for row, start, stop in responses:
@@ -129,7 +139,7 @@ def batch_with(
 def assert_loss(
     drafter: Drafter, frozen: FrozenTarget, step: TrainingStep, expected: Tensor
 ) -> LossTerms:
-    """Compare a loss and its gradients with a plain reference; return its terms."""
+    """Compare a loss and its gradients with a plain reference, and return its terms."""
     terms, weights = drafter.objective(frozen, step), dict(drafter.named_parameters())
     torch.testing.assert_close(terms.total, expected, rtol=1e-5, atol=1e-6)
     goals = torch.autograd.grad(expected, list(weights.values()), materialize_grads=True)
@@ -142,7 +152,7 @@ def assert_loss(
 
 @torch.inference_mode()
 def contexts_of(drafter: Any, target: Target, text: list[int]) -> Tensor:
-    """The contexts [n, W] of all positions of a text, for a drafter away from its target."""
+    """Return the drafter's contexts [n, W] of all positions of a text, outside of decoding."""
     cache = target.new_cache()
     cache.watched_layers = drafter.observed_layers
     hidden = target.forward(torch.tensor([text]), cache)
@@ -156,7 +166,11 @@ def contexts_of(drafter: Any, target: Target, text: list[int]) -> Tensor:
 
 
 def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tuple[Tensor, Tensor]:
-    """Return the target's answers to some prompts: tokens [B, T], right padded, and which are not a row's first."""
+    """Return prompts with the target's greedy answers.
+
+    Returns:
+        The tokens [B, T], padded on the right, and a mask of all tokens but the first of each row.
+    """
     rows = [
         prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts
     ]
@@ -169,7 +183,7 @@ def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tu
 
 
 def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
-    """Train a drafter for a few steps on what the target itself says after some prompts."""
+    """Train a drafter for a few steps on the target's own answers to some prompts."""
     inputs = stored(drafter, target.model, *answers(target, prompts))
     frozen, rows = frozen_for(drafter, target.model), len(prompts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)

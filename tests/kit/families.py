@@ -1,4 +1,4 @@
-"""Tiny random targets of every family that is described, with the odd features of each on."""
+"""Tiny random targets of every supported family, with the special features of each turned on."""
 
 import random
 from pathlib import Path
@@ -12,21 +12,23 @@ from .templates import LLAMA3_TEMPLATE
 from .variants import quick
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16,
-    "intermediate_size": 64, "vocab_size": 67, "max_position_embeddings": 96, "initializer_range": 0.15,
-    "eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
+    "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+    "head_dim": 16, "intermediate_size": 64, "vocab_size": 67, "max_position_embeddings": 96,
+    "initializer_range": 0.15, "eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = {
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 2,
-    "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
 _LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -36,7 +38,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7},
     "granite": {
-        "embedding_multiplier": 3.0, "logits_scaling": 5.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0, "logits_scaling": 5.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
     },
     "olmo2": {},
     "phi3": {"sliding_window": 7, "partial_rotary_factor": 0.5},
@@ -49,17 +52,23 @@ FEATURES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 0, 1], "use_sliding_window": True, **_MIXED},
     "cohere2": {**_MIXED, "logit_scale": 0.3, "tie_word_embeddings": True},
     "gemma2": {
-        **_MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 30,
+        **_MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 30, "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        **_MIXED, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 30,
         "tie_word_embeddings": True,
     },
-    "gemma3_text": {**_MIXED, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 30, "tie_word_embeddings": True},
     "gpt_oss": {**_MIXED, "num_local_experts": 8, "num_experts_per_tok": 2},
     "llama4_text": {
-        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "attention_chunk_size": 5,
-        "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0], "attn_temperature_tuning": True,
-        "floor_scale": 60, "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 40,
+        "attention_chunk_size": 5, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0],
+        "attn_temperature_tuning": True, "floor_scale": 60,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
     },
-    "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25},
+    "qwen3_next": {
+        **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25,
+    },
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
     "gemma4_text": {
@@ -71,11 +80,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
 }  # fmt: skip
-"""Model type -> what its config has besides :data:`SIZES`."""
+"""Model type -> the settings that its config has in addition to :data:`SIZES`."""
 SOME_FAMILIES = quick(
     FEATURES, ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text", "deepseek_v3")
 )
-"""All of them: by default one of each kind."""
+"""All families as parameters. The listed families run by default, one of each kind."""
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 48},
@@ -84,15 +93,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 6},
     "exaone4": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
-"""Families that nothing is known of."""
+"""Families that the package does not describe."""
 
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
-"""Families through whose last layers drafts can pass."""
+"""Families whose last layers a drafter can run its drafts through."""
 STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LATENTS = ("deepseek_v3", "glm4_moe_lite")
 GROUPED = (*STATES, *LATENTS, "gemma4_text")
-"""Families whose keys and values are stored by groups of layers."""
+"""Families whose keys and values are stored in groups of layers."""
 _SCALED = ("gemma2", "gemma3_text", "gemma4_text")
 _OTHER_KEYS = (*GROUPED, "phi3", "glm4_moe", "smollm3", "cohere2", "gemma3_text", "llama4_text")
 _BLOCK: dict[str, Any] = {"block_layers": 1, "layer_groups": 1}
@@ -112,14 +121,15 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),
     "independent": ("independent", {}),
 }
-"""Drafters as the page of what works with what names them: kind and sizes."""
+"""Drafters by their names in the table of supported combinations: kind and sizes."""
 
 
 def works(family: str, drafter: str) -> str:
-    """What works with a family and one of :data:`DRAFTERS`, as letters; none where it can't be trained.
+    """Return letters for what works with a family and one of :data:`DRAFTERS`.
 
-    C chains, T trees and batches, S ``serve``, E all formats of ``export-drafter`` that the kind has, for heads that
-    fill the width, e those that hold embeddings.
+    C stands for chains, T for trees and batches, and S for ``serve``. E stands for all formats of
+    ``export-drafter`` that the kind has, with heads that fill the width, and e for only those
+    formats that hold embeddings. The text is empty if the drafter cannot be trained.
     """
     kind, sizes = DRAFTERS[drafter]
     reads_kv = kind in ("moa", "glide") or "context" in sizes
@@ -129,17 +139,20 @@ def works(family: str, drafter: str) -> str:
         return ""
     letters = "C" if family in STATES else "CT" if family in LATENTS and reads_kv else "CTS"
     if "context" in sizes or kind in ("glide", "medusa") or (kind == "moa" and family in GROUPED):
-        return letters  # no other program has these
-    # not moa-vllm, which has no biases
+        return letters  # no other program supports these drafters
+    # The format moa-vllm has no biases, so these drafters cannot use it.
     if kind == "moa" and ("target_layer_inference" in sizes or family == "qwen2"):
         return letters + "e"
-    if family in _SCALED:  # which a program would feed it without their scale
+    if family in _SCALED:  # another program would not apply the scale of the embeddings
         return letters + ("e" if kind in ("eagle", "eagle3", "dspark", "independent") else "")
     return letters + "E"
 
 
 def build_family(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """A random causal LM in float32; what starts as 0 or 1, such as norms, biases and sinks, is random too."""
+    """Return a random causal LM in float32.
+
+    Weights that are initialized to 0 or 1, such as norms, biases and sinks, are random too.
+    """
     config = AutoConfig.for_model(
         model_type, **(SIZES | {**FEATURES, **OTHERS}.get(model_type, {}) | changes)
     )
@@ -154,7 +167,7 @@ def build_family(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def varied(model_type: str, seed: int) -> dict[str, Any]:
-    """Other sizes for a family, by a seed."""
+    """Return other sizes for a family, drawn from a seed."""
     draw = random.Random(f"{model_type} {seed}")
     n_heads = draw.choice((2, 4, 8))
     changes: dict[str, Any] = {
@@ -183,7 +196,7 @@ def varied(model_type: str, seed: int) -> dict[str, Any]:
 
 
 def write_family(folder: Path, model_type: str, **changes: Any) -> Path:
-    """Write a target of a family with a Llama-3-like template."""
+    """Write a target of a family with a chat template like Llama-3's."""
     sizes = {
         "vocab_size": 400,
         "max_position_embeddings": 256,

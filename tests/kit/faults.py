@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that fails as networks and servers do, by the numbers of a seeded generator."""
+"""A proxy for an S3 server that injects network and server faults drawn from a seed."""
 
 import http.client
 import random
@@ -21,14 +21,14 @@ RATES = {
     "torn upload": 0.03,
     "stale list": 0.3,
 }
-"""Share of the requests that a fault may meet which it does meet."""
+"""Probability of each fault, among the requests that it applies to."""
 _LATE_S = 0.2
 _REFUSALS = {"slow down": (503, "SlowDown"), "conflict": (409, "ConditionalRequestConflict")}
 _SKIPPED = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
 class Faults:
-    """Which fault the next request meets, and how many of each there were."""
+    """Chooses the fault of each request, and counts the faults of each kind."""
 
     def __init__(self, seed: int, rates: Mapping[str, float] = RATES) -> None:
         self.rates, self.counts = dict(rates), Counter[str]()
@@ -37,7 +37,7 @@ class Faults:
         self.lists: dict[str, bytes] = {}
 
     def pick(self, method: str, is_conditional: bool, is_list: bool) -> str:
-        """Return a fault, or an empty text for none."""
+        """Return the name of a fault, or an empty string for none."""
         able = {
             "torn answer": method == "GET" and not is_list,
             "torn upload": method == "PUT",
@@ -100,7 +100,7 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
             connection.putrequest(
                 self.command, self.path, skip_host=True, skip_accept_encoding=True
             )
-            for name, value in self.headers.items():  # the host too, which the signature covers
+            for name, value in self.headers.items():  # the signature covers the host header too
                 if name.lower() not in _SKIPPED:
                     connection.putheader(name, value)
             connection.putheader("Content-Length", str(announced))
@@ -126,14 +126,15 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
 
         def _reset(self) -> None:
             self.close_connection = True
-            linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"  # on, for no time: the peer gets a reset
+            # Lingering for 0 seconds makes closing the socket send a reset.
+            linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.connection.close()
 
         def handle(self) -> None:
             try:
                 super().handle()
-            except (OSError, ValueError):  # a connection that was reset, by either side
+            except (OSError, ValueError):  # either side reset the connection
                 self.close_connection = True
 
         def finish(self) -> None:
@@ -151,12 +152,12 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # a client that went away, or an upstream that was killed
+        pass  # the client disconnected, or the upstream server was killed
 
 
 @contextmanager
 def faulty(endpoint: str, faults: Faults) -> Iterator[str]:
-    """Run a proxy in front of a server; yields its endpoint."""
+    """Run a proxy for a server, and yield the proxy's endpoint."""
     upstream = urlsplit(endpoint)
     assert upstream.hostname
     assert upstream.port

@@ -1,4 +1,4 @@
-"""Tiny GGUF files as llama.cpp writes them, of the models and tokenizers of ``kit.models``."""
+"""Writes tiny GGUF files like llama.cpp's, of the models and tokenizers of ``kit.models``."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,35 @@ from .models import SPECIAL_TOKENS, build_text_model, build_tokenizer
 from .templates import LLAMA3_TEMPLATE
 
 _NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.layers.": "blk.", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
 def write_gguf(
     path: Path,
-    types: dict[str, str] | str = "F32",  # of all matrices, or of some by their names in the file
+    types: dict[str, str] | str = "F32",
     template: str | None = LLAMA3_TEMPLATE,
-    extra: dict[str, np.ndarray[Any, Any]] | None = None,  # further tensors
-    facts: dict[str, Any] | None = None,  # further keys, texts or whole numbers
+    extra: dict[str, np.ndarray[Any, Any]] | None = None,
+    facts: dict[str, Any] | None = None,
     architecture: str = "llama",
     tokenizer_kind: str = "gpt2",
-    **changes: Any,  # to ``build_text_model``
+    **changes: Any,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a Llama with its tokenizer; returns the dequantised values by the names of transformers, in float32."""
+    """Write a Llama with its tokenizer.
+
+    Args:
+        types: the type of all matrices, or the types of some matrices by their names in the file.
+        extra: additional tensors.
+        facts: additional metadata, with strings or integers as values.
+        changes: arguments of ``build_text_model``.
+
+    Returns:
+        The dequantized values in float32, by their names in transformers.
+    """
     model = build_text_model(**changes)
     writer = GGUFWriter(path, architecture)
     _add_sizes(writer, model.config)
@@ -65,12 +76,12 @@ def _name_in_file(name: str) -> str:
 def _add(
     writer: GGUFWriter, name: str, weight: np.ndarray[Any, Any], kind: str, config: Any
 ) -> Any:
-    """Add a tensor in a type of GGUF; returns the values that this leaves of it."""
+    """Add a tensor in a GGUF type, and return the values that remain after quantization."""
     n_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
         name.split(".")[-2]
     )
-    # llama.cpp rotates neighbours in place of halves, so the rows of queries and keys have another
-    # order.
+    # llama.cpp rotates neighboring dimensions and transformers rotates halves, so the rows of
+    # queries and keys are in a different order in the file.
     in_file = weight
     if n_heads is not None:
         halves = weight.reshape(n_heads, 2, -1, weight.shape[1])

@@ -1,8 +1,8 @@
-"""Generates changes of files, and checks that they lead to the package's own errors alone.
+"""Generates changed files, and checks that reading them raises no errors but the package's own.
 
-A test draws a changed version of a file, puts it in the file's place and calls every function that reads it, in a
-process that may grow by 1.5 GB and no more: what allocates absurd sizes gets a MemoryError, which is no error of the
-package.
+A test draws a changed version of a file, replaces the file with it, and calls every function that
+reads it. Meanwhile the process may grow by at most 1.5 GiB. Code that allocates absurd sizes gets a
+MemoryError, which is not an error of the package, so the test fails.
 """
 
 import copy
@@ -31,23 +31,26 @@ LONG = settings(max_examples=1000, deadline=None, suppress_health_check=_UNCHECK
 QUICK_AND_LONG = pytest.mark.parametrize(
     "how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["", "many"]
 )
-"""A test for a few examples, and a slow one for many; it gives its ``how`` to ``try_examples``."""
+"""Runs a test with a few examples, and as a slow test with many.
+
+The test passes its parameter ``how`` to ``try_examples``.
+"""
 HOSTILE = st.sampled_from(
-    [None, True, -1, 0, 1, 2, 3, 7, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "load", "/etc",
-     "../..", "a\0b", "\ud800", "n" * 5000, [], {}, [0], [-1], [2**40], [[1]], [None], {"a": 1}, ["x"],
-     ["token", "token"], "{{ 1 / 0 }}", "{% for %}"]
+    [None, True, -1, 0, 1, 2, 3, 7, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "",
+     "x", "load", "/etc", "../..", "a\0b", "\ud800", "n" * 5000, [], {}, [0], [-1], [2**40], [[1]],
+     [None], {"a": 1}, ["x"], ["token", "token"], "{{ 1 / 0 }}", "{% for %}"]
 )  # fmt: skip
 PIECES = [b"[" * 100_000, b"\xff" * 8, b"1" * 5000, b"NaN", b"{{ 1 / 0 }}"]
 
 
 def try_examples(how: settings, check: Callable[[Any], None]) -> None:
-    """Call a check with hypothesis' data once for each example."""
+    """Call a check once per example, with hypothesis' data object."""
     how(given(data=st.data())(lambda data: check(data)))()
 
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Let the process grow by so much and no more."""
+    """Limit the growth of the process's memory to ``HEADROOM_BYTES``."""
     n_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (n_bytes + HEADROOM_BYTES, before[1]))
@@ -58,24 +61,24 @@ def bounded_memory() -> Iterator[None]:
 
 
 def only_own_errors(*doors: Callable[[], object]) -> None:
-    """Call each function: it does its work, or raises an error of the package that says what is wrong with the file."""
+    """Call each function. It must succeed, or raise an error of the package about the file."""
     with bounded_memory():
         for door in doors:
             try:
                 door()
             except StorageUnavailable:
-                raise  # a check that ran out of memory ends in it
+                raise  # raised by a check that ran out of memory
             except MoaDataError:
                 continue
 
 
 def change_json(file: Path, **values: Any) -> None:
-    """Change values of a JSON object."""
+    """Change values of a JSON object in a file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def commit_target(store: Path) -> None:
-    """Let commits/target.json agree with the files, as who can write to the folder does."""
+    """Update commits/target.json to match the files, like an attacker with write access."""
     folder = store / "target"
     contents = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     records = {
@@ -87,7 +90,7 @@ def commit_target(store: Path) -> None:
 
 @contextmanager
 def replaced(path: Path, content: bytes) -> Iterator[None]:
-    """Put other content in the place of a file."""
+    """Replace the content of a file temporarily."""
     good = path.read_bytes()
     path.write_bytes(content)
     try:
@@ -98,7 +101,11 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
 
 @contextmanager
 def endless(path: Path, kind: str) -> Iterator[None]:
-    """Put something without an end in the place of a file: a fifo, a device, a folder, or a file of a terabyte."""
+    """Temporarily replace a file with something that cannot be read to its end.
+
+    Args:
+        kind: "fifo", "device" or "folder". Anything else is a sparse file of 1 TiB.
+    """
     good = path.with_name(f".{path.name}.good")
     path.rename(good)
     try:
@@ -118,7 +125,10 @@ def endless(path: Path, kind: str) -> Iterator[None]:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to every value in a JSON document, but not to all of a vocabulary."""
+    """Yield the path of every value in a JSON document, with at most 24 items per container.
+
+    The limit avoids visiting a whole vocabulary.
+    """
     if path:
         yield path
     items = list(
@@ -134,7 +144,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class _Change:
-    """One change of a JSON document, chosen without knowing the document."""
+    """One change of a JSON document, drawn without knowledge of the document."""
 
     place: int
     kind: str
@@ -152,7 +162,7 @@ class _Change:
         if self.kind == "remove":
             del owner[last]
         elif self.kind == "add" and isinstance(owner, dict):
-            owner[self.key] = copy.deepcopy(self.value)  # the next change may go into it
+            owner[self.key] = copy.deepcopy(self.value)  # the next change may modify it
         else:
             owner[last] = copy.deepcopy(self.value)
 
@@ -167,7 +177,7 @@ _CHANGES = st.lists(
 
 @st.composite
 def changed_bytes(draw: Callable[..., Any], content: bytes) -> bytes:
-    """A file with bytes overwritten, inserted or cut off."""
+    """Draw a version of a file with bytes overwritten, inserted or cut off."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
@@ -181,7 +191,7 @@ def changed_bytes(draw: Callable[..., Any], content: bytes) -> bytes:
 
 
 def changed(content: bytes) -> st.SearchStrategy[bytes]:
-    """A file with values of its JSON replaced, removed or added, or with other bytes."""
+    """Draw a version of a file with JSON values replaced, removed or added, or with other bytes."""
     document = None
     with suppress(ValueError):
         document = json.loads(content)

@@ -1,7 +1,8 @@
-"""A Hub in this process: repositories with commits and branches that move, as the client of the Hub asks for them.
+"""A simulated Hugging Face Hub in this process: repositories with commits and branches.
 
-Repositories that clients make take uploads as the Hub does: the mode of each file, the bytes of large ones through its
-batch API of git LFS, and commits that name them by their sha256. The client has to leave Xet out.
+Repositories that clients create accept uploads like the real Hub: the upload mode of each file, the
+bytes of large files through the Git LFS batch API, and commits that reference large files by their
+sha256. The client must not use Xet.
 """
 
 import base64
@@ -18,22 +19,23 @@ import pytest
 from huggingface_hub import __version__, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
-if __version__.startswith("1."):  # which transformers takes up to 5.17
+if __version__.startswith("1."):  # the version that transformers requires up to 5.17
     import httpx  # type: ignore[import-not-found,no-redef]
 
 Files = dict[str, bytes]
 
 
 class Hub:
-    """Repositories by kind and name ("datasets/owner/name"): what each commit holds, and where branches point.
+    """Repositories by kind and name ("datasets/owner/name"), with their commits and branches.
 
     Attributes:
-        requests: the paths that were asked for.
-        token: the token that uploads need.
-        private: repositories that clients made -> whether they are private; only these take uploads.
-        large: the bytes of large files by their sha256.
-        n_uploads_left: uploads of large files that still succeed; None for all.
-        sends: what is sent in place of a file, None for nothing.
+        requests: requested paths.
+        token: token that uploads require.
+        private: repositories that clients created -> whether they are private. Only these
+            repositories accept uploads.
+        large: contents of large files by their sha256.
+        n_uploads_left: number of uploads of large files that still succeed. None is no limit.
+        sends: contents to send in place of files. None makes a file missing.
     """
 
     token, url = "hf_of_the_tests", "http://hub"
@@ -48,14 +50,14 @@ class Hub:
         self.sends: dict[str, bytes | None] = {}
 
     def commit(self, repository: str, files: Files, branch: str = "main") -> str:
-        """Let a branch of a repository hold these files; returns the commit."""
+        """Make a branch of a repository point to these files, and return the commit."""
         sha = hashlib.sha1(repr((repository, sorted(files.items()))).encode()).hexdigest()
         self.files[repository, sha] = files
         self.branches[f"{repository}@{branch}"] = sha
         return sha
 
     def create(self, name: str, kind: str, private: bool) -> bool:
-        """Make a repository; returns False where it is there."""
+        """Create a repository. Returns False if it exists."""
         repository = f"{kind}s/{name}"
         if f"{repository}@main" in self.branches:
             return False
@@ -64,7 +66,7 @@ class Hub:
         return True
 
     def answer(self, request: httpx.Request) -> httpx.Response:
-        """Answer a request of the client."""
+        """Answer a request of the Hub's client."""
         path = unquote(request.url.path).strip("/")
         self.requests.append(path)
         steps, body = path.split("/"), request.read()
@@ -111,7 +113,7 @@ class Hub:
         return httpx.Response(200, content=sent, headers=headers)
 
     def _take(self, steps: list[str], body: bytes) -> httpx.Response:
-        """Answer what changes a repository."""
+        """Answer a request that changes a repository."""
         repository = "/".join(steps[1:4])
         if steps[1] == "repos":
             asked = json.loads(body)
@@ -198,13 +200,13 @@ class Hub:
 
 @contextmanager
 def serving(patch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
-    """Yield a hub that the client talks to, with an empty cache."""
+    """Yield a hub that the client connects to, with an empty cache."""
     hub = Hub()
     for name, value in {
         "ENDPOINT": hub.url,
         "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": False,  # nothing leaves this process
+        "HF_HUB_OFFLINE": False,  # safe, because no request leaves this process
         "HF_HUB_CACHE": str(cache),
     }.items():
         patch.setattr(constants, name, value)
@@ -215,12 +217,12 @@ def serving(patch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
 
 
 def _oid(content: bytes) -> str:
-    """The name that git gives to a file's content."""
+    """Return the git blob id of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def _mode(path: str) -> str:
-    """How the Hub wants a file: small texts as they are, all else as large files."""
+    """Return the Hub's upload mode: small text files are regular, all others are large files."""
     return (
         "regular" if path.endswith((".json", ".md", ".jinja", ".txt", ".gitattributes")) else "lfs"
     )

@@ -1,4 +1,7 @@
-"""Ends writers at chosen moments: in this process, or forks of it in scripts apart from pytest, which has threads."""
+"""Ends writers at chosen moments, in this process or in forks of it.
+
+Forks are made by scripts in their own process, because pytest has threads.
+"""
 
 import errno
 import os
@@ -17,14 +20,17 @@ CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmd
 
 
 class Killed(BaseException):
-    """The end of a writer's process; nothing that it does afterwards reaches the disk."""
+    """The simulated end of a writer's process. Nothing that it does afterwards reaches the disk."""
 
 
 @contextmanager
 def failing_at(
     n: int, fail: Callable[[], object], calls: Sequence[str] = CHANGING_CALLS, owner: Any = os
 ) -> Iterator[None]:
-    """Let the n-th of some calls that change the disk, and all after it, fail; the n-th one, if a write, is torn."""
+    """Make the n-th call that changes the disk, and all later calls, fail.
+
+    If the n-th call is a write, half of its bytes are written.
+    """
     left = n
     with pytest.MonkeyPatch.context() as patch:
 
@@ -47,7 +53,7 @@ def failing_at(
 
 @contextmanager
 def killed_at(n: int, calls: Sequence[str] = CHANGING_CALLS, owner: Any = os) -> Iterator[None]:
-    """End the block at the n-th call that changes the disk, as a kill of the process does."""
+    """End the block at the n-th call that changes the disk, like a kill of the process."""
 
     def end() -> None:
         raise Killed
@@ -59,7 +65,11 @@ def killed_at(n: int, calls: Sequence[str] = CHANGING_CALLS, owner: Any = os) ->
 def killed_everywhere(
     make: Callable[[int], Path], act: Callable[[Path], object], every: int = 1
 ) -> Iterator[Path]:
-    """Make a store and act on it until that ends, killed at a later change each time; yield what each kill leaves."""
+    """Act on a new store again and again, killed at a later change each time, until it completes.
+
+    Yields:
+        The store that each kill leaves, and at last the complete store.
+    """
     is_over = False
     for n in range(1, 10_000, every):
         store = make(n)
@@ -72,7 +82,7 @@ def killed_everywhere(
 
 
 def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> AbstractContextManager[None]:
-    """Let the disk be full from the n-th write on, or from another call."""
+    """Make the disk full from the n-th write on, or from the n-th call of another function."""
 
     def refuse() -> None:
         raise OSError(code, os.strerror(code))
@@ -81,7 +91,7 @@ def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> AbstractCo
 
 
 def run_apart(function: Callable[..., object], *arguments: object) -> None:
-    """Run a test module's function of texts in a process of its own, which must end well."""
+    """Run a function of a test module in its own process, with text arguments. It must succeed."""
     code = (
         f"import sys, torch; torch.set_num_threads(1); from moa_data.{function.__module__} import "
         f"{function.__name__} as run; run(*sys.argv[1:])"
@@ -94,12 +104,12 @@ def run_apart(function: Callable[..., object], *arguments: object) -> None:
 
 
 def die() -> None:
-    """End this process as kill -9 does."""
+    """End this process like kill -9."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_at(owner: Any, name: str, at_call: int, after: bool = False) -> None:
-    """Kill this process at a call of a function, before or after it is done."""
+    """Kill this process at the n-th call of a function, before or after the call is executed."""
     real, n_calls = getattr(owner, name), 0
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -116,7 +126,7 @@ def die_at(owner: Any, name: str, at_call: int, after: bool = False) -> None:
 
 
 def _status_of(*actions: Callable[[], object]) -> int:
-    """Run actions, one after another, in a fork."""
+    """Run actions in order in a fork, and return its exit status."""
     child = os.fork()
     if child == 0:
         for action in actions:
@@ -126,7 +136,11 @@ def _status_of(*actions: Callable[[], object]) -> int:
 
 
 def kill_at_points(points: Mapping[str, tuple[Any, ...]], action: Callable[[str], object]) -> None:
-    """Run an action once for each point, arguments of ``die_at``, at which it must die."""
+    """Run an action once for each point, and check that it is killed there.
+
+    Args:
+        points: names -> arguments of ``die_at``.
+    """
     for name, point in points.items():
         status = _status_of(partial(die_at, *point), partial(action, name))
         assert os.WIFSIGNALED(status), (name, status)
@@ -136,7 +150,10 @@ def kill_at_points(points: Mapping[str, tuple[Any, ...]], action: Callable[[str]
 def kill_at_every_change(
     action: Callable[[int, Callable[[], None]], object], every: int = 1
 ) -> None:
-    """Run an action until it ends, killed at a later change each time; it is given a call that arms the kill."""
+    """Run an action until it completes, killed at a later change each time.
+
+    The action receives n and a function that arms the kill.
+    """
     for n in range(1, 10_000, every):
         status = _status_of(partial(action, n, failing_at(n, die).__enter__))
         if os.WIFEXITED(status):

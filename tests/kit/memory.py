@@ -1,4 +1,4 @@
-"""What tensors take while something runs."""
+"""Measures the memory of tensors while code runs."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
-    """Records the peak of the bytes held by all tensors that operations made, and those of the largest one."""
+    """Records the peak bytes of all tensors that operations create, and the size of the largest."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.peak = self.largest = 0
         self._live = WeakIdKeyDictionary()
 

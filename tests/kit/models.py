@@ -1,4 +1,4 @@
-"""Tiny random targets of every supported family with tokenizers for them, all built in code."""
+"""Builds tiny random targets of every supported family, and tokenizers for them."""
 
 import random
 from functools import cache
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8, "head_dim": 12}),
-    # The last layer has a window, those before it see everything.
+    # The last layer has a sliding window. The layers before it attend to everything.
     "qwen2-mixed": (
         Qwen2Config,
         Qwen2ForCausalLM,
@@ -48,14 +48,20 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 SPECIAL_TOKENS = [
-    "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>",
-    "[INST]", "[/INST]", "</s>", "<pad>",
+    "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>",
+    "<|im_end|>", "[INST]", "[/INST]", "</s>", "<pad>",
 ]  # fmt: skip
-TEXT = "the cat sat on a warm mat and saw two small birds sing in some tall green trees near our old house"
+TEXT = (
+    "the cat sat on a warm mat and saw two small birds sing in some tall green trees "
+    "near our old house"
+)
 
 
 def build_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
-    """A random causal LM in float32; biases and norms are random too, so that none is forgotten unseen."""
+    """Return a random causal LM in float32.
+
+    Biases and norms are random too, so that a test notices code that ignores them.
+    """
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**(SIZES | extra | overrides))).eval().requires_grad_(False)
@@ -66,24 +72,27 @@ def build_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
 
 
 def build_text_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
-    """A random model for ``build_tokenizer``: 3 layers, 2 KV heads of 8 and width 32, in float32."""
+    """Return a random model for ``build_tokenizer``.
+
+    It has 3 layers, 2 KV heads of size 8 and a hidden size of 32, in float32.
+    """
     sizes: dict[str, Any] = {
-        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
-        "max_position_embeddings": 256, "initializer_range": 0.2, "sliding_window": None,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 9,
+        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.2,
+        "sliding_window": None, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 9,
     }  # fmt: skip
     return build_model(family, seed, **(sizes | overrides))
 
 
 def write_target(folder: Path, **changes: Any) -> Path:
-    """Write a Llama target in bfloat16 with a Llama-3-like template."""
+    """Write a Llama target in bfloat16 with a chat template like Llama-3's."""
     build_text_model(**changes).to(torch.bfloat16).save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
     return folder
 
 
 def written_by_transformers(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    """What ``generate`` of transformers writes after a prompt, greedily."""
+    """Return the tokens that transformers' ``generate`` writes after a prompt, greedily."""
     attention_mask = torch.ones(1, len(prompt))
     tokens = model.generate(
         torch.tensor([prompt]), attention_mask=attention_mask, do_sample=False, **options
@@ -93,7 +102,7 @@ def written_by_transformers(model: Any, prompt: list[int], **options: Any) -> li
 
 
 def random_prompts(n: int, seed: int, longest: int = 20) -> list[list[int]]:
-    """Token ids of prompts for ``build_model``, without its special tokens."""
+    """Return the token ids of prompts for ``build_model``, without its special tokens."""
     draw = random.Random(seed)
     return [
         [draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))]
@@ -132,9 +141,13 @@ def _backend(bos: str | None) -> str:
 def build_tokenizer(
     template: str | None, bos: str | None = "<|begin_of_text|>", eos: str = "<|eot_id|>"
 ) -> Any:
-    """A byte-level BPE tokenizer of 400 entries that also puts a BOS before plain text, as Llama-3's does."""
+    """Return a byte-level BPE tokenizer of 400 entries.
+
+    It puts a BOS before plain text, like Llama-3's.
+    """
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_backend(bos)), bos_token=bos, eos_token=eos, pad_token="<pad>",
+        tokenizer_object=Tokenizer.from_str(_backend(bos)), bos_token=bos, eos_token=eos,
+        pad_token="<pad>",
         additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in (bos, eos, "<pad>")],
     )  # fmt: skip
     tokenizer.chat_template = template
@@ -142,7 +155,7 @@ def build_tokenizer(
 
 
 def build_byte_tokenizer() -> Any:
-    """One token per byte, after the tokens <pad>, <bos>, <eot>, <user> and <assistant>."""
+    """Return a tokenizer with the tokens <pad>, <bos>, <eot>, <user>, <assistant> and all bytes."""
     special = ("<pad>", "<bos>", "<eot>", "<user>", "<assistant>")
     vocabulary = {
         token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
@@ -159,11 +172,14 @@ def build_byte_tokenizer() -> Any:
 
 
 def write_target_of_letters(folder: Path, max_positions: int) -> Path:
-    """Write a random target with a byte tokenizer that writes letters, and ends its texts and questions soon."""
+    """Write a random target with a byte tokenizer.
+
+    The target writes letters, and soon ends its texts, also when it writes the user's questions.
+    """
     tokenizer = build_byte_tokenizer()
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "max_position_embeddings": max_positions, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "initializer_range": 0.5,
+        "vocab_size": len(tokenizer), "max_position_embeddings": max_positions, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.5,
     }  # fmt: skip
     model = build_text_model(**sizes)
     written = tokenizer("abcdefghijklmnopqrst", add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
 """Run moto's S3 server: python moto_server.py HOST PORT.
 
-S3 checks the condition of a conditional write and writes in one step. moto does so in two, so that two of several
-writers can win; here its writes follow each other.
+S3 checks the condition of a conditional write and writes the object in one atomic step. moto takes
+two steps, so that two concurrent writers can both succeed. This server serializes its writes.
 """
 
 import sys
@@ -15,7 +15,7 @@ _put_object = S3Response.put_object
 
 
 def put_object(self: S3Response) -> object:
-    """Write an object while no other one is written."""
+    """Write an object while no other write runs."""
     with _WRITES:
         return _put_object(self)
 

@@ -1,4 +1,7 @@
-"""S3 servers of other projects on loopback: moto's in memory, and SeaweedFS, which keeps what it has acknowledged."""
+"""Runs S3 servers on loopback: moto's, and SeaweedFS.
+
+moto keeps objects in memory. SeaweedFS persists the writes that it has acknowledged.
+"""
 
 import contextlib
 import json
@@ -25,14 +28,14 @@ ACCESS_KEY, SECRET_KEY = "tester", "secret-of-tester"
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def environment(endpoint: str) -> dict[str, str]:
-    """The variables with which a process finds a server."""
+    """Return the environment variables that let a process find a server."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -43,7 +46,7 @@ def environment(endpoint: str) -> dict[str, str]:
 
 @contextmanager
 def use(endpoint: str) -> Iterator[None]:
-    """Let this process find a server; paths of earlier servers stay connected to them."""
+    """Let this process find a server. Paths that exist already stay connected to their servers."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(endpoint).items():
             patch.setenv(name, value)
@@ -51,7 +54,7 @@ def use(endpoint: str) -> Iterator[None]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
-    """Wait until something answers."""
+    """Wait until a server answers at this URL."""
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -67,7 +70,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.0
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """Run moto's server in a process of its own; yields its endpoint."""
+    """Run moto's server in its own process, and yield its endpoint."""
     port = free_port()
     command = [
         sys.executable,
@@ -85,7 +88,7 @@ def moto() -> Iterator[str]:
 
 
 class Seaweed:
-    """SeaweedFS: one process that is master, volume server, filer and S3 gateway."""
+    """SeaweedFS as one process with the master, the volume server, the filer and the S3 gateway."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
@@ -99,15 +102,16 @@ class Seaweed:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it serves."""
+        """Start the server, and wait until it answers."""
         master, volume, filer, *internal = self._ports
         weed = shutil.which("weed") or str(Path(sys.executable).with_name("weed"))
         options = {
-            "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "dir": self.folder, "s3.config": self.folder / "ids.json",
-            "s3.port": self.port, "s3.port.grpc": internal[0], "s3.port.iceberg": 0, "s3.port.lance": 0,
+            "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "dir": self.folder,
+            "s3.config": self.folder / "ids.json", "s3.port": self.port,
+            "s3.port.grpc": internal[0], "s3.port.iceberg": 0, "s3.port.lance": 0,
             "master.port": master, "master.port.grpc": internal[1], "volume.port": volume,
-            "volume.port.grpc": internal[2], "filer.port": filer, "filer.port.grpc": internal[3], "volume.max": 8,
-            "master.volumeSizeLimitMB": 64, "master.telemetry": "false",
+            "volume.port.grpc": internal[2], "filer.port": filer, "filer.port.grpc": internal[3],
+            "volume.max": 8, "master.volumeSizeLimitMB": 64, "master.telemetry": "false",
         }  # fmt: skip
         command = [weed, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
         with open(self.folder / "log", "ab") as log:
@@ -115,7 +119,7 @@ class Seaweed:
         wait_for(self.endpoint, self.process)
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """End the server as a crash would."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -123,16 +127,18 @@ class Seaweed:
 
 
 def empty_place(endpoint: str) -> str:
-    """Return the URL of a prefix that holds nothing, in a bucket that is made if it is missing.
+    """Return the URL of an empty prefix in a bucket, which is created if it is missing.
 
-    SeaweedFS gives each bucket volumes of its own, so that all tests share one. obstore makes no buckets.
+    SeaweedFS gives each bucket its own volumes, so all tests share one bucket. obstore does not
+    create buckets.
     """
     import boto3
     from botocore.config import Config
 
     client = boto3.client(
-        "s3", endpoint_url=endpoint, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
-        region_name="us-east-1", config=Config(retries={"total_max_attempts": 20}),
+        "s3", endpoint_url=endpoint, aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY, region_name="us-east-1",
+        config=Config(retries={"total_max_attempts": 20}),
     )  # fmt: skip
     with contextlib.suppress(
         client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists
@@ -143,14 +149,14 @@ def empty_place(endpoint: str) -> str:
 
 
 def read_remote_tree(store: RemotePath) -> dict[str, bytes]:
-    """Return what ``stores.read_tree`` gives of the same store on a disk."""
+    """Return what ``stores.read_tree`` returns for the same store on a disk."""
     return {
         name: (store / name).read_bytes() for name in store.names() if not name.startswith("runs/")
     }
 
 
 def copy_up(folder: Path, url: str) -> RemotePath:
-    """Copy a folder to a bucket, file by file, as other tools do."""
+    """Copy a folder to a bucket file by file, like other tools do."""
     target = open_path(url)
     assert isinstance(target, RemotePath)
     for path in sorted(folder.rglob("*")):

@@ -1,4 +1,7 @@
-"""The demo's proxy, which tests also have cut after so many bytes, or end connections as a dying server does."""
+"""The demo's proxy with additional faults.
+
+It can cut connections at an exact byte, and reset them like a dying server.
+"""
 
 import asyncio
 import socket
@@ -15,26 +18,30 @@ Way = Literal["up", "down"]
 
 
 class Proxy(CutProxy):
-    """Every method may be called from any other thread, and holds when it returns."""
+    """A proxy that other threads control.
+
+    Every method may be called from any other thread, and has taken effect when it returns.
+    """
 
     def __init__(self, port: int, delay_s: float = 0.0) -> None:
-        self.n_bytes: dict[Way, int] = {"up": 0, "down": 0}  # forwarded by all connections
+        self.n_bytes: dict[Way, int] = {"up": 0, "down": 0}  # sum over all connections
         self.is_cut, self.n_connections, self._resets = threading.Event(), 0, False
-        # forwarded bytes one way at which it is cut; by a reset
+        # Direction, number of forwarded bytes at which to cut, and whether to cut by a reset.
         self._cut_at: tuple[Way, int, bool] | None = None
         self._clients: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
         super().__init__(port, delay_s)
 
     @override
     def cut(self, reset: bool = False) -> None:
-        """Let nothing pass: connections stay open and silent, what is in flight is held.
+        """Let nothing pass. Connections stay open and silent, and data in flight is held back.
 
-        With ``reset``, end all connections, and new ones as soon as they are made; what is in flight is lost.
+        With ``reset``, all connections are reset, and new ones as soon as they are made. Data in
+        flight is lost.
         """
         self._call(lambda: self._cut_now(reset))
 
     def cut_after(self, n_bytes: int, way: Way, reset: bool = False) -> None:
-        """Cut when exactly so many further bytes, of all connections, have been forwarded one way."""
+        """Cut after ``n_bytes`` more bytes in one direction, exactly, over all connections."""
 
         def arm() -> None:
             self._cut_at = way, self.n_bytes[way] + n_bytes, reset
@@ -45,7 +52,7 @@ class Proxy(CutProxy):
 
     @override
     def restore(self) -> None:
-        """Let everything pass again, what was held first; no cut is armed afterwards."""
+        """Let everything pass again, first the data that was held back. Disarms any planned cut."""
 
         def restore() -> None:
             self._cut_at, self._resets = None, False
@@ -95,7 +102,8 @@ class Proxy(CutProxy):
                 sink.write(now)
                 self.n_bytes[way] += len(now)
                 data = data[len(now) :]
-                if ways == way and self.n_bytes[way] == at:  # before other connections run
+                # Cut in the same step, before the event loop runs other connections.
+                if ways == way and self.n_bytes[way] == at:
                     self._cut_now(reset)
         await self._is_open.wait()
         sink.write_eof()

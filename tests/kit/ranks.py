@@ -1,4 +1,4 @@
-"""Runs a function in several processes that find each other as torchrun's do, each with one thread."""
+"""Runs a function in several single-threaded processes that find each other like torchrun's."""
 
 import os
 import pickle
@@ -16,18 +16,18 @@ _MAIN = "import pickle, sys; f, args = pickle.load(open(sys.argv[1], 'rb')); f(*
 def run_ranks(
     n_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, n_nodes: int = 1
 ) -> None:
-    """Call a function of a module in each process; its rank is in the environment.
+    """Call a module's function in each process. The rank is in the environment.
 
     Args:
-        folder: for the call, written there once.
-        n_nodes: machines that the processes are told to be on.
+        folder: folder for the file with the pickled call.
+        n_nodes: number of machines that the processes appear to run on.
     """
     call = folder / "call.pickle"
     call.write_bytes(pickle.dumps((function, args)))
     per_node = n_ranks // n_nodes
     shared = {
-        "WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
-        "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1,
+        "WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1,
     }  # fmt: skip
     running = []
     for rank in range(n_ranks):

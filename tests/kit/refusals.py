@@ -1,4 +1,4 @@
-"""Lets a disk refuse: from some call on, every call that changes a file below a folder fails as the system says."""
+"""Simulates a failing disk: from some call on, every call that changes a file in a folder fails."""
 
 import builtins
 import io
@@ -16,7 +16,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Refusals:
-    """Counts the calls that change files, and refuses all from a certain one on."""
+    """Counts the calls that change files, and makes all calls fail from a certain one on."""
 
     def __init__(self, folder: Path, first: int | None, code: int) -> None:
         self.n_calls = 0
@@ -24,7 +24,7 @@ class Refusals:
         self._folder, self._first, self._code = str(folder.resolve()), first, code
 
     def meet(self, call: str, path: Any) -> None:
-        """Count a call, and raise OSError where it is to be refused."""
+        """Count a call, and raise OSError if it must fail."""
         name = (
             os.readlink(f"/proc/self/fd/{path}")
             if isinstance(path, int)
@@ -35,7 +35,7 @@ class Refusals:
         self.n_calls += 1
         if self._first is not None and self.n_calls >= self._first:
             self.refused.append(f"{call} {name}")
-            # A call that takes a descriptor does not know the name of the file.
+            # A call that takes a descriptor does not know the file's name.
             raise OSError(
                 self._code, os.strerror(self._code), *([] if isinstance(path, int) else [str(path)])
             )
@@ -43,7 +43,10 @@ class Refusals:
 
 @contextmanager
 def refusing(folder: Path, first: int | None, code: int = 0) -> Iterator[Refusals]:
-    """Refuse calls that change files below a folder, from the first-th on; None refuses none, and counts."""
+    """Make calls that change files below a folder fail, from the first-th call on.
+
+    If ``first`` is None, no call fails and calls are only counted.
+    """
     refusals = Refusals(folder, first, code)
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

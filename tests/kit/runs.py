@@ -1,4 +1,4 @@
-"""Training runs of some steps on a CPU, and their comparison."""
+"""Runs short trainings on a CPU, and compares them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
     "precision": "32-true",
 }
 
-# Kind of drafter -> sizes with which it is small and fits the stores of ``kit.training``.
+# Kind of drafter -> sizes that make it small and fit the stores of ``kit.training``.
 SIZES: dict[str, dict[str, Any]] = {
     "moa": {},
     "eagle": {},
@@ -55,14 +55,14 @@ def last_state(out: Any) -> Any:
 
 
 def assert_same_weights(one: Path, other: Path, rtol: float = 0, atol: float = 0) -> None:
-    """Compare the last checkpoints of two runs, bit for bit unless there is a tolerance."""
+    """Compare the last checkpoints of two runs, bit for bit unless a tolerance is given."""
     torch.testing.assert_close(
         last_state(one)["state_dict"], last_state(other)["state_dict"], rtol=rtol, atol=atol
     )
 
 
 def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Yield everything in a checkpoint, with its place."""
+    """Return every value in a checkpoint with its path."""
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}/{key}")]
     if isinstance(value, list | tuple):
@@ -73,10 +73,15 @@ def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
 
 
 def assert_same_run(whole: Path, parts: Path) -> None:
-    """Weights, moments, rates, counts, the best drafter and the logged figures are the same, bit for bit."""
+    """Check that an uninterrupted and a resumed run are the same, bit for bit.
+
+    Weights, optimizer moments, learning rates, counters, the best drafter and the logged metrics
+    must be equal.
+    """
     one, other = (read_checkpoint(out / "checkpoints" / "last.ckpt") for out in (whole, parts))
     for state in (one, other):
-        del state["loops"], state["epoch"]  # say how often a validation, and the whole, began
+        # These count the starts of validations and of the whole run, so they may differ.
+        del state["loops"], state["epoch"]
     for (name, value), (other_name, found) in zip(leaves(one), leaves(other), strict=True):
         assert name == other_name
         same = torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found

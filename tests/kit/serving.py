@@ -1,4 +1,4 @@
-"""A tiny target that is served, and a real server of it on a free port."""
+"""Builds tiny targets, and serves them with a real server on a free port."""
 
 import asyncio
 import threading
@@ -25,29 +25,29 @@ MODEL = "tiny"
 
 
 def never_ending(*parts: Any) -> Target:
-    """A target of a model and perhaps a tokenizer that ends no answer by itself."""
+    """Return a target, of a model and optionally a tokenizer, that never ends an answer itself."""
     target = Target(*parts)
     target.eos_token_ids = frozenset()
     return target
 
 
 def text_target() -> Target:
-    """A random target with a tokenizer of 400 entries, whose text is whatever comes."""
+    """Return a random target with a tokenizer of 400 entries. It writes arbitrary text."""
     return never_ending(build_text_model(), build_tokenizer(LLAMA3_TEMPLATE))
 
 
 def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:
-    """What plain greedy decoding answers: to a user's message, or behind tokens."""
+    """Return the answer of plain greedy decoding, to a user's message or after a list of tokens."""
     if isinstance(prompt, str):
         prompt = prompt_tokens(target.template, [{"role": "user", "content": prompt}])
     text: str = target.tokenizer.decode(
         plain_generate(target, prompt, max_new_tokens=n_new).tokens, skip_special_tokens=True
     )
-    return text.rstrip("\ufffd")  # a last character that is not complete is not sent
+    return text.rstrip("\ufffd")  # the server does not send an incomplete last character
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -55,13 +55,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 class LiveServer:
-    """A server in a thread of this process, whose ``address`` is such as ``http://127.0.0.1:41234``.
+    """A server in a thread of this process.
 
-    Settings are those of the command, by their names.
+    ``address`` looks like ``http://127.0.0.1:41234``. Settings have the names of the command's.
     """
 
     address: str
-    grpc_address: str  # of a server with identities
+    grpc_address: str  # only set with identities
 
     def __init__(
         self,
@@ -96,20 +96,20 @@ class LiveServer:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port of HTTP."""
+        """Host and port of the HTTP server."""
         host, port = self.address.partition("://")[2].split(":")
         return host, int(port)
 
     def wait_until_free(self) -> None:
-        """Wait until no text is held."""
+        """Wait until the engine holds no open sequence."""
         wait_for(lambda: not self.engine.snapshot().n_open)
 
     def end(self) -> None:
-        """Tell it to drain, and the second time to break off."""
+        """Tell the server to drain. A second call aborts what is still running."""
         self._call(self.run.end)
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the server's end."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
 

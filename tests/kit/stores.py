@@ -1,4 +1,7 @@
-"""Tiny stores with known content, made without a target: equal recipes give equal bytes. Needs no torch."""
+"""Builds tiny stores with known content, without a target and without torch.
+
+Equal recipes give equal bytes.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +35,10 @@ from moa_data.storage.write.store import StoreWriter
 FIELDS = (tokens_field(), response_mask_field(), kv_field(4, 2, 8), hidden_field("last", 16))
 LENGTHS = (70, 3, 200, 64, 1, 129, 90, 33, 150, 64, 65, 12)
 Change = Callable[[str, dict[str, Any], np.ndarray], Any]
-"""What is written of a field for a row of the plan: (field's name, row, the recipe's values) -> values or codes."""
+"""Changes what is written of a field for a row of the plan.
+
+(field's name, row of the plan, the recipe's values) -> values or codes.
+"""
 
 
 def _as_they_are(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
@@ -41,13 +47,13 @@ def _as_they_are(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Inputs of a store: equal recipes give equal bytes."""
+    """The inputs of a store. Equal recipes give equal bytes."""
 
     manifest: StoreManifest
     plan: pa.Table
 
     def values(self, field: FieldSpec, row: dict[str, Any]) -> np.ndarray:
-        """Content of a field for one row of the plan: [n_tokens, *token_shape], storage dtype."""
+        """Return a field's content for a row: [n_tokens, *token_shape] in the storage dtype."""
         seed = [row["source_row"], [spec.name for spec in self.manifest.fields].index(field.name)]
         rng = np.random.default_rng(seed)
         shape = (row["n_tokens"], *field.token_shape)
@@ -59,7 +65,7 @@ class Recipe:
         return bfloat16_bits(rng.normal(size=shape).astype(np.float32))
 
     def fill(self, out: PartWriter, change: Change = _as_they_are) -> None:
-        """Write the fields that a part takes, without a commit."""
+        """Write the fields of a part without committing it."""
         for row in out.sequences.to_pylist():
             values = {
                 spec.name: change(spec.name, row, self.values(spec, row))
@@ -86,7 +92,7 @@ class Recipe:
         files: Mapping[str, bytes] | None = None,
         shares: bool = False,
     ) -> AnyPath:
-        """Write whatever of the store is missing, beside others or alone."""
+        """Write all missing parts of the store, alone or together with other writers."""
         with StoreWriter.create_or_resume(path, self.manifest, self.plan, files, shares) as writer:
             for part in writer.pending_parts():
                 if writer.is_pending(part):
@@ -102,7 +108,7 @@ class Recipe:
         )
 
     def write_bundled(self, path: Path) -> Path:
-        """Write whatever is missing, a target bundle of one file included."""
+        """Write all missing parts, and a target bundle of one file."""
         self.write(path)
         with self.open(path) as writer:
             if not writer.has_target:
@@ -111,7 +117,7 @@ class Recipe:
         return path
 
     def with_manifest(self, **changes: Any) -> "Recipe":
-        """Return a recipe with another manifest."""
+        """Return a recipe with a changed manifest."""
         return replace(self, manifest=replace(self.manifest, **changes))
 
 
@@ -120,7 +126,7 @@ def make_recipe(
     fields: tuple[FieldSpec, ...] = FIELDS,
     part_tokens: int = 400,
 ) -> Recipe:
-    """Return a recipe for sequences of these lengths."""
+    """Return a recipe for sequences with these lengths."""
     n = len(lengths)
     table = pa.table(
         {
@@ -155,7 +161,7 @@ def make_recipe(
 
 
 def read_tree(store: str | Path) -> dict[str, bytes]:
-    """Return every file that equal inputs determine: relative path -> content."""
+    """Return all files whose content is determined by equal inputs: relative path -> content."""
     path = Path(store)
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
@@ -167,7 +173,7 @@ def read_tree(store: str | Path) -> dict[str, bytes]:
 
 
 def check_reads_equal(one: StorePath, other: StorePath) -> None:
-    """Compare all that two whole stores hold, as it is read."""
+    """Check that everything in two complete stores reads the same."""
     with ActivationStore(one, require_complete=True) as first, ActivationStore(other) as second:
         found, expected = (
             reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (first, second)
@@ -178,26 +184,30 @@ def check_reads_equal(one: StorePath, other: StorePath) -> None:
 
 
 def flip(path: Path, at: int | None = None) -> None:
-    """Flip one bit of a file, in its middle if no place is given."""
+    """Flip one bit of a file, by default in its middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
 
 
 def zarr_array(group: Path, name: str) -> zarr.Array[Any]:
-    """Open an array of a group, such as a part, by zarr-python."""
+    """Open an array of a group, such as a part, with zarr-python."""
     array = zarr.open_group(group, mode="r")[name]
     assert isinstance(array, zarr.Array)
     return array
 
 
 def read_by_zarr(group: Path, name: str, first: int = 0, end: int | None = None) -> np.ndarray:
-    """Rows of an array of a group, such as a part, as zarr-python reads them."""
+    """Read rows of an array of a group, such as a part, with zarr-python."""
     return np.asarray(zarr_array(group, name)[first:end])
 
 
 def rows_in_store(store: Path, name: str, row: dict[str, Any]) -> tuple[int, int]:
-    """First row and end of a sequence, a row of the plan, on axis 0 of a token array of all parts."""
+    """Return the first row and the end of a sequence on axis 0 of a token array over all parts.
+
+    Args:
+        row: the sequence's row of the plan.
+    """
     room = zarr_array(store / "parts", name).attrs["part_rows"]
     assert isinstance(room, int)
     first = row["part"] * room + int(row["first_token"])

@@ -1,24 +1,28 @@
-"""Chat templates: short ones of each kind, and those of real families with the very text that they write for tools."""
+"""Chat templates: short ones of each kind, and real families' with their exact text for tools."""
 
 LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
-    "+ m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 CHATML_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+    "{% endif %}"
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 BYTES_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<eot>' }}{% endgeneration %}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<eot>' }}{% endgeneration %}"
     "{% else %}{{ m['content'] + '<eot>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
@@ -59,8 +63,11 @@ HARMONY_TEMPLATE = r"""{{- '<|start|>system<|message|>Knowledge cutoff: 2024-06\
     {{- '<|start|>assistant' }}
 {%- endif %}
 """
-"""gpt-oss's, in short: a last answer ends otherwise than an earlier one, and the generation prompt stops before the
-channel. A result names the tool again."""
+"""A short form of gpt-oss's template.
+
+The last answer ends differently from earlier ones, and the generation prompt stops before the
+channel. A tool's result repeats the tool's name.
+"""
 
 LLAMA31_TEMPLATE = r"""{{- bos_token }}
 {%- if not date_string is defined %}
@@ -126,7 +133,7 @@ LLAMA32_DATE = """{%- if strftime_now is defined %}
     {%- set date_string = strftime_now("%d %b %Y") %}
 {%- endif %}
 """
-"""The lines of Llama-3.2 that ask for the day, here also where a date is passed."""
+"""The lines of Llama-3.2 that ask for the current date. Here they ignore a date that is passed."""
 
 _QWEN_TOOLS = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -220,27 +227,31 @@ QWEN3_TEMPLATE = (
     + _QWEN_RESULTS
 )
 
-# Short forms of other families, each with what is peculiar to it.
+# Short forms of other families' templates, each with its peculiarities.
 
 GEMMA_TEMPLATE = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
     "{{ m.content | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 LLAMA2_TEMPLATE = (
     "{% set system = messages[0].content if messages[0].role == 'system' else false %}"
-    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' }}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' }}"
     "{% if loop.first and system %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}"
-    "{{ m.content | trim + ' [/INST]' }}{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{{ m.content | trim + ' [/INST]' }}{% else %}"
+    "{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-"""A BOS before each turn, and the system's text inside the first one."""
+"""Each turn starts with a BOS, and the system message is part of the first turn."""
 
 ZEPHYR_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""No BOS, also with a tokenizer that puts one before plain text."""
+"""The template writes no BOS, even if the tokenizer puts one before plain text."""
 
 MISTRAL3_TEMPLATE = r"""{{- bos_token }}
 {%- if messages[0].role == 'system' %}
@@ -269,7 +280,7 @@ MISTRAL3_TEMPLATE = r"""{{- bos_token }}
     {%- endif %}
 {%- endfor %}
 """
-"""The system's text goes into the last turn of the user, if the chat ends with one."""
+"""The system message goes into the user's last turn, if the chat ends with a user's turn."""
 
 DEEPSEEK_TEMPLATE = r"""{{- bos_token }}
 {%- for m in messages %}
@@ -286,7 +297,7 @@ DEEPSEEK_TEMPLATE = r"""{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}
 """
-"""Arguments of calls are texts, and reasoning is cut off."""
+"""Arguments of calls are strings, and reasoning is cut off."""
 
 EITHER_TEMPLATE = r"""{{- bos_token }}
 {%- for m in messages %}
@@ -302,7 +313,7 @@ EITHER_TEMPLATE = r"""{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>assistant\n' }}{%- endif %}
 """
-"""Contents as texts or in parts, as Gemma 3's."""
+"""Contents are strings or lists of parts, as in Gemma 3's template."""
 
 PARTS_TEMPLATE = r"""{%- for m in messages %}
     {{- m.role | capitalize + ':' }}
@@ -311,7 +322,7 @@ PARTS_TEMPLATE = r"""{%- for m in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}
 """
-"""Contents in parts alone, as SmolVLM's."""
+"""Contents are always lists of parts, as in SmolVLM's template."""
 
 PHI4_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and 'tools' in m and m.tools is not none %}"
@@ -319,7 +330,7 @@ PHI4_TEMPLATE = (
     "{% else %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""The tools are a text of the system message."""
+"""The tools are a string in the system message."""
 
 CODER_TEMPLATE = r"""{%- for m in messages %}
     {{- '<|im_start|>' + m.role + '\n' + m.content }}
@@ -334,7 +345,7 @@ CODER_TEMPLATE = r"""{%- for m in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""Arguments of calls in tags, as Qwen3-Coder's."""
+"""Arguments of calls are written in tags, as in Qwen3-Coder's template."""
 
 HERMES_TEMPLATE = r"""{{- '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}
@@ -375,7 +386,7 @@ HERMES_TEMPLATE = r"""{{- '<|im_start|>system\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""Hermes 2 Pro's: a tool is described in words, and then by its schema."""
+"""Hermes 2 Pro's template. It describes a tool in words, and then by its schema."""
 
 COMMAND_TEMPLATE = r"""{{- bos_token }}
 {%- if messages[0].role == 'system' %}
@@ -418,7 +429,7 @@ COMMAND_TEMPLATE = r"""{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>chatbot\n' }}{%- endif %}
 """
-"""Command R's: a tool is a function of Python, whose types are other words than those of the schema."""
+"""Command R's template. A tool is a Python function, and its types have other names than in the schema."""
 
 SORTED_TEMPLATE = r"""{%- macro show(value) -%}
     {%- if value is string %}{{- '<escape>' + value + '<escape>' }}
@@ -457,4 +468,4 @@ SORTED_TEMPLATE = r"""{%- macro show(value) -%}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
 """
-"""FunctionGemma's: keys in the order of the alphabet, and a form of its own for each type of value."""
+"""FunctionGemma's template. Keys are sorted, and each type of value has its own form."""

@@ -1,4 +1,4 @@
-"""A small store of a random Llama, written through the real capture and writer: what drafters are trained from."""
+"""Builds a small store of a random Llama with the real capture and writer, to train drafters on."""
 
 import hashlib
 from pathlib import Path
@@ -24,14 +24,14 @@ N_LAYERS, VOCABULARY = 3, 61
 
 
 class NoTokenizer:
-    """Stands in for a tokenizer where only weights matter."""
+    """Stands in for a tokenizer in a test that only needs weights."""
 
     def save_pretrained(self, path: Path) -> None:
-        """Nothing to save."""
+        """Save nothing."""
 
 
 def tiny_model() -> Any:
-    """The target of ``build_store``."""
+    """Return the target of ``build_store``."""
     return build_text_model(num_hidden_layers=N_LAYERS, vocab_size=VOCABULARY, pad_token_id=None)
 
 
@@ -42,7 +42,10 @@ def build_store(
     dtype: str = "float32",
     codec: str = "lossless",
 ) -> Path:
-    """Sequences of 12..40 tokens that follow a simple pattern, so that a drafter can learn something."""
+    """Build a store of sequences of 12 to 40 tokens.
+
+    The tokens follow a simple pattern, so that a drafter can learn something.
+    """
     model, random = tiny_model(), np.random.default_rng(0)
     sequences: dict[str, Any] = {}
     for _ in range(n_sequences):

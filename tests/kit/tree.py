@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def visible_files(root: Path) -> Iterator[Path]:
-    """Yield the files below a folder, without those in hidden folders such as .venv.
+    """Yield the files below a folder, except those in hidden folders such as .venv.
 
-    Other tests may create and delete folders meanwhile. ``Path.rglob`` fails if one vanishes.
+    Other tests may create and delete folders at the same time. ``Path.rglob`` fails if a folder
+    vanishes.
     """
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]

@@ -1,4 +1,4 @@
-"""Chooses which variants of a test run by default; the others are slow tests."""
+"""Chooses the variants of a test that run by default. The others are slow tests."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,10 +9,10 @@ from .models import FAMILIES
 
 
 def quick(names: Iterable[Any], by_default: Iterable[Any]) -> list[Any]:
-    """Return all names for ``parametrize``; those that are not run by default are marked slow.
+    """Return all names for ``parametrize``, and mark those as slow that do not run by default.
 
     Raises:
-        ValueError: a default is no name.
+        ValueError: a default is not one of the names.
     """
     names, chosen = list(names), list(by_default)
     if unknown := [name for name in chosen if name not in names]:
@@ -23,4 +23,8 @@ def quick(names: Iterable[Any], by_default: Iterable[Any]) -> list[Any]:
 
 
 QUICK_FAMILIES = quick(FAMILIES, ("llama", "qwen3", "qwen2-mixed"))
-"""All families of targets: by default a plain one, one with norms of queries and keys, one with biases and a window."""
+"""All families of targets as parameters.
+
+By default these run: a plain family, one with norms of queries and keys, and one with biases and a
+sliding window.
+"""

@@ -1,7 +1,8 @@
-"""Stands in for vLLM: the interface of its connectors as the wheel has it, and an engine with paged caches.
+"""A stand-in for vLLM: the connector interface of the wheel, and an engine with paged caches.
 
-The engine computes with transformers and keeps what it computes in blocks, as vLLM does: taken from a pool in no order,
-one table for each group of layers, in a named layout in memory. Blocks that are given back are filled with NaN.
+The engine computes with transformers and stores the results in blocks like vLLM: blocks come from a
+pool in random order, each group of layers has its own block table, and the memory layout is
+configurable. Freed blocks are filled with NaN.
 """
 
 import importlib
@@ -27,7 +28,7 @@ from moa_data.pipeline.forwards.capture import capture
 
 BLOCK_TOKENS, N_BLOCKS = 4, 96
 LAYOUTS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
-"""Layout -> order of [n_blocks, n_heads, block_size, content] in memory."""
+"""Layout -> order of the axes of [n_blocks, n_heads, block_size, content] in memory."""
 
 
 class KVConnectorRole(Enum):
@@ -47,7 +48,10 @@ class SupportsHMA(ABC):
 
 
 class KVConnectorBase_V1(ABC):
-    """The names and parameters of the wheel; what a connector need not override is abstract here, too."""
+    """The wheel's names and parameters.
+
+    Methods that a connector need not override in vLLM are abstract here too.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._connector_metadata: KVConnectorMetadata | None = None
@@ -141,7 +145,7 @@ class SamplingParams:
 
 
 def settings(**changes: Any) -> Any:
-    """The settings that a connector looks at."""
+    """Return the vLLM settings that a connector reads."""
     of_all = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
         "cache_dtype": "auto", "enable_prefix_caching": False,
@@ -153,13 +157,13 @@ def settings(**changes: Any) -> Any:
 
 
 def groups(*specs: tuple[Any, list[str]]) -> Any:
-    """A cache whose groups have these kinds and layers."""
+    """Return a KV cache config whose groups have these specs and layer names."""
     found = [types.SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in specs]
     return types.SimpleNamespace(kv_cache_groups=found)
 
 
 def paged(n_heads: int, content: int, layout: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An empty cache of a layer, [n_blocks, n_heads, block_size, content] in a layout."""
+    """Return an empty cache of a layer, [n_blocks, n_heads, block_size, content] in a layout."""
     shape, order = (N_BLOCKS, n_heads, BLOCK_TOKENS, content), LAYOUTS[layout]
     return torch.full([shape[axis] for axis in order], torch.nan, dtype=dtype).permute(
         [order.index(axis) for axis in range(4)]
@@ -167,13 +171,16 @@ def paged(n_heads: int, content: int, layout: str, dtype: torch.dtype = torch.fl
 
 
 def fill(cache: Tensor, blocks: Sequence[int], values: Tensor) -> None:
-    """Put the values of a text, [n_tokens, n_heads, content], into its blocks."""
+    """Write the values of a sequence, [n_tokens, n_heads, content], to its blocks."""
     for position, row in enumerate(values):
         cache[blocks[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] = row
 
 
 def fill_kv(cache: Tensor, blocks: Sequence[int], keys: Tensor, values: Tensor) -> None:
-    """Put keys and values, [n_tokens, n_heads, d], into a text's blocks in the order of vLLM's kernels for CPUs."""
+    """Write a sequence's keys and values, [n_tokens, n_heads, d], to its blocks.
+
+    The order within a block is that of vLLM's CPU kernels.
+    """
     n_tokens, head_dim = len(keys), keys.shape[2]
     for index, block in enumerate(blocks[: -(-n_tokens // BLOCK_TOKENS)]):
         own = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
@@ -186,7 +193,7 @@ def fill_kv(cache: Tensor, blocks: Sequence[int], keys: Tensor, values: Tensor) 
 
 
 class LLM:
-    """The engine, as the driver of an extraction calls it."""
+    """The engine, with the interface that the driver of an extraction calls."""
 
     forced_layout: ClassVar[str | None] = None
     is_mixed: ClassVar[bool] = False
@@ -209,12 +216,13 @@ class LLM:
         self.states: list[int] = states.get("eagle_aux_hidden_state_layer_ids", [])
         sizes = self.target.sizes
         self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(sizes["n_layers"])]
-        # Neither in the order of the layers nor in one group only.
+        # The layers are neither in order nor in a single group.
         found: list[tuple[Any, list[str]]] = [
             (FullAttentionSpec(), self.names[1:][::-1]), (FullAttentionSpec(), self.names[:1]),
         ]  # fmt: skip
         if self.states:
-            if self.is_mixed:  # as in vLLM where both need as many blocks for a text
+            # vLLM does this if both kinds need the same number of blocks per sequence.
+            if self.is_mixed:
                 specs = dict.fromkeys(self.names[1:], FullAttentionSpec()) | {
                     "cache_only_layers.7": HiddenStateCacheSpec()
                 }
@@ -242,7 +250,7 @@ class LLM:
     def generate(
         self, prompts: list[Any], sampling_params: list[SamplingParams], use_tqdm: bool
     ) -> None:
-        """Answer prompts, a few of them at a time."""
+        """Answer prompts one by one. The worker may hold the blocks of some of them longer."""
         for prompt, parameters in zip(prompts, sampling_params, strict=True):
             tokens = prompt["prompt_token_ids"]
             assert len(tokens) + 1 <= self.max_model_len
@@ -264,7 +272,7 @@ class LLM:
             self._step(set())
 
     def _step(self, finished: set[str]) -> None:
-        """One step of scheduler and worker."""
+        """Run one step of the scheduler and the worker."""
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
         self.worker.wait_for_save()
         sent, _ = self.worker.get_finished(finished)
@@ -293,7 +301,7 @@ class LLM:
 
 
 def install(patch: pytest.MonkeyPatch, version: str = "0.33.0", distribution: str = "vllm") -> None:
-    """Let ``import vllm`` find all this, and the metadata of packages a version."""
+    """Make ``import vllm`` find this module, and the package metadata report a version."""
     for name in (
         "",
         ".config",
@@ -316,5 +324,5 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.33.0", distribution: st
 
 
 def files_left() -> list[Path]:
-    """Folders of exchange that were not deleted."""
+    """Return the exchange folders that were not deleted."""
     return list(Path("/dev/shm").glob("moa-data-*"))

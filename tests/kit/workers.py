@@ -1,4 +1,7 @@
-"""Worker processes without a target: forks that write the parts of a recipe's store, to watch and to kill."""
+"""Worker processes without a target: forks that write the parts of a recipe's store.
+
+Tests watch and kill them.
+"""
 
 import json
 import multiprocessing
@@ -18,13 +21,13 @@ from .stores import Recipe
 
 
 def workers_of(store: Path, n_workers: int) -> list[Worker]:
-    """Workers that load nothing."""
+    """Return workers that load no target."""
     config = ExtractConfig.of(model="model", dataset="chats", out=str(store))
     return [Worker(config, index, n_workers) for index in range(n_workers)]
 
 
 class Forked:
-    """A fork of this process, as ``subprocess.Popen`` shows one."""
+    """A fork of this process, with the interface of ``subprocess.Popen``."""
 
     stdin = None
 
@@ -44,18 +47,22 @@ class Forked:
         self.kill = self._process.kill
 
     def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
+        """Return the exit code, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Its exit code, if it ends in time."""
+        """Wait for the process, and return its exit code, or None if it still runs."""
         self._process.join(timeout)
         return self._process.exitcode
 
 
 @dataclass
 class Script:
-    """What a forked worker does: ``at_part`` is called with its number and a part, once the part is half written."""
+    """What a forked worker does.
+
+    Attributes:
+        at_part: called with the worker's number and a part once the part is half written.
+    """
 
     recipe: Recipe
     at_part: Callable[[int, int], None] = lambda number, part: None
@@ -82,7 +89,7 @@ class Script:
         return process
 
     def work(self, worker: Worker) -> Timings:
-        """Do what the command of a worker does."""
+        """Do the work of a worker's command."""
         timings = Timings()
         with open_recipe(Path(worker.config.out), self.recipe) as store:
             if worker.index == 0:
@@ -101,12 +108,12 @@ class Script:
 
 
 def open_recipe(path: Path, recipe: Recipe) -> StoreWriter:
-    """Begin a recipe's store, or join those that write it."""
+    """Create a recipe's store, or join the processes that write it."""
     return StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan, shares=True)
 
 
 def write_bundle(store: StoreWriter) -> None:
-    """Write a target bundle of one file, if there is none."""
+    """Write a target bundle of one file, if the store has none."""
     if not store.has_target:
         with store.target() as folder:
             (folder / "config.json").write_text("{}")
