@@ -1,4 +1,4 @@
-"""Every file of the folder is read by some test; the committed vectors stay small and cover all drafters."""
+"""Each file of the folder is read by a test; the committed vectors are small and complete."""
 
 from .vectors import COMMITTED, FOLDER, KINDS, kind_of, set_of
 
