@@ -1,4 +1,4 @@
-"""Each file of the folder is read by a test; the committed vectors are small and complete."""
+"""Tests read every file of the folder; the committed vectors are small and cover all drafters."""
 
 from .vectors import COMMITTED, FOLDER, KINDS, kind_of, set_of
 

@@ -174,8 +174,8 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=close)
             logits = [drafter.draft_logits(sender.frozen, features) for features in (got, expected)]
             assert torch.equal(logits[0].argmax(dim=-1), logits[1].argmax(dim=-1))
-    # At the target, contexts save recomputing them if they continue the known positions. Otherwise
-    # they change nothing.
+    # At the target, contexts that continue the known positions need not be computed again. Other
+    # contexts change nothing.
     reusing, plain = Rows(drafter, target), Rows(drafter, target)
     for root, start in ((9, 0), (last - 2, 9), (last - 1, 3)):
         reusing.commit([text[:root]])

@@ -1,4 +1,4 @@
-"""Sizes that fit neither each other nor the target are refused by name.
+"""Sizes that do not fit each other or the target are refused by name.
 
 Default sizes follow from the target.
 """

@@ -27,7 +27,7 @@ N_TOKENS = 40
 def training_masks() -> dict[str, masks.Mask]:
     """Return every mask of training over two rows.
 
-    The first row has a step bound and a teacher-forced pass after it, the second has a staircase.
+    Both rows have a step bound and a teacher-forced pass after it. The first is a staircase row.
     """
     response = torch.zeros(2, N_TOKENS, dtype=torch.bool)
     response[0, 7:33], response[1, 12:19] = True, True

@@ -47,7 +47,7 @@ def test_attention_to_itself_equals_forward_on_own_keys(
 ) -> None:
     """Values and gradients of weights are equal, and so are gradients of inputs that need them.
 
-    The means over groups of layers are equal too.
+    The means over groups of outputs are equal too.
     """
     model = build_model()
     block = (

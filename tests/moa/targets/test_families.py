@@ -495,7 +495,7 @@ def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[
 
 @pytest.mark.parametrize("name", ["mistral", "ministral3"])
 def test_the_text_model_of_one_that_also_sees(tmp_path: Path, name: str) -> None:
-    """Text models of vision models also work if transformers does not list them as causal LMs."""
+    """The vision-language model is not one of the causal LMs of transformers."""
     own = SIZES | FEATURES.get(name, {"sliding_window": 7})
     small = {
         "hidden_size": 32,

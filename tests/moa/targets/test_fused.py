@@ -71,7 +71,7 @@ def test_where_a_part_of_each_head_is_rotated_the_models_own_layer_computes() ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
-    """The model has at most 3 tokens, so that any window holds them.
+    """The fused body computes the same; its calls have 3 tokens, which fit any window.
 
     There is no fused body if a layer has another form, or if a hook changes the model's output.
     """

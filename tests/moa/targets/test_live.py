@@ -1,6 +1,6 @@
 """A causal call in pieces or without a mask equals one call with a full mask.
 
-It needs less memory.
+It also needs less memory.
 """
 
 import importlib.metadata
@@ -51,8 +51,8 @@ def test_causal_runs_equal_one_call_with_the_mask(
     model.config._attn_implementation = attention
     target, tokens = Target(model), torch.randint(0, 67, (3, 40))
     one, other = target.new_cache(3), target.new_cache(3)
-    # The calls are a prefill of ragged prompts with right padding, two more runs of which the
-    # second is short, a single token, and a run that no or all tokens of a row survive.
+    # The calls are a prefill of ragged prompts with right padding, a run after each, a short run, a
+    # single token, and a run of which a row keeps all tokens or none.
     for n_tokens, kept in (
         (20, (20, 3, 11)),
         (12, (2, 12, 7)),
