@@ -1,4 +1,7 @@
-"""Compares batches of speculators' own dataset and collation, from its files and from a store; run by its Python."""
+"""Compare speculators' training batches read from its own files and from a store.
+
+Both use speculators' own dataset and collation. Its Python runs this script.
+"""
 
 import argparse
 import pickle
@@ -16,7 +19,8 @@ backend = HiddenStatesBackend.registry["moa"]
 parser = argparse.ArgumentParser()
 backend.add_train_args(parser)
 ours = backend.from_train_args(parser.parse_args(["--moa-store", store]), rows)
-ours = pickle.loads(pickle.dumps(ours))  # as a worker gets it
+# A data loader worker receives a pickled copy.
+ours = pickle.loads(pickle.dumps(ours))
 assert ours.get_cached(10**6) is None
 sides = [
     ArrowDataset(512, rows, transfer, on_missing="raise", train_ratio=0.8, split=split)

@@ -2,13 +2,18 @@
 
 ::
 
-    PYTHON speculators_side.py make FOLDER             its own drafters with random weights, and their logits
-    PYTHON speculators_side.py run DRAFTER VECTORS     the logits of a drafter for the inputs of a file, into that file
-    PYTHON speculators_side.py fp8 FOLDER VECTORS      makes a folder's states fp8, and notes how it reads them
+    PYTHON speculators_side.py make FOLDER
+        Write speculators' own drafters with random weights, and their logits.
+    PYTHON speculators_side.py run DRAFTER VECTORS
+        Add the drafter's logits for the inputs of a file to that file.
+    PYTHON speculators_side.py fp8 FOLDER VECTORS
+        Convert a folder's hidden states to fp8, and write what speculators reads from them.
 
-``make`` wrote ``tests/moa/formats/data_speculators``. Vectors of EAGLE-3: ``input_ids`` [S] of slots (the token after
-each), ``hidden_states`` [S, K * E], ``logits`` [J, S, V_d] of J steps. Of blocks: ``input_ids`` [T], ``hidden_states``
-[T, m * E], ``anchors`` [T] bool, ``logits`` [N, G, V_d], and ``confidence`` [N * G] where there is a head.
+``make`` wrote ``tests/moa/formats/data_speculators``. Vectors of EAGLE-3 are ``input_ids`` [S]
+of the slots (each slot holds the token at the next position), ``hidden_states`` [S, K * E]
+and ``logits`` [J, S, V_d] of J steps. Vectors of block drafters are ``input_ids`` [T],
+``hidden_states`` [T, m * E], ``anchors`` [T] bool and ``logits`` [N, G, V_d]; drafters with a
+confidence head also have ``confidence`` [N * G].
 """
 
 import sys
@@ -28,8 +33,8 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-    "vocab_size": 40, "max_position_embeddings": 96, "rms_norm_eps": 1e-5,
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 96, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 SCALED = {
     "rope_type": "llama3",
@@ -41,18 +46,25 @@ SCALED = {
 SCALED["original_max_position_embeddings"] = 32
 CORES = {"eagle3": eagle3, "dflash": dflash, "dspark": dspark}
 CLASSES = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
-# Name -> type, changes of the layers' config (None for a Llama's), own keys.
+# Name -> drafter type, whether its layers are Qwen3's (otherwise Llama's), its own config keys.
 VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "eagle3": ("eagle3", False, {"draft_vocab_size": 20}),
     "eagle3-residual": ("eagle3", False, {"norm_before_residual": True}),
     "eagle3-before-fc": ("eagle3", False, {"norm_before_fc": True, "draft_vocab_size": 20}),
-    "eagle3-fc-norm": ("eagle3", False, {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
+    "eagle3-fc-norm": (
+        "eagle3", False, {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    ),
     "eagle3-qwen3": ("eagle3", True, {"norm_output": True, "draft_vocab_size": 20}),
     "dflash": ("dflash", True, {}),
     "dflash-reduced": ("dflash", True, {"draft_vocab_size": 20, "sample_from_anchor": True}),
     "dspark": ("dspark", True, {"markov_rank": 4}),
-    "dspark-gated": ("dspark", True, {"markov_rank": 4, "markov_head_type": "gated", "draft_vocab_size": 20}),
-    "dspark-rnn": ("dspark", True, {"markov_rank": 4, "markov_head_type": "rnn", "confidence_head_with_markov": False}),
+    "dspark-gated": (
+        "dspark", True, {"markov_rank": 4, "markov_head_type": "gated", "draft_vocab_size": 20},
+    ),
+    "dspark-rnn": (
+        "dspark", True,
+        {"markov_rank": 4, "markov_head_type": "rnn", "confidence_head_with_markov": False},
+    ),
     "dspark-shifted": ("dspark", True, {"markov_rank": 4, "sample_from_anchor": False}),
     "dspark-no-heads": (
         "dspark", True,
@@ -67,7 +79,10 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def eager(config: Any) -> Any:
-    """FlexAttention, the default, takes whole blocks of 128 tokens on a CPU."""
+    """Select eager attention.
+
+    On a CPU the default, FlexAttention, needs whole blocks of 128 tokens.
+    """
     config.transformer_layer_config._attn_implementation = "eager"
     return config
 
@@ -87,7 +102,8 @@ def build(kind: str, is_qwen3: bool, own: dict[str, Any], verifier: Path) -> Any
     )  # fmt: skip
     drafter = getattr(core, f"{CLASSES[kind]}DraftModel")
     config = drafter.config_class(
-        transformer_layer_config=(Qwen3Config if is_qwen3 else LlamaConfig)(**given), speculators_config=found,
+        transformer_layer_config=(Qwen3Config if is_qwen3 else LlamaConfig)(**given),
+        speculators_config=found,
         **{ids: [1, 2, 4] if kind == "eagle3" else [0, 3]}, **more, **own,
     )  # fmt: skip
     model = drafter(eager(config))
@@ -96,7 +112,8 @@ def build(kind: str, is_qwen3: bool, own: dict[str, Any], verifier: Path) -> Any
         tokens = torch.arange(40)[torch.arange(40) % 4 > 1]
         model.d2t.copy_(tokens - torch.arange(20))
         model.t2d.zero_()[tokens] = True
-        model.lm_head.weight.data.fill_(torch.nan)  # to be filled with the verifier's rows
+        # load_verifier_weights fills it with the verifier's rows.
+        model.lm_head.weight.data.fill_(torch.nan)
     if kind == "eagle3":
         randomise(model.lm_head)
     model.embed_tokens.weight.data.fill_(torch.nan)
@@ -143,11 +160,12 @@ def make(out: Path) -> None:
         model.save_pretrained(out / name)
         n_read, n_tokens = 3 if kind == "eagle3" else 2, 12
         vectors = {
-            "input_ids": torch.randint(0, 40, (n_tokens,)), "hidden_states": torch.randn(n_tokens, n_read * 16),
+            "input_ids": torch.randint(0, 40, (n_tokens,)),
+            "hidden_states": torch.randn(n_tokens, n_read * 16),
         }  # fmt: skip
         if kind != "eagle3":
             vectors["anchors"] = torch.isin(torch.arange(n_tokens), torch.tensor([1, 4, 7]))
-            # layer id 0
+            # Layer id 0 is the output of the embedding.
             vectors["hidden_states"][:, :16] = target.model.embed_tokens(vectors["input_ids"])
         vectors = {key: value.detach().clone() for key, value in vectors.items()}
         save_file(vectors | logits_of(model, vectors), out / name / "vectors.safetensors")

@@ -1,4 +1,4 @@
-"""The HTTP API beside vLLM's own server, for the same requests to the same target."""
+"""Our HTTP API answers as vLLM's own server does, for the same requests to the same target."""
 
 import json
 import os
@@ -23,18 +23,18 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(not PYTHON.is_file(), reason="MOA_DATA_VLLM names no Python with vLLM"),
 ]
-CLOSE = 1e-3  # of log-probabilities
+CLOSE = 1e-3  # largest difference of log-probabilities
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # vLLM has kernels for few widths of heads.
+    # vLLM has kernels for a few head sizes only.
     return write_target(tmp_path_factory.mktemp("target"), head_dim=32)
 
 
 @pytest.fixture(scope="module")
 def theirs(model: Path) -> Iterator[str]:
-    """The address of vLLM's server."""
+    """Start vLLM's server and yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     environment = os.environ | {
@@ -94,8 +94,9 @@ TOOLS = [
         "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-ENDS = {"1": 100}  # its end of sequence
-GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several greedy answers
+ENDS = {"1": 100}  # logit bias towards the EOS token
+# Greedy sampling settings: vLLM refuses n > 1 at temperature 0.
+GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -190,11 +191,11 @@ def choices_of(answer: Any) -> list[tuple[Any, ...]]:
 
 
 def shown(text: str) -> str:
-    return text.rstrip("\ufffd")  # a last character that is not complete is not sent here
+    return text.rstrip("\ufffd")  # our server does not send an incomplete last character
 
 
 def scored(choice: Any) -> list[tuple[str, float, dict[str, float]]]:
-    """Each token of a choice with its log-probability, and the likeliest ones with theirs."""
+    """Return each token, its log-probability and those of the most likely tokens."""
     logprobs = choice["logprobs"]
     if logprobs is None:
         return []
@@ -215,7 +216,11 @@ def scored(choice: Any) -> list[tuple[str, float, dict[str, float]]]:
 
 
 def is_whole(token: str) -> bool:
-    """Whether a token is a text by itself; vLLM shows a part of a character as nothing, or with what completes it."""
+    """Return whether a token is text by itself.
+
+    vLLM shows a token that is a part of a character as an empty string, or together with the tokens
+    that complete the character.
+    """
     return token != "" and token.isascii()
 
 
@@ -226,15 +231,15 @@ def check_logprobs(found: Any, expected: Any) -> None:
         assert value == pytest.approx(their_value, abs=CLOSE)
         assert token == their_token or not is_whole(token)
         common = {token for token in top.keys() & their_top if is_whole(token)}
-        # vLLM lists the chosen token first, and drops the last of the likeliest where it is none of
-        # them.
+        # vLLM lists the chosen token first. If it is not among the most likely tokens, vLLM drops
+        # the last of those.
         assert len(common) >= sum(map(is_whole, top)) - 1
         for token in common:
             assert top[token] == pytest.approx(their_top[token], abs=CLOSE)
 
 
 def test_json_follows_the_schema(model: Path, theirs: str, ours: str) -> None:
-    # This target would write white space between keys for ever.
+    # Without this bias the target writes white space between keys without end.
     tokenizer = Target.load(str(model), device="cpu").tokenizer
     spaces = {str(token): -100 for token in range(400) if tokenizer.decode([token]).isspace()}
     request = chat(response_format=JSON_SCHEMA, logit_bias=spaces, max_tokens=100)
@@ -272,17 +277,20 @@ def check_answer(theirs: str, ours: str, request: tuple[str, dict[str, Any]]) ->
 
 
 def random_request(seed: int) -> tuple[str, dict[str, Any]]:
-    """Several settings at once."""
+    """Make a request with several random settings."""
     draw = random.Random(seed)
     most = draw.choice([1, 2, 8, 20, 40])
     settings: dict[str, Any] = {"max_tokens": most} | draw.choice(
         [{}, GREEDY, GREEDY | {"n": 2, "min_p": 0.5}]
     )
     choices: dict[str, list[Any]] = {
-        "repetition_penalty": [0.7, 1.2, 1.8], "presence_penalty": [-1.5, 0.8, 2], "frequency_penalty": [-1.5, 0.8, 2],
-        "logit_bias": [{"1": 6}, {"40": 2.5, "300": -100}], "min_tokens": [most // 2, most], "top_p": [0.3],
+        "repetition_penalty": [0.7, 1.2, 1.8], "presence_penalty": [-1.5, 0.8, 2],
+        "frequency_penalty": [-1.5, 0.8, 2],
+        "logit_bias": [{"1": 6}, {"40": 2.5, "300": -100}], "min_tokens": [most // 2, most],
+        "top_p": [0.3],
         "stop": ["a", ["e", "th"], [" "], ["ca", "t", "s"]],
-        # vLLM goes on after a form where ignore_eos is set, and the form does not end here.
+        # Never both: with ignore_eos, vLLM goes on after a structured output, but our server never
+        # ends it.
         draw.choice(["ignore_eos", "structured_outputs"]): [True],
     }  # fmt: skip
     for name, values in choices.items():
@@ -306,7 +314,7 @@ def test_answers_to_random_requests_are_vllm_s(theirs: str, ours: str, seed: int
 
 
 def streamed(address: str, request: tuple[str, dict[str, Any]]) -> tuple[dict[int, str], list[int]]:
-    """The texts of all choices, and the usage."""
+    """Stream a response; return the text of each choice, and the usage."""
     path, body = request
     body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}} | body
     lines = httpx.post(address + path, json=body, timeout=120).text.split("\n\n")

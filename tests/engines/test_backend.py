@@ -1,4 +1,4 @@
-"""speculators' trainer reads a store: batches of its own dataset and collation are those of its own files."""
+"""speculators' trainer reads a store: its batches equal those from its own files."""
 
 import os
 import subprocess
@@ -34,13 +34,17 @@ def run(*words: object) -> str:
 
 
 def test_batches_from_a_store_are_those_from_its_files(tmp_path: Path) -> None:
-    """Bitwise from a lossless store, within what the codec states (0.6 %) from a compressed one."""
+    """Batches are bitwise equal from a lossless store.
+
+    From a compressed store their error is within what the codec states (0.6 %).
+    """
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(20))
     model = write_target(tmp_path / "model", num_hidden_layers=8)
     activations = ("hidden:last", *(f"hidden:layer:{layer}" for layer in LAYERS))
     store, small = tmp_path / "store", tmp_path / "int8"
     extract(ExtractConfig.of(
-        model=str(model), dataset=str(chats), out=str(store), part_tokens=512, device="cpu", activations=activations,
+        model=str(model), dataset=str(chats), out=str(store), part_tokens=512, device="cpu",
+        activations=activations,
     ))  # fmt: skip
     recode(store, "int8", small)
     export = ExportConfig(store=str(store), format="speculators", out=str(tmp_path / "files"))

@@ -1,4 +1,4 @@
-"""VLLM and speculators draft as we do, and what is wrong in a folder that they read is named."""
+"""vLLM and speculators draft as we do, and `conform` names errors in the folder that they read."""
 
 import json
 import os
@@ -23,7 +23,8 @@ PYTHONS = {
     "speculators": os.environ.get("MOA_DATA_SPECULATORS", "none"),
 }
 pytestmark = pytest.mark.engines
-# Engine and kind, what differs in the folder that the engine reads, and what is said of it.
+# Engine, kind of drafter, changes to the config of the folder that the engine reads, and the cause
+# that is named.
 CASES: list[tuple[str, str, dict[str, Any], str]] = [
     *(("vllm", kind, {}, "") for kind in ("eagle", "eagle3", "dflash", "independent")),
     ("vllm", "eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "counted one too low"),
@@ -53,7 +54,7 @@ def test_engine(tmp_path: Path, engine: str, kind: str, config: dict[str, Any], 
     if not Path(PYTHONS[engine]).is_file():
         pytest.skip(f"MOA_DATA_{engine.upper()} names no Python with it")
     rope = {"rope_type": "default", "rope_theta": 5e5}
-    # it has kernels for few widths of heads
+    # vLLM has kernels for a few head sizes only.
     sizes = {"head_dim": 32, "num_hidden_layers": 6, "rope_parameters": rope}
     model = write_target(tmp_path / "model", **sizes)
     target = Target.load(str(model), torch.float32, "cpu")
@@ -79,9 +80,9 @@ def test_engine(tmp_path: Path, engine: str, kind: str, config: dict[str, Any], 
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     prompts = random_prompts(3, 9)
     job = {
-        "engine": engine, "method": method, "model": str(model), "drafter": str(tmp_path / "drafter"),
-        "prompts": prompts, "max_new_tokens": 16, "dtype": "float32", "max_positions": target.max_positions,
-        "n_drafts": 4,
+        "engine": engine, "method": method, "model": str(model),
+        "drafter": str(tmp_path / "drafter"), "prompts": prompts, "max_new_tokens": 16,
+        "dtype": "float32", "max_positions": target.max_positions, "n_drafts": 4,
     }  # fmt: skip
     found = compare(drafter, target, prompts, ask_engine(job, PYTHONS[engine], tmp_path), 16)
     assert found.n_rounds > 20
@@ -91,7 +92,11 @@ def test_engine(tmp_path: Path, engine: str, kind: str, config: dict[str, Any], 
 
 @pytest.mark.parametrize("name", ["dflash-reduced", "dspark-gated", "dspark-shifted", "eagle3"])
 def test_a_native_folder_of_speculators(tmp_path: Path, name: str) -> None:
-    """With the target's first and last outputs, draft vocabularies, and an answer shorter than a block."""
+    """Native folders conform.
+
+    They read the target's first and last outputs and have draft vocabularies, and an answer is
+    shorter than a block.
+    """
     if not Path(PYTHONS["speculators"]).is_file():
         pytest.skip("MOA_DATA_SPECULATORS names no Python with it")
     shutil.copytree(DATA / name, tmp_path / "drafter")
@@ -102,8 +107,9 @@ def test_a_native_folder_of_speculators(tmp_path: Path, name: str) -> None:
     drafter, target = load_drafter(tmp_path / "drafter"), Target(verifier())
     prompts = [[token % 40 for token in prompt] for prompt in random_prompts(6, 9)]
     job = {
-        "engine": "speculators", "method": drafter.kind, "model": str(DATA / "verifier"), "prompts": prompts,
-        "drafter": str(tmp_path / "drafter"), "max_new_tokens": 16, "dtype": "float32", "n_drafts": 3,
+        "engine": "speculators", "method": drafter.kind, "model": str(DATA / "verifier"),
+        "prompts": prompts, "drafter": str(tmp_path / "drafter"), "max_new_tokens": 16,
+        "dtype": "float32", "n_drafts": 3,
     }  # fmt: skip
     answers = ask_engine(job, PYTHONS["speculators"], tmp_path)
     assert any(len(answer["tokens"]) < 4 for answer in answers), [len(a["tokens"]) for a in answers]

@@ -1,4 +1,7 @@
-"""Drafters take as many rounds in vLLM itself as here; `make test-engines` makes the environment that this needs."""
+"""Drafters take as many rounds in vLLM itself as here.
+
+`make test-engines` makes the environment that this test needs.
+"""
 
 import argparse
 import importlib
@@ -34,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_rounds_and_answers_are_those_of_vllm(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for DSpark, which vLLM's runner for CPUs refuses."""
+    """Rounds and answers equal vLLM's, except for DSpark: vLLM's CPU runner refuses it."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     engines = importlib.import_module("benchmarks.decoding.engines")
     folder = write_target(tmp_path / "target", num_hidden_layers=3, head_dim=32)
@@ -48,8 +51,8 @@ def test_rounds_and_answers_are_those_of_vllm(
     )
     found = engines.measure(
         argparse.Namespace(
-            model=str(folder), prompts=str(prompts), drafters=[str(tmp_path / kind)], vllm=str(PYTHON),
-            n_prompts=4, max_new_tokens=24, table=None,
+            model=str(folder), prompts=str(prompts), drafters=[str(tmp_path / kind)],
+            vllm=str(PYTHON), n_prompts=4, max_new_tokens=24, table=None,
         )
     )  # fmt: skip
     (row,) = found["rows"]
@@ -57,5 +60,6 @@ def test_rounds_and_answers_are_those_of_vllm(
     if kind == "dspark":
         assert "does not support: dspark" in found["errors"][0]["error"]
         return
-    assert abs(row["here_rounds"] - row["vllm_rounds"]) <= 4, row  # the last of each answer
+    # The last round of each answer may differ.
+    assert abs(row["here_rounds"] - row["vllm_rounds"]) <= 4, row
     assert row["here_equal"] == row["vllm_equal"] == "4 of 4"

@@ -1,4 +1,7 @@
-"""speculators itself; `make test-engines` makes the environment that these tests need."""
+"""Drafters and hidden states exchanged with speculators itself.
+
+`make test-engines` makes the environment that these tests need.
+"""
 
 import os
 import subprocess

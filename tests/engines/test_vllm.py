@@ -1,4 +1,7 @@
-"""vLLM itself as a source, on a CPU; `make test-engines` makes the environment that these tests need."""
+"""Extraction with vLLM itself as a source, on a CPU.
+
+`make test-engines` makes the environment that these tests need.
+"""
 
 import os
 import signal
@@ -21,15 +24,21 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(not PYTHON.is_file(), reason="MOA_DATA_VLLM names no Python with vLLM"),
 ]
-SIZES = {"head_dim": 32, "num_hidden_layers": 3}  # vLLM has kernels for few widths of heads
+SIZES = {"head_dim": 32, "num_hidden_layers": 3}  # vLLM has kernels for a few head sizes only
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     model = write_target(tmp_path / "model", **SIZES)
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(40))
-    line = f"extract --model {model} --dataset {chats} --out {tmp_path / 'store'} --source vllm --max-length 90"
-    options = "--activations kv,hidden:last,hidden:layer:1 --compute-dtype float32 --part-tokens 256 --batch-tokens 256"
+    line = (
+        f"extract --model {model} --dataset {chats} --out {tmp_path / 'store'} --source vllm "
+        "--max-length 90"
+    )
+    options = (
+        "--activations kv,hidden:last,hidden:layer:1 --compute-dtype float32 --part-tokens 256 "
+        "--batch-tokens 256"
+    )
     return [str(PYTHON), "-m", "moa_data", *line.split(), *options.split()]
 
 
@@ -50,7 +59,7 @@ def begun(words: list[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def engines(run: subprocess.Popen[str]) -> list[str]:
-    """VLLM's processes of a run."""
+    """List the vLLM processes of a run."""
     listed = subprocess.run(
         ["ps", "-eo", "pid,sess,args"], capture_output=True, text=True, check=True
     ).stdout
@@ -80,7 +89,7 @@ def wait_for_parts(store: Path, n_parts: int, run: subprocess.Popen[str]) -> Non
 def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(
     words: list[str], tmp_path: Path
 ) -> None:
-    """Its processes end with ours, and the same command goes on to a whole store."""
+    """The processes of vLLM end with ours, and the same command resumes and completes the store."""
     store = tmp_path / "store"
     for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
         n_parts = len(list(store.glob("commits/part-*"))) + 1
@@ -106,7 +115,9 @@ def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(
 
 def test_a_process_of_its_own_that_stops_ends_in_a_line(words: list[str], tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom moa_data.pipeline.forwards import vllm_source\nvllm_source._WRITTEN_WITHIN_S = 10.0\n"
+        "import sys\n"
+        "from moa_data.pipeline.forwards import vllm_source\n"
+        "vllm_source._WRITTEN_WITHIN_S = 10.0\n"
         "from moa_data.__main__ import main\nsys.argv = ['moa-data', *sys.argv[1:]]\nmain()"
     )
     run = begun([words[0], "-c", program, *words[3:]], tmp_path)

@@ -1,4 +1,4 @@
-"""A tiny random target with a byte-level tokenizer, and a random drafter for it, as folders."""
+"""Folders of a tiny random target with a byte-level tokenizer and of a random drafter for it."""
 
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,9 @@ def config(
     target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path
 ) -> EvalConfig:
     return EvalConfig.of(
-        model=str(target_folder), drafter=(str(drafter_folder),), method=("plain", "chain"), prompts=str(chats_file),
-        out=str(tmp_path / "out" / "report.json"), max_new_tokens=8, draft_length=3, device="cpu", warmup=0,
+        model=str(target_folder), drafter=(str(drafter_folder),), method=("plain", "chain"),
+        prompts=str(chats_file), out=str(tmp_path / "out" / "report.json"), max_new_tokens=8,
+        draft_length=3, device="cpu", warmup=0,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Wrong choices that are put into a drafter are named; engines that draft as we do conform."""
+"""`conform` names an error that is put into a drafter; engines that draft as we do conform."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def target() -> Target:
 
 
 def build(kind: str, target: Target, **sizes: Any) -> Any:
-    """A drafter whose every part matters: norms and biases are random too."""
+    """Build a drafter in which every part has an effect: norms and biases are random too."""
     own: dict[str, Any] = {
         "eagle": {"eagle_input_norm": False},
         "eagle3": {"fused_layers": (1, 3, 5), "draft_vocabulary": 40},
@@ -76,7 +76,7 @@ def build(kind: str, target: Target, **sizes: Any) -> Any:
 def answers_of(
     drafter: Any, target: Target, prompts: list[list[int]], n_drafts: int = 3
 ) -> list[dict[str, Any]]:
-    """What another engine would say: our own loop, with a drafter that may be wrong."""
+    """Answer as another engine would: our own loop, with a drafter that may be wrong."""
     answers = []
     for prompt in prompts:
         said: list[tuple[list[int], int]] = []
@@ -109,13 +109,13 @@ def test_a_drafter_conforms_with_itself(target: Target, kind: str) -> None:
     assert found.n_rounds > 15
 
 
-# Wrong choices, put in elsewhere than where `CHOICES` has them: in sizes, weights, and the classes'
-# own methods.
+# Wrong choices are put in elsewhere than `CHOICES` puts them in: in sizes, weights, and methods of
+# the classes.
 Wrong = Callable[[pytest.MonkeyPatch, Any, Target], Any]
 
 
 def resized(**changes: Any) -> Wrong:
-    """Build the drafter of the same weights with other sizes."""
+    """Build a drafter with the same weights and other sizes."""
 
     def change(patch: pytest.MonkeyPatch, drafter: Any, target: Target) -> Any:
         given = {
@@ -130,7 +130,7 @@ def resized(**changes: Any) -> Wrong:
 
 
 def patched(owner: Any, name: str, method: Callable[..., Any]) -> Wrong:
-    """Replace a class's method or property by one that is called with the plain one first."""
+    """Replace a class's method or property. The new method gets the original one first."""
 
     def change(patch: pytest.MonkeyPatch, drafter: Any, target: Target) -> Any:
         plain = getattr(owner, name)
@@ -183,7 +183,10 @@ def without(name: str) -> Wrong:
 
 
 def context_of(by: int = 0, normed: bool = False) -> Wrong:
-    """Move the positions of the context, as if the block's moved the other way; or norm it in each layer."""
+    """Shift the positions of the context, or norm the context again in each layer.
+
+    A shift has the effect of an opposite shift of the block's positions.
+    """
 
     def append(plain: Any, self: Any, state: Any, context: Tensor, counts: Any) -> None:
         rotation = self.rotary(torch.arange(context.shape[1])[None] + state.n_true[0] + by)
@@ -196,7 +199,7 @@ def context_of(by: int = 0, normed: bool = False) -> Wrong:
 
 
 def heads(normed: str = "qk", rotated: bool = True) -> Wrong:
-    """Project the context's keys without norm, or without rotation."""
+    """Project keys without norm or without rotation."""
 
     def keys_values(
         plain: Any, self: Any, x: Tensor, rotation: Any, scale: Any = None
@@ -210,7 +213,7 @@ def heads(normed: str = "qk", rotated: bool = True) -> Wrong:
 
 
 def slots_see(pick: Callable[[int, int], Any]) -> Wrong:
-    """Let slot q of a block see key k, counted from the block's first slot, where ``pick(q, k)``."""
+    """Let slot q of a block see key k if ``pick(q, k)``; k counts from the block's first slot."""
 
     def run_layers(plain: Any, self: Any, x: Tensor, at: Tensor, appends: Any, mask: Any) -> Any:
         n, before = x.shape[1], int(at[0, 0])
@@ -223,7 +226,9 @@ def slots_see(pick: Callable[[int, int], Any]) -> Wrong:
 def at_depth(pick: Callable[[int], int]) -> Wrong:
     return patched(
         caches.LayerState, "begin_level",
-        lambda plain, self, rotary, level: plain(self, rotary, replace(level, depth=pick(level.depth))),
+        lambda plain, self, rotary, level: plain(
+            self, rotary, replace(level, depth=pick(level.depth))
+        ),
     )  # fmt: skip
 
 
@@ -285,7 +290,8 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
     ("(norm_before_fc) is left out", "eagle3", SPECULATORS, resized(norm_before_fc=False)),
     ("(fc_norm) are left out", "eagle3", EAGLE31, resized(fc_norm=False)),
     ("(norm_before_residual)", "eagle3", {}, resized(norm_before_residual=True)),
-    ("(norm_before_residual)", "eagle3", {"norm_before_residual": True}, resized(norm_before_residual=False)),
+    ("(norm_before_residual)", "eagle3", {"norm_before_residual": True},
+     resized(norm_before_residual=False)),
     ("(norm_output)", "eagle3", {}, resized(norm_output=True)),
     ("(norm_output)", "eagle3", EAGLE31, resized(norm_output=False)),
     ("input norm is added", "eagle", {}, resized(eagle_input_norm=True)),
@@ -300,15 +306,18 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
     ("block's positions are one too high", "dflash", {}, context_of(by=-1)),
     ("block's positions are one too low", "dspark", {}, context_of(by=1)),
     ("have its first position", "dflash", {}, patched(
-        block.BlockDrafter, "run_layers", lambda plain, self, x, at, *rest: plain(self, x, 0 * at + at[0, 0], *rest)
+        block.BlockDrafter, "run_layers",
+        lambda plain, self, x, at, *rest: plain(self, x, 0 * at + at[0, 0], *rest)
     )),
     ("keys are not rotated", "dspark", {}, heads(rotated=False)),
     ("after the first are one too high", "eagle", {}, at_depth(lambda depth: depth + 1)),
     ("after the first are one too high", "eagle3", {}, at_depth(lambda depth: depth + 1)),
     ("have the position of the first", "independent", {}, at_depth(lambda depth: 0)),
     ("RoPE has the base 10,000", "eagle", {}, resized(rope_parameters=ROPE | {"rope_theta": 1e4})),
-    ("RoPE is not scaled", "eagle3", {}, resized(rope_parameters={"rope_theta": 500.0, "rope_type": "default"})),
-    ("10,000 and is not scaled", "dflash", {}, resized(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})),
+    ("RoPE is not scaled", "eagle3", {},
+     resized(rope_parameters={"rope_theta": 500.0, "rope_type": "default"})),
+    ("10,000 and is not scaled", "dflash", {},
+     resized(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})),
     ("see only those before them", "dflash", {}, slots_see(lambda q, k: k <= q)),
     ("see only those before them", "dspark", {}, slots_see(lambda q, k: k <= q)),
     ("see no other slot", "dspark", {}, slots_see(lambda q, k: k < 0 or k == q)),
@@ -321,22 +330,26 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
     ("mask token is the end of texts", "dspark", {}, resized(mask_token=7)),
     ("mask token is the first token", "dspark", {}, resized(mask_token=1)),
     ("first slot holds the mask", "dflash", {}, slots_hold(lambda tokens, anchor: tokens)),
-    ("all slots hold the anchor", "dspark", {}, slots_hold(lambda tokens, anchor: torch.full_like(tokens, anchor))),
+    ("all slots hold the anchor", "dspark", {},
+     slots_hold(lambda tokens, anchor: torch.full_like(tokens, anchor))),
     ("(sample_from_anchor)", "dflash", {}, resized(sample_from_anchor=True)),
     ("(sample_from_anchor)", "dspark", {}, resized(sample_from_anchor=False)),
-    ("Markov head is left out", "dspark", {}, weighted(lambda own: own["markov_head.markov_w2.weight"].zero_())),
+    ("Markov head is left out", "dspark", {},
+     weighted(lambda own: own["markov_head.markov_w2.weight"].zero_())),
     ("reads the anchor for every draft", "dspark", {}, patched(
         MarkovHead, "follow", lambda plain, self, memory, hidden, tokens: memory
     )),
     ("begins anew with every draft", "dspark", RNN, patched(
-        RecurrentMarkovHead, "follow", lambda plain, self, memory, hidden, tokens: self.begin(tokens)
+        RecurrentMarkovHead, "follow",
+        lambda plain, self, memory, hidden, tokens: self.begin(tokens)
     )),
     ("after the state's update", "dspark", RNN, patched(RecurrentMarkovHead, "code", code_after)),
     ("read as a vanilla one", "dspark", GATED, patched(
         GatedMarkovHead, "code", lambda plain, self, memory, hidden: memory
     )),
     ("d2t is left out", "eagle3", {}, weighted(lambda weights: weights["d2t"].zero_())),
-    ("d2t is taken as tokens", "eagle3", {}, weighted(lambda weights: weights["d2t"].sub_(torch.arange(40)))),
+    ("d2t is taken as tokens", "eagle3", {},
+     weighted(lambda weights: weights["d2t"].sub_(torch.arange(40)))),
     ("target's LM head", "eagle3", {"draft_vocabulary": 67}, lambda patch, drafter, target: (
         drafter.lm_head.weight.data.copy_(target.model.lm_head.weight), drafter)[1]),
     ("joined the other way round", "eagle", {}, weighted(swap_halves)),
@@ -344,12 +357,13 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
         eagle3.Eagle3Drafter, "join", lambda plain, self, one, two: torch.cat((two, one), dim=-1)
     )),
     ("its own token, not the next", "eagle", {}, patched(
-        FeatureState, "fresh_rows", lambda plain, self, text: plain(self, [[row[0], *row[:-1]] for row in text])
+        FeatureState, "fresh_rows",
+        lambda plain, self, text: plain(self, [[row[0], *row[:-1]] for row in text])
     )),
 ]  # fmt: skip
 
 
-# others of a cause are slow
+# Index of the first case of each cause. Further cases of the same cause are marked as slow.
 SEEN = {one[0]: number for number, one in reversed([*enumerate(WRONG)])}
 
 
@@ -374,7 +388,8 @@ def test_a_wrong_choice_is_named(
     with monkeypatch.context() as patch:
         answers = answers_of(wrong(patch, copy.deepcopy(drafter), target), target, prompts)
     expected = next(name for name in CHOICES if cause in name)
-    # Later choices cannot come first, and trying them takes most of the time.
+    # Choices after the expected one cannot become the first cause, and trying them takes most of
+    # the time.
     tried = dict(islice(CHOICES.items(), [*CHOICES].index(expected) + 1))
     monkeypatch.setattr(conform_module, "CHOICES", tried)
     found = compare(drafter, target, prompts, answers, N_NEW)
@@ -391,7 +406,11 @@ def test_every_choice_is_put_in_somewhere() -> None:
 def test_a_block_that_sees_its_anchors_state_is_named(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As training's mask lets it, where ``<`` has become ``<=``: decoding can not, which has no such state yet."""
+    """`conform` names a training mask with ``<=`` in place of ``<``.
+
+    Such a block sees the target's state of its own anchor. Decoding cannot make this error, because
+    the state does not exist yet.
+    """
     drafter, prompts, answers = (
         build("dspark", target, markov_head="none"),
         random_prompts(6, 3),
@@ -417,7 +436,10 @@ def test_a_block_that_sees_its_anchors_state_is_named(
 
 
 def test_another_dtype_is_named(target: Target) -> None:
-    """As what comes nearest: the target's states are rounded there on their way too."""
+    """bfloat16 is named as a cause or among the nearest choices.
+
+    The target's states are rounded there too, on their way to the drafter.
+    """
     drafter, prompts = build("eagle3", target), random_prompts(8, 9)
     model: Any = copy.deepcopy(target.model)
     other = Target(model.to(torch.bfloat16))
@@ -429,7 +451,7 @@ def test_another_dtype_is_named(target: Target) -> None:
 
 
 def test_what_nobody_knows_is_told_as_such(target: Target) -> None:
-    """Two wrong choices at once: no single one explains all rounds."""
+    """Two wrong choices at once are unknown, because no single one explains all rounds."""
     drafter, prompts = build("eagle3", target), random_prompts(2, 9)
     with pytest.MonkeyPatch.context() as patch:
         wrong = normed_by(False, True)(patch, copy.deepcopy(drafter), target)
@@ -447,14 +469,14 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(drafter: Any, target: Target, folder: Path, place: Path, **config: Any) -> Conformance:
-    """Ask transformers, which reads the drafter's folder with a few other keys in config.json."""
+    """Ask transformers about a drafter's folder with changed keys in config.json."""
     prompts, (layout, method) = random_prompts(2, 9), FORMATS["transformers"][drafter.kind]
     write_layout(drafter, LAYOUTS[layout], place)
     found = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(found | config))
     job = {
-        "engine": "transformers", "method": method, "model": str(folder), "drafter": str(place), "prompts": prompts,
-        "max_new_tokens": N_NEW, "dtype": "float32", "n_drafts": 4,
+        "engine": "transformers", "method": method, "model": str(folder), "drafter": str(place),
+        "prompts": prompts, "max_new_tokens": N_NEW, "dtype": "float32", "n_drafts": 4,
     }  # fmt: skip
     return compare(drafter, target, prompts, ask_engine(job, sys.executable, place.parent), N_NEW)
 
@@ -497,7 +519,7 @@ def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
 def test_the_command(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int
 ) -> None:
-    """With an engine that is our own loop, and with EAGLE left out a norm."""
+    """The engine is our own loop; for EAGLE it leaves out a norm."""
     target = Target.load(str(target_folder), torch.float32, "cpu")
     drafter = kit.build(kind, target.model, target=target.identity)
     save_drafter(drafter, tmp_path / "drafter")

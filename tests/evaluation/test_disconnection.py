@@ -1,4 +1,7 @@
-"""Drafters that go on alone write what they would draft in one endless round, and are compared with the target."""
+"""Drafters that go on without the target write what they would draft in one endless round.
+
+Their texts are compared with the target's.
+"""
 
 import json
 from pathlib import Path
@@ -86,7 +89,10 @@ def test_batches_give_what_each_cut_gives_alone(
 
 @torch.no_grad()
 def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
-    """One endless draft round, computed in parallel over the finished text, gives every token of it."""
+    """The training forward over the finished text gives the same tokens.
+
+    The whole continuation is one draft round of that forward.
+    """
     drafter = random_drafter(endless, "moa")
     frozen = frozen_for(drafter, endless.model)
     rows = measured(endless, {"moa": drafter}, 3)
@@ -137,7 +143,9 @@ def cutting(config: EvalConfig) -> EvalConfig:
 def test_a_report_has_a_section_with_scores(cutting: EvalConfig, tmp_path: Path) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text(
-        "def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n"
+        "def length(prompt, answer):\n"
+        "    assert prompt and '<' not in prompt\n"
+        "    return len(answer)\n"
     )
     prompts = write_jsonl(
         tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")]

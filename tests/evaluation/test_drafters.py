@@ -1,4 +1,4 @@
-"""What training runs say of themselves, and a warning where drafters were not trained alike."""
+"""Reports state facts about training runs and warn if drafters were trained differently."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {"store": "/somewhere", "batch_size": 8, "optimizer":
 
 
 def as_run(drafter: Path, folder: Path) -> Path:
-    """A folder like those of ``moa-data train``."""
+    """Copy a drafter into a folder like those of ``moa-data train``."""
     shutil.copytree(drafter, folder / "drafter")
     values = {"n_steps": 340, "n_tokens": 100, "n_tokens_total": 5000, "n_bytes_read": 7_000_000}
     (folder / "report.json").write_text(json.dumps(values))
@@ -93,18 +93,27 @@ def test_differences_are_named() -> None:
     ("one", "other", "line"),
     [
         ({"precision": "32-true"}, {"precision": "bf16"}, "precision: a 32-true, b bf16"),
-        ({"optimizer": {"kind": "muon"}}, {"optimizer": {"kind": "adamw"}}, "optimizer: a muon, b adamw"),
+        (
+            {"optimizer": {"kind": "muon"}}, {"optimizer": {"kind": "adamw"}},
+            "optimizer: a muon, b adamw",
+        ),
         ({"data": {"draft_length": 5}}, {"data": {"draft_length": 2}}, "draft_length: a 5, b 2"),
         (
             {"drafter": {"forward_kl_weight": 0.1}}, {"drafter": {"forward_kl_weight": 0.2}},
             "forward_kl_weight: a 0.1, b 0.2",
         ),
         ({"decay_steps": None}, {"decay_steps": -1}, "decay_steps: a None, b -1"),
-        ({}, {"decay_steps": -1}, None),  # an older run did not record it
+        ({}, {"decay_steps": -1}, None),  # an older run did not record decay_steps
         ({"drafter": {"eagle_layers": 1}}, {"drafter": {"eagle_layers": 2}}, None),
         ({"reader_threads": 1}, {"reader_threads": 2}, None),
-        ({"record": {"logger": None, "project": "a"}}, {"record": {"logger": "wandb", "project": "b"}}, None),
-        ({"data": {"cache_dir": None, "cache_gb": None}}, {"data": {"cache_dir": "/c", "cache_gb": 5.0}}, None),
+        (
+            {"record": {"logger": None, "project": "a"}},
+            {"record": {"logger": "wandb", "project": "b"}}, None,
+        ),
+        (
+            {"data": {"cache_dir": None, "cache_gb": None}},
+            {"data": {"cache_dir": "/c", "cache_gb": 5.0}}, None,
+        ),
         ({"machine": {"num_nodes": 1}}, {"machine": {"num_nodes": 2}}, None),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prompts end before the last assistant message; a row that is not a prompt is named, not passed over."""
+"""Prompts end before the last assistant message; a row that is not a prompt is an error."""
 
 from pathlib import Path
 from typing import Any

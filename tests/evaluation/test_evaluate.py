@@ -1,4 +1,4 @@
-"""`evaluate` writes a report that says what was measured and how, and refuses what it can't use."""
+"""`evaluate` reports what it measured and how, and refuses unusable settings and inputs."""
 
 import json
 import shutil
@@ -72,8 +72,8 @@ def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig) -> No
     for summary in report.methods:
         assert summary.n_exact == summary.n_answers == 3, summary.method
         assert sum(summary.accepted_drafts) == summary.n_target_calls
-    # Calls of the warm-up and of the drafts that the answer's end left no room for are not counted
-    # as drafted.
+    # Calls of the warm-up do not count as drafted. Neither do calls in which the end of the answer
+    # leaves no room for drafts.
     n_drafted = sum(row.runs["auto"].n_drafted_calls for row in report.measurement.rows)
     assert set(report.auto) == {"auto"}
     assert (
@@ -180,7 +180,8 @@ def test_texts_chats_and_tokens_give_one_answer(room: Path) -> None:
     plain = plain_generate(target, tokens, max_new_tokens=7)
     assert generate(target, drafter, tokens, max_new_tokens=7, tree="2x2x3").tokens == plain.tokens
     assert by_text.tokens == by_chat.tokens == by_tokens.tokens == plain.tokens
-    assert by_text.stats.n_drafted > 0  # without a shape auto chooses, after three plain steps
+    # Without a shape, "auto" is used. It begins to draft after three plain steps.
+    assert by_text.stats.n_drafted > 0
     assert by_text.text == target.tokenizer.decode(by_text.tokens, skip_special_tokens=True)
     for wrong in ([chat], None, 5, [1.5], b"hi", [{"role": "user"}], [*chat, 5]):
         with pytest.raises(DrafterError, match="expected a text"):

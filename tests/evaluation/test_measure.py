@@ -1,4 +1,4 @@
-"""All methods see the same prompts and are counted by the same code; the first one is the baseline."""
+"""All methods see the same prompts and are counted by the same code; the first is the baseline."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def plain_method(target: Target, max_new_tokens: int) -> Generate:
 
 
 def in_runs_of(target: Target, n: int, seen: list[list[int]] | None = None) -> Generate:
-    """A method that gives plain decoding's tokens and claims to have committed them n at a time."""
+    """Make a method that returns plain decoding's tokens as if it committed n of them at a time."""
 
     def generate(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
         if seen is not None:
@@ -152,7 +152,10 @@ def test_first_divergence() -> None:
 
 
 def test_an_answer_that_spells_a_control_token_ends_its_chat(target: Target) -> None:
-    """Sign by sign it is no token; written into the next prompt it would end the turn."""
+    """An answer whose tokens spell a control token character by character ends its chat.
+
+    As text in the next prompt, it would become the control token and end the turn.
+    """
     spelled = [
         target.tokenizer(sign, add_special_tokens=False)["input_ids"][0] for sign in "a<eot>b"
     ]

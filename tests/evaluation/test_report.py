@@ -1,4 +1,7 @@
-"""Reports: ratios of sums over prompts, methods and drafters compared by them, and files that are written whole."""
+"""Reports have ratios of sums over prompts and compare methods and drafters by them.
+
+Files are written completely or not at all.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +29,13 @@ from moa_data.evaluation.views import break_even_lines, markdown_report
 @pytest.mark.parametrize(
     ("prompts", "values", "expected"),
     [
-        # Rows of a prompt stay together, and one whose denominator is 0 takes nothing from the
-        # others.
+        # Rows of a prompt stay together. A row whose denominator is 0 does not change the result.
         ("babc", [(1.0, 2.0), (2.0, 4.0), (3.0, 2.0), (0.0, 0.0)], (6 / 8, (0.5, 1.0))),
         ("aa", [(1.0, 2.0), (1.0, 2.0)], (0.5, None)),
         ("a", [(0.0, 0.0)], (None, None)),
         ("", [], (None, None)),
-        # Over a baseline: prompts of very different length do not widen the interval when both
-        # methods feel them alike.
+        # Over a baseline, prompts of very different lengths do not widen the interval if the
+        # lengths affect both methods equally.
         (
             "abc",
             [(10, seconds / 2, 10, seconds) for seconds in (1.0, 10.0, 100.0)],
@@ -77,7 +79,8 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
         repeats=3,
     )
     report = EvaluationReport(
-        Measurement(rows), config=config.named(), environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
+        Measurement(rows), config=config.named(),
+        environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
         provenance={}, prompts={"file": "p.jsonl", "kind": "spec-bench", "n_answers": 3},
     )  # fmt: skip
     plain, chain = report.methods
@@ -87,9 +90,11 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
     assert chain.accepted_drafts == (3, 3)
     text = markdown_report(report)
     for line in (
-        "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |", "| qa | 2 | 1.50 (1.50-1.50) |", "| math | 1 | 1.50 |",
+        "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |", "| qa | 2 | 1.50 (1.50-1.50) |",
+        "| math | 1 | 1.50 |",
         "| chain | 0.0 | 0.0 | 916.7 | 0.0 | 50% |", "without CUDA graphs, median of 3 repeats",
-        "a round takes 916.7 ms and a plain step 333.3 ms, so a round has to commit 2.75 tokens", "It commits 1.50.",
+        "a round takes 916.7 ms and a plain step 333.3 ms, so a round has to commit 2.75 tokens",
+        "It commits 1.50.",
         "What helps: train the drafter longer",
     ):  # fmt: skip
         assert line in text
@@ -125,7 +130,7 @@ def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
         ),
         row("b", plain=run(5.0, 1, 1, 1), chain_one=run(2.0, 2, 1), chain_two=run(1.0, 3)),
     ]
-    # An answer of one token has no target call, and takes no acceptance length from the others.
+    # An answer of one token has no target call and does not change the acceptance length.
     for given in (rows, [*rows, row("c", plain=run(1.0), chain_one=run(1.0), chain_two=run(0.5))]):
         (pair,) = drafter_pairs(given, ["one", "two"])
         assert (pair["method"], pair["drafter"], pair["over"]) == ("chain", "two", "one")

@@ -1,6 +1,7 @@
-"""Copies between a GPU and host memory arrive before they are read: of captured activations, and of training's batches.
+"""Copies between a GPU and host memory are complete before they are read.
 
-`benchmarks/gpu/gpu.sh --part train` runs it; the tests on the simulated device show that these tests can fail.
+This covers captured activations and training batches. `benchmarks/gpu/gpu.sh --part train` runs
+these tests; the tests on the simulated device show that they can fail.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_captured_activations_are_those_of_the_cpu() -> None:
-    """With more batches in flight than there is host memory for, each is read when its copies are done."""
+    """Each batch is read after its copies are done, with more batches than host buffers."""
     spec, random = ActivationSpec(kv=True, last=True, layers=(0,)), np.random.default_rng(0)
     batches = [
         [random.integers(4, 300, n).astype(np.int32) for n in (90, 40, 200)] for _ in range(6)
@@ -47,7 +48,7 @@ def test_captured_activations_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_the_cpu(tmp_path: Path, kind: str) -> None:
-    """With batches read ahead, whose host memory is used again."""
+    """The losses equal the CPU's, with prefetched batches whose host memory is reused."""
     path = build_store(
         tmp_path / "store", activations=("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
     )

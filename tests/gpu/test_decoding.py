@@ -1,6 +1,6 @@
-"""Decoding on a GPU writes in float32 what plain decoding writes there; also on a simulated one.
+"""Decoding on a GPU in float32 writes the tokens of plain decoding, also on a simulated GPU.
 
-Needs torch, transformers and pytest alone: `benchmarks/gpu/gpu.sh --part decode` runs it.
+Needs only torch, transformers and pytest: `benchmarks/gpu/gpu.sh --part decode` runs it.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ N_NEW = 12
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> str:
-    """A simulated device or a real one."""
+    """Return "cuda", which is either a simulated or a real device."""
     if request.param == "simulated":
         request.getfixturevalue("device")
     return "cuda"
@@ -50,7 +50,7 @@ def plain(target: Target) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", quick(DRAFTERS, ["moa"]))
 def test_chains_and_trees_are_plain_decoding(gpu: str, kind: str) -> None:
-    """One row at a time, and several of them."""
+    """Drafts change no token, for one row and for a batch of several rows."""
     target = target_on(gpu)
     proposer, expected = DrafterProposer(target, drafter_on(gpu, kind)), plain(target)
     for shape in (TreeShape(3), TreeShape(2, 3, 6)):
@@ -68,7 +68,10 @@ def test_tokens_are_those_of_the_cpu(gpu: str) -> None:
 @pytest.mark.parametrize("shape", [None, TreeShape(4), TreeShape(2, 3, 6)], ids=str)
 @pytest.mark.parametrize("kind", quick(test_graphs.DRAFTERS, ["moa", "eagle"]))
 def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | None) -> None:
-    """Of the target's calls, and of greedy chains of drafts; for a row and for several, and for texts that follow."""
+    """CUDA graphs of target calls and of greedy chains change no token.
+
+    One row, several rows, and one row again are decoded with the same graphs.
+    """
     name, settings = test_graphs.DRAFTERS[kind]
     target = target_on(gpu)
     expected = plain(target)
@@ -87,7 +90,7 @@ def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", test_graphs.DRAFTERS)
 def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a real device, which alone captures them."""
+    """Graphs draft the same tokens. Only a real device captures them."""
     n_replays, replay = 0, torch.cuda.CUDAGraph.replay
 
     def counted(graph: torch.cuda.CUDAGraph) -> None:
@@ -102,7 +105,8 @@ def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.Mon
     for prompts in (test_graphs.PROMPTS[:1], test_graphs.PROMPTS, test_graphs.PROMPTS[:1]):
         found = test_graphs.drafts_of(*graphs, prompts)
         assert found == test_graphs.drafts_of(*plain, prompts)
-    # of drafts, and of the target's calls
+    # Each of the 3 generations replays a draft graph in each round but the first, and a target
+    # graph in each round.
     assert n_replays == 3 * (len(found) - 1) + 3 * len(found)
 
 
@@ -111,7 +115,7 @@ def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.Mon
 def test_a_served_text_is_that_of_the_cpu(
     gpu: str, kind: str | None, sampling: SamplingConfig
 ) -> None:
-    """Several texts at once, with drafts and without, greedy and sampled by their seed."""
+    """Concurrent requests write the CPU's tokens: with and without drafts, greedy and seeded."""
     written = []
     for device in ("cpu", gpu):
         name = "it" if kind else None

@@ -1,7 +1,7 @@
-"""What the released code does otherwise than this package, on top of the package's own blocks.
+"""What the released code computes differently, built on this package's own blocks.
 
-Why the package differs is told in docs/decisions/0001. File names and lines are those of ``moa_spec/models`` in
-huawei-noah/HEBO, branch ``mixture-of-attentions``.
+docs/decisions/0001 explains why the package differs. File names and line numbers are those of
+``moa_spec/models`` in huawei-noah/HEBO, branch ``mixture-of-attentions``.
 """
 
 from dataclasses import replace
@@ -30,7 +30,10 @@ NO_DRAWS = Draws(None, torch.zeros(1, dtype=torch.bool))
 
 
 def everywhere(draws: Draws, response_mask: Tensor) -> Rounds:
-    """Rounds of every position, context too, which sees its own KV; loss lies on the whole response."""
+    """Draw rounds of every position, also of the context, which sees its own KV.
+
+    The loss covers the whole response.
+    """
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     queries = torch.arange(drafted.shape[1]).expand_as(drafted)
     return Rounds(
@@ -46,10 +49,13 @@ def everywhere(draws: Draws, response_mask: Tensor) -> Rounds:
 def moa_forward(
     drafter: MoADrafter, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrite context positions before target layer inference, and make all keys anew from that stream.
+    """Replace context positions before target layer inference, and recompute all keys.
 
-    They are overwritten with the target's own hidden state (``train/moa_spec.py``, lines 223-251). Returns what enters
-    the last layers, what leaves them, and features.
+    Keys are computed from the replaced stream. Its context positions become the target's own hidden
+    states (``train/moa_spec.py``, lines 223-251).
+
+    Returns:
+        The input of the last layers, their output, and the features.
     """
     entering, features = drafter(frozen, inputs.tokens, inputs.kv, rounds)
     if inputs.entering_hidden is None:
@@ -67,9 +73,10 @@ def moa_forward(
 def eagle_objective(
     drafter: EagleDrafter, frozen: FrozenTarget, inputs: TrainingInputs, noise: Tensor
 ) -> LossTerms:
-    """Add noise [2, B, T, E] to hidden states and embeddings in place, which spoils the goals of both terms too.
+    """Add noise [2, B, T, E] to hidden states and embeddings in place.
 
-    See ``train/eagle.py``, lines 104-105.
+    In the released code this also spoils the targets of both loss terms. See ``train/eagle.py``,
+    lines 104-105.
     """
     embeddings = frozen.embed(inputs.tokens) + noise[1]
     with patch.object(frozen, "embed", lambda tokens: embeddings):
@@ -81,18 +88,19 @@ def eagle_objective(
 def glide_features(
     drafter: GlideDrafter, frozen: FrozenTarget, inputs: TrainingInputs
 ) -> tuple[Tensor, Tensor]:
-    """Features of all positions [B, T, E], and what each sees: blocks begin at 0, the first attends to all keys alike.
+    """Return features of all positions [B, T, E], and the mask of what each position sees.
 
-    See ``train/glide.py``, lines 145-147. The target's keys are rotated a second time (``train/cross_attention.py``,
-    lines 241-242).
+    Blocks begin at 0, and the first block attends to all keys equally. See ``train/glide.py``,
+    lines 145-147. The target's keys are rotated a second time (``train/cross_attention.py``, lines
+    241-242).
     """
     assert inputs.kv is not None
     n_tokens = inputs.tokens.shape[1]
     positions = torch.arange(n_tokens)[None]
     seen = masks.Mask.up_to(block_context(positions, drafter.config.block_size), n_tokens).dense
-    # The least number is added to the scores, beside which they are lost. Fused kernels get the
-    # gradients of a query without a key wrong: with the scores the logarithm of how many keys there
-    # are is lost too.
+    # The lowest float32 is added to the scores and absorbs them. Fused kernels compute wrong
+    # gradients for a query without visible keys, because they also lose the logarithm of the number
+    # of keys.
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     with sdpa_kernel(SDPBackend.MATH):
         return drafter(
@@ -101,12 +109,12 @@ def glide_features(
 
 
 def rotated_twice(drafter: GlideDrafter, kv: Tensor) -> Tensor:
-    """The last layer of KV [1, T, L, D] with keys rotated once more, [1, T, 1, D]."""
+    """Rotate the keys of KV's last layer [1, T, L, D] once more; return them as [1, T, 1, D]."""
     return rotate_packed_keys(kv[0, :, -1:], drafter.rotary(torch.arange(kv.shape[1])))[None]
 
 
 def glide_objective(frozen: FrozenTarget, inputs: TrainingInputs, features: Tensor) -> LossTerms:
-    """Forward KL on the whole response, position 0 included."""
+    """Compute the forward KL on the whole response, position 0 included."""
     response = inputs.response_mask.bool()
     n_positions = int(response.sum())
     kl, feature = distillation(

@@ -1,7 +1,8 @@
-"""DSpark and DFlash equal the official code on every vector: blocks, activations, losses, gradients, decoding.
+"""DSpark and DFlash equal the official code on every vector.
 
-A file is named for its config and case, such as ``a_train_vanilla_conf``; its config has ``a_weights`` and
-``a_train_inputs`` beside it. The layout is told in data_block/README.md.
+Compared are blocks, activations, losses, gradients and decoding. A file is named after its config
+and case, such as ``a_train_vanilla_conf``; its config has ``a_weights`` and ``a_train_inputs`` in
+the same folder. data_block/README.md describes the layout.
 """
 
 import os
@@ -42,7 +43,7 @@ Vectors = partial(common.Vectors, activation=ACTIVATION, is_relative=True)
 
 
 def names(case: str) -> list[str]:
-    """Stems of the folder's files of a case: ``train`` or ``infer``."""
+    """List the stems of a case's files: ``train`` or ``infer``."""
     stems = sorted(file.stem for file in FOLDER.glob("*.safetensors"))
     return [
         stem
@@ -52,15 +53,17 @@ def names(case: str) -> list[str]:
 
 
 def under(config: str, prefix: str) -> dict[str, Tensor]:
-    """The weights of a config whose names begin with a prefix, by the rest."""
+    """Return the weights of a config whose names begin with a prefix, without the prefix."""
     return common.Vectors(tensors(f"{config}_weights")).starting_with(prefix)
 
 
 def target_config(config: str) -> Any:
-    """The transformers config of a config's target."""
+    """Build the transformers config of a config's target."""
     sizes = meta(f"{config}_weights")["sizes"]
-    own = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "intermediate_size",
-           "rms_norm_eps")  # fmt: skip
+    own = (
+        "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "intermediate_size", "rms_norm_eps",
+    )  # fmt: skip
     return {"qwen3": Qwen3Config, "llama": LlamaConfig}[sizes["target_family"]](
         **{name: sizes[name] for name in own},
         num_hidden_layers=sizes["num_target_layers"],
@@ -70,7 +73,7 @@ def target_config(config: str) -> Any:
 
 
 def live_target(config: str) -> Target:
-    """The target of a config."""
+    """Build the target of a config with its weights."""
     model: Any = (
         AutoModelForCausalLM.from_config(target_config(config)).eval().requires_grad_(False)
     )
@@ -79,7 +82,7 @@ def live_target(config: str) -> Target:
 
 
 def build(name: str) -> tuple[BlockDrafter, FrozenTarget]:
-    """The drafter of a file, and the pieces of its target."""
+    """Build the drafter of a file and its frozen target."""
     config, sizes, flags = name[0], meta(name)["sizes"], meta(name)["flags"]
     of_target = {
         key.removeprefix("model."): value for key, value in under(config, "target.").items()
@@ -118,7 +121,10 @@ def build(name: str) -> tuple[BlockDrafter, FrozenTarget]:
 
 
 def inputs_of(config: str, drafter: BlockDrafter, loss_mask: Tensor, rows: slice) -> TrainingInputs:
-    """The rows of a config's batch as a store gives them: without the embedding, which follows from the tokens."""
+    """Return rows of a config's batch as a store gives them.
+
+    The embedding is left out, because it follows from the tokens.
+    """
     found = tensors(f"{config}_train_inputs")
     states = found["H"][rows].split(drafter.config.hidden_size, dim=-1)
     layers = tuple(
@@ -133,7 +139,7 @@ def inputs_of(config: str, drafter: BlockDrafter, loss_mask: Tensor, rows: slice
 def check_blocks(
     vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs
 ) -> Draws:
-    """Compare what blocks are: inputs, positions, masks, labels, weights; returns the draws that have these blocks."""
+    """Compare blocks: inputs, positions, masks, labels, weights; return draws of these blocks."""
     size, n_tokens = drafter.config.block_size, inputs.tokens.shape[1]
     keep, given = vectors["block_keep_mask"], vectors["anchor_positions"]
     draws = Draws(None, torch.zeros(len(keep), dtype=torch.bool))
@@ -164,7 +170,7 @@ def check_blocks(
 def check_forward(
     vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs
 ) -> Tensor:
-    """Compare activations, from the context to the confidence; returns the acceptance of each slot."""
+    """Compare activations from the context to the confidence; return each slot's acceptance."""
     keep, anchors = vectors["block_keep_mask"], vectors["anchor_positions"]
     of_queries = keep.repeat_interleave(drafter.config.block_size, dim=1)
     outputs: list[Tensor] = []
@@ -204,10 +210,14 @@ def check_forward(
 
 
 def check_losses(
-    vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws,
+    vectors: common.Vectors, drafter: BlockDrafter, frozen: FrozenTarget,
+    inputs: TrainingInputs, draws: Draws,
     flags: Any, total_weight: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compare the weights and sums of each term and the loss, which is returned; of ranks, with their total weight."""
+    """Compare the weights and sums of each loss term, and the loss; return the loss.
+
+    ``total_weight`` is the sum over all ranks, if there are several.
+    """
     anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
     chosen = BlockDraws(
         draws.blocks.n_drafts, None, flags["loss_decay_gamma"] or 0.0, draws.blocks.anchors
@@ -234,7 +244,11 @@ def check_losses(
 
 @pytest.mark.parametrize("name", names("train"))
 def test_training(name: str) -> None:
-    """Denominators are sums over ranks, so that the mean of the ranks' gradients is that of the pooled loss."""
+    """Training equals the official code, on one rank and on several.
+
+    Denominators are sums over ranks, so that the mean of the ranks' gradients is the gradient of
+    the pooled loss.
+    """
     flags, found, (drafter, frozen) = meta(name)["flags"], tensors(name), build(name)
     n_ranks, whole = (
         flags["world_size"],
@@ -270,7 +284,7 @@ def test_training(name: str) -> None:
 
 
 class Rounds(DrafterProposer):
-    """Notes what each round drafts: without the cut by confidence, then with it."""
+    """Record what each round drafts, first without and then with the cut by confidence."""
 
     def __init__(self, target: Target, drafter: BlockDrafter, cut_below: float) -> None:
         super().__init__(target, drafter)
@@ -293,7 +307,8 @@ class Rounds(DrafterProposer):
         best = self.block_drafter.draft_logits(self.frozen, features).topk(2).values
         cut = super().propose(committed, TreeShape(shape.depth, cut_below=self._cut_below))
         facts |= {
-            "drafted": drafted, "hidden": hidden, "kept": cut.n_nodes, "gap": best[:, 0] - best[:, 1],
+            "drafted": drafted, "hidden": hidden, "kept": cut.n_nodes,
+            "gap": best[:, 0] - best[:, 1],
             "confidence": self.block_drafter.confidence_logits(features),
         }  # fmt: skip
         self.found.append(facts)
@@ -301,7 +316,7 @@ class Rounds(DrafterProposer):
 
 
 class Decoded:
-    """One prompt decoded far enough that no round of the official loop is cut by the limit."""
+    """Decode a prompt so far that the length limit cuts no round of the official loop."""
 
     def __init__(
         self, target: Target, drafter: BlockDrafter, prompt: list[int], flags: dict[str, Any]
@@ -324,7 +339,7 @@ class Decoded:
         self.accepted.append(sum(drafted))
 
     def compare(self, vectors: common.Vectors, number: int, round_: int) -> None:
-        """Compare the n-th round with one of the file."""
+        """Compare round ``number`` of ours with round ``round_`` of the file."""
         facts = self.proposer.found[number]
         for key, fact in (
             ("round_start", "start"),
@@ -346,7 +361,8 @@ class Decoded:
         for key, got in own.items():
             if key in vectors.tensors:
                 goal = vectors[key][round_]
-                goal = goal[1:] if len(goal) > len(got) else goal  # the first slot drafts nothing
+                # The first slot drafts nothing.
+                goal = goal[1:] if len(goal) > len(got) else goal
                 atol = ACTIVATION * max(1.0, goal.abs().max().item())
                 torch.testing.assert_close(got, goal, rtol=0, atol=atol)
 
@@ -354,8 +370,8 @@ class Decoded:
 @pytest.mark.parametrize("name", names("infer"))
 @torch.no_grad()
 def test_decoding(name: str) -> None:
-    """Round by round as far as the official loop goes, and to the same text."""
-    # Unread are facts of the target's logits, and a statistic.
+    """Each round equals the official loop's, and so does the text."""
+    # Not read are facts about the target's logits, and a statistic.
     vectors = Vectors(tensors(name), unread=["verify_gap", "effective"])
     flags, target, (drafter, _), n_done = meta(name)["flags"], live_target(name[0]), build(name), 0
     for index, n_prompt in enumerate(vectors["prompt_lengths"].tolist()):

@@ -1,4 +1,7 @@
-"""Chain and tree decoding equal the official code on every decoding vector: logits, trees, acceptances, tokens."""
+"""Chain and tree decoding equal the official code on every decoding vector.
+
+Compared are logits, trees, acceptances and tokens.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,8 +66,8 @@ def test_decoding(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         target.eos_token_ids = frozenset(run["eos_token_id"])
         calls.clear()
         rounds.clear()
-        # Room for whole trees up to the end: the official code drafts beyond its limit and cuts
-        # afterwards.
+        # Leaves room for whole trees up to the end: the official code drafts beyond its limit and
+        # truncates afterwards.
         (generation,) = generate_batch(
             target,
             [prompt],

@@ -53,7 +53,7 @@ def test_eagle(tmp_path: Path, name: str) -> None:
         "features": features,
     }
     for key, got in found.items():
-        # The official code has one slot more, with zeros for the token behind the last.
+        # The official code has one more slot, with zeros for the token after the last one.
         expected.close(key, F.pad(got, (0, 0, 0, 1)), F.pad(real[:, 1:], (0, 1)))
     expected.close("logits", logits)
     expected.close("plogq", -forward_kl(logits, frozen.logits(hidden[:, 1:])))
@@ -68,7 +68,7 @@ def test_eagle(tmp_path: Path, name: str) -> None:
 
 
 def glide_case(name: str) -> tuple[Vectors, GlideDrafter, TrainingInputs, Tensor]:
-    """Vectors, their drafter, the row of the batch that they belong to, and which of its positions are real."""
+    """Return a file's vectors, drafter, row of the batch, and mask of that row's real positions."""
     sizes, config = meta(name)["model_config"], target_config(name)
     real, inputs = inputs_of(name)
     row = slice(meta(name)["row"], meta(name)["row"] + 1)
@@ -81,8 +81,8 @@ def glide_case(name: str) -> tuple[Vectors, GlideDrafter, TrainingInputs, Tensor
     )
     drafter = build_drafter(own, vectors.starting_with("weight."))
     assert isinstance(drafter, GlideDrafter)
-    # In the official code all padding stands at the last real position, and a query without a key
-    # sees padding too.
+    # In the official code all padding has the last real position, and a query without visible keys
+    # also sees padding.
     keys, values = unpack_kv(inputs.required_kv()[row, :, -1], own.attended[1])
     shift = (real.cumsum(dim=1) - 1) - torch.arange(real.shape[1])
     kv = pack_kv([rotate(keys, drafter.rotary(shift))], [values])

@@ -1,4 +1,4 @@
-"""Every file of the folder is read by some test; the committed vectors stay small and cover all drafters."""
+"""Tests read every file of the folder; the committed vectors are small and cover all drafters."""
 
 from .vectors import COMMITTED, FOLDER, KINDS, kind_of, set_of
 

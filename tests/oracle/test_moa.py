@@ -1,4 +1,4 @@
-"""Mixture of Attentions equals the official code on every vector, and is written back as it was."""
+"""Mixture of Attentions equals the official code on every vector and rewrites its checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from .vectors import Vectors, inputs_of, meta, names, set_of, tensors
 
 
 def build(folder: Path, name: str, n_layers: int = 0) -> MoADrafter:
-    """The drafter of the set that a file belongs to, float32."""
+    """Build the float32 drafter of the set that a file belongs to."""
     drafter = vectors.load_official(
         folder,
         vectors.weights_of(f"{set_of(name)}moa_weights", of_target=False),

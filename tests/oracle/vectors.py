@@ -1,9 +1,9 @@
-"""Official vectors: folders of files, and one file as a test reads it.
+"""Official vectors: folders of files, and the tensors of one file.
 
-Every file of a folder is read, and every tensor of a file is compared with something: a name that nobody knows fails. A
-file may lack tensors of intermediate steps. The folder of Mixture of Attentions, EAGLE and GLIDE holds files named
-``SET`` + kind + case, for example ``alt_moa_train_tli2_vfl1_stmix``; weights and batch beside them are those of the
-same set.
+Every file of a folder is read, and every tensor of a file is compared with something; an unknown
+name fails. A file may lack tensors of intermediate steps. Files of Mixture of Attentions, EAGLE and
+GLIDE are named ``SET`` + kind + case, for example ``alt_moa_train_tli2_vfl1_stmix``; the weights
+and the batch of the same set are in the same folder.
 """
 
 import json
@@ -26,17 +26,19 @@ from moa_data.moa.targets.bundle import FrozenTarget
 
 COMMITTED = Path(__file__).parent / "data"
 FOLDER = Path(os.environ.get("MOA_ORACLE") or COMMITTED).resolve()
-KINDS = ("moa_weights", "moa_batch", "moa_trained_drafter_weights", "moa_train_", "moa_infer_", "eagle_train_",
-         "glide_train_")  # fmt: skip
+KINDS = (
+    "moa_weights", "moa_batch", "moa_trained_drafter_weights", "moa_train_", "moa_infer_",
+    "eagle_train_", "glide_train_",
+)  # fmt: skip
 LOSS, GRADIENT = 1e-5, 1e-4
-"""Largest absolute differences; of a gradient, relative to its largest value."""
+"""Largest absolute differences. That of a gradient is relative to its largest value."""
 
 _NAME = re.compile(rf"(?P<set>.*?)(?P<kind>{'|'.join(KINDS)}).*")
 
 
 @cache
 def tensors(name: str, folder: Path = FOLDER) -> dict[str, Tensor]:
-    """The tensors of a file; those in bfloat16, which is exact for them, in float32."""
+    """Load the tensors of a file. Those in bfloat16 become float32, without loss."""
     found = load_file(folder / f"{name}.safetensors")
     return {
         key: value.float() if value.dtype == torch.bfloat16 else value
@@ -51,12 +53,12 @@ def meta(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 class Vectors:
-    """The tensors of one file, each of which has to be read or compared, but for ``unread`` ones.
+    """The tensors of one file. Each must be read or compared, except for ``unread`` ones.
 
     Args:
-        at: [B, T] bool, positions that are compared unless others are given; None for all.
-        activation: largest absolute difference in float32.
-        is_relative: whether that is relative to a tensor's largest value.
+        at: [B, T] bool, the positions that are compared by default; None for all.
+        activation: Largest absolute difference in float32.
+        is_relative: Whether ``activation`` is relative to a tensor's largest value.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class Vectors:
         return self.tensors[key]
 
     def starting_with(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors by the rest of their names."""
+        """Return the tensors whose names begin with a prefix, without the prefix."""
         return {
             key.removeprefix(prefix): self[key] for key in self.tensors if key.startswith(prefix)
         }
 
     def close(self, key: str, got: Tensor, at: Any = None, tolerance: float | None = None) -> None:
-        """Compare numbers, where the file has them."""
+        """Compare numbers, if the file has them."""
         if key in self.tensors:
             at = self._at if at is None else at
             goal, got = self[key][at], got.detach()[at]
@@ -94,13 +96,13 @@ class Vectors:
             torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=lambda m: f"{key}: {m}")
 
     def equal(self, key: str, got: Tensor, at: Any = None) -> None:
-        """Compare a mask or whole numbers exactly, where the file has them."""
+        """Compare a mask or integers exactly, if the file has them."""
         if key in self.tensors:
             at = self._at if at is None else at
             assert torch.equal(got[at], self[key][at].to(got.dtype)), key
 
     def gradients(self, drafter: Drafter, own_key: Callable[[str], str] = str) -> set[str]:
-        """Compare the gradient of every weight that the file has one of; ``own_key`` makes our name of theirs."""
+        """Compare each gradient that the file has; ``own_key`` maps official names to ours."""
         weights = dict(drafter.named_parameters())
         goals = {own_key(key): goal for key, goal in self.starting_with("grad.").items()}
         for key, goal in goals.items():
@@ -120,12 +122,12 @@ class Vectors:
                 self.close(key, got, ..., LOSS)
 
     def all_read(self) -> None:
-        """Fail if a tensor of the file was left out."""
+        """Fail if a tensor of the file was neither read nor compared."""
         assert not self._waiting, f"tensors that nobody compared: {sorted(self._waiting)}"
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of a file by its stem; None for an unknown one."""
+    """Return the kind of a file from its stem; None for an unknown one."""
     match = _NAME.fullmatch(name)
     return (
         match["kind"]
@@ -135,21 +137,21 @@ def kind_of(name: str) -> str | None:
 
 
 def set_of(name: str) -> str:
-    """What stands before the kind in a file's stem."""
+    """Return the part of a file's stem before the kind."""
     match = _NAME.fullmatch(name)
     assert match, name
     return match["set"]
 
 
 def names(kind: str) -> list[str]:
-    """Stems of the folder's files of a kind."""
+    """List the stems of the folder's files of a kind."""
     return [
         file.stem for file in sorted(FOLDER.glob("*.safetensors")) if kind_of(file.stem) == kind
     ]
 
 
 def target_config(name: str) -> LlamaConfig:
-    """The config of the target of a file."""
+    """Build the config of a file's target."""
     sizes = dict(meta(name)["target"])
     return LlamaConfig(
         rope_parameters={"rope_theta": sizes.pop("rope_theta"), "rope_type": "default"}, **sizes
@@ -157,14 +159,14 @@ def target_config(name: str) -> LlamaConfig:
 
 
 def load_official(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig) -> Drafter:
-    """Load a drafter from a folder as the official code writes it, with these weights and the target's config."""
+    """Save weights and the target's config as the official code does, and load the drafter."""
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors")
     return load_drafter(folder)
 
 
 def weights_of(name: str, of_target: bool) -> dict[str, Tensor]:
-    """The tensors of a file of weights that are the target's, or that are not."""
+    """Return the tensors of a weights file that belong to the target, or those that do not."""
     return {
         key: value
         for key, value in tensors(name).items()
@@ -173,14 +175,17 @@ def weights_of(name: str, of_target: bool) -> dict[str, Tensor]:
 
 
 def frozen_target(name: str, n_layers: int = 0) -> FrozenTarget:
-    """The target's pieces of the set that a file belongs to, float32."""
+    """Build the float32 frozen target of the set that a file belongs to."""
     weights = weights_of(f"{set_of(name)}moa_weights", of_target=True)
     pieces = {key.removeprefix("model."): value for key, value in weights.items()}
     return FrozenTarget(target_config(name), pieces, n_layers)
 
 
 def inputs_of(name: str, n_layers: int = 0) -> tuple[Tensor, TrainingInputs]:
-    """Which positions of the set's batch are real, [B, T] bool, and the batch; ``n_layers`` of target inference."""
+    """Return the mask of real positions [B, T] and the batch of the set that a file belongs to.
+
+    ``n_layers`` is the number of layers of target layer inference.
+    """
     batch = tensors(f"{set_of(name)}moa_batch")
     hidden = batch["hidden_states"]
     entering = hidden[-1 - n_layers] if n_layers else None

@@ -1,4 +1,8 @@
-"""Decoding on a simulated CUDA device: the CPU's tokens, and how often a round launches kernels and waits for them."""
+"""Decoding on a simulated CUDA device gives the CPU's tokens within its budgets.
+
+A budget is an upper bound of a round's kernel launches, or of the times that the host waits for the
+device.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -42,10 +46,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 LAUNCHES = {
-    "moa": 400, "moa, a target layer": 515, "eagle": 265, "eagle3": 278, "glide": 300, "medusa": 150,
-    "independent": 334, "dflash": 327, "dspark": 344, "dspark on kv": 214, "dspark on memory": 381,
+    "moa": 400, "moa, a target layer": 515, "eagle": 265, "eagle3": 278, "glide": 300,
+    "medusa": 150, "independent": 334, "dflash": 327, "dspark": 344, "dspark on kv": 214,
+    "dspark on memory": 381,
 }  # fmt: skip
-"""Of a whole greedy round: a chain of 4, and the target's call of 2 layers."""
+"""Upper bounds of a whole greedy round: a chain of 4 drafts, and the call of a 2-layer target."""
 BY_DEFAULT = [*(f"{drafter}: 4" for drafter in DRAFTERS if drafter != "dflash"), "moa: 3x3x8"]
 
 
@@ -74,12 +79,13 @@ def generate(
 
 
 def rounds(counts: Counts, *args: Any, **settings: Any) -> Iterator[tuple[int, int]]:
-    """Yield the launches and waits of each round after the first two, whose caches still grow."""
+    """Yield launches and waits of each round, except for the first two, in which caches grow."""
     marks: list[tuple[int, int]] = []
 
     def note(*_: Any) -> None:
         marks.append((counts.launches, counts.waits))
-        if len(marks) == 3:  # for the message of a test that fails
+        # The lines that `worst` shows if a test fails are those of later rounds only.
+        if len(marks) == 3:
             counts.launch_lines.clear()
             counts.wait_lines.clear()
 
@@ -132,7 +138,10 @@ def test_launches_of_a_drafted_token(device: Counts, drafter: str, most: int) ->
 
 
 def test_a_plain_step_launches_as_much_as_the_model_alone(device: Counts) -> None:
-    """1,309 kernels at 32 layers; transformers with a cache of its own launches 1,303."""
+    """Scaled up to 32 layers the bound is 1,309 kernels.
+
+    transformers launches 1,303 with its own cache.
+    """
     found = list(rounds(device, None, None, torch.bfloat16))
     assert max(waits for _, waits in found) <= 1, device.worst()
     assert max(launches for launches, _ in found) <= 2 * 40 + 29, device.worst()

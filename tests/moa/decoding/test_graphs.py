@@ -1,4 +1,4 @@
-"""Rounds of chains as CUDA graphs, on a simulated device: the drafts of other rounds, by a handful of launches."""
+"""Chain rounds as CUDA graphs on a simulated device draft the same tokens with few launches."""
 
 import itertools
 import random
@@ -64,7 +64,10 @@ def drafts_of(
     prompts: list[list[int]],
     around: Callable[[], Any] = lambda: None,
 ) -> list[Any]:
-    """Draft in each round of a text of which any number of tokens are accepted, and rows leave on the way."""
+    """Return the drafts of each round of a scripted run.
+
+    Different numbers of tokens are accepted in each round, and a row leaves on the way.
+    """
     rng, found = random.Random(0), list[Any]()
     committed, cache = (
         [[*prompt, rng.randrange(97)] for prompt in prompts],
@@ -95,7 +98,10 @@ def drafts_of(
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, BY_DEFAULT))
 def test_graphs_draft_what_is_drafted_without(device: Counts, name: str) -> None:
-    """For a row, for rows of other lengths, and for texts that follow; by a handful of launches and no wait."""
+    """Graphs draft the same tokens, with few launches and no wait.
+
+    They do so for one row, for rows of different lengths, and for the generations that follow.
+    """
     plain, graphs = (
         proposer_on("cpu", name, is_static=False),
         proposer_on("cuda", name, is_static=True),
@@ -113,7 +119,8 @@ def test_graphs_draft_what_is_drafted_without(device: Counts, name: str) -> None
         (after[0] - before[0], after[1] - before[1])
         for before, after in zip(marks[::2], marks[1::2], strict=True)
     ]
-    # But the first without a graph, the next, which moves the caches, and the one after a row left.
+    # Leave out the first two rounds (without a graph, and moving the caches) and the round after a
+    # row left.
     rounds = [rounds[index] for index in (2, 3, 4, 6, 7)]
     assert max(launches for launches, _ in rounds) <= 8, message
     assert not any(waits for _, waits in rounds), message
@@ -121,7 +128,7 @@ def test_graphs_draft_what_is_drafted_without(device: Counts, name: str) -> None
 
 @pytest.mark.parametrize("family", quick(["mistral", "qwen3"], ["mistral"]))
 def test_targets_of_other_families(device: Counts, family: str) -> None:
-    """With sliding windows, and with norms of keys."""
+    """Graphs also work for targets with sliding windows or with normed keys."""
     name = "moa, a target layer"
     plain, graphs = proposer_on("cpu", name, False, family), proposer_on("cuda", name, True, family)
     assert drafts_of(*graphs, PROMPTS) == drafts_of(*plain, PROMPTS)
@@ -129,14 +136,19 @@ def test_targets_of_other_families(device: Counts, family: str) -> None:
 
 @pytest.mark.parametrize(("drafter", "most"), [(None, 11), ("moa", 20), ("eagle", 24)])
 def test_a_whole_round_of_graphs(device: Counts, drafter: str | None, most: int) -> None:
-    """One upload of the target's call, one of the drafter's, and one copy to the host for which it waits."""
+    """A whole round has at most one wait.
+
+    It makes one upload for the target's call, one for the drafter's calls, and one copy to the
+    host, for which it waits.
+    """
     marks: list[tuple[int, int]] = []
     target, proposer = proposer_on("cuda", drafter or "moa", is_static=True)
     tree = TreeShape(DEPTH) if drafter else None
     for _ in range(2):
         marks.clear()
         generate_batch(
-            target, PROMPTS[:1], max_new_tokens=24, proposer=proposer if drafter else None, tree=tree,
+            target, PROMPTS[:1], max_new_tokens=24,
+            proposer=proposer if drafter else None, tree=tree,
             on_round=lambda *_: marks.append((device.launches, device.waits)),
         )  # fmt: skip
         device.launch_lines.clear()
@@ -158,7 +170,7 @@ def test_a_static_call_launches_one_graph_and_little_else(device: Counts, n_toke
         torch.eye(n_tokens, dtype=torch.bool).cuda(),
     )
     for given in (None, seen.repeat(2, 1, 1)):
-        target.forward(tokens, cache, given)  # records
+        target.forward(tokens, cache, given)  # the first call records the graph
         device.reset()
         target.logits(target.forward(tokens, cache, given))
         assert device.launches <= 9, device.worst()
@@ -195,10 +207,13 @@ def test_what_depends_on_the_host_cannot_be_captured(
 @pytest.mark.parametrize("name", ["moa", "moa, a target layer"])
 @pytest.mark.usefixtures("device")
 def test_a_graph_is_not_run_on_a_buffer_of_other_strides_at_its_address(name: str) -> None:
-    """Memory that the device frees and gives out again can hold a buffer of fewer rows at the same address."""
+    """Graphs check the shape of a buffer, not only its address.
+
+    A new buffer of fewer rows can get the address of one that was freed.
+    """
     plain = proposer_on("cpu", name, is_static=False)
     target, proposer = proposer_on("cuda", name, is_static=True)
-    drafts_of(target, proposer, PROMPTS)  # its last rounds are of two rows in a buffer of three
+    drafts_of(target, proposer, PROMPTS)  # the last rounds have two rows in a buffer of three
     assert target._static is not None
     ((shape, (freed,)),) = target._static.buffers.items()
     fewer_rows = (*shape[:2], 2, *shape[3:])
@@ -211,7 +226,7 @@ def test_a_graph_is_not_run_on_a_buffer_of_other_strides_at_its_address(name: st
 @pytest.mark.parametrize("drafter", [None, "moa"])
 @pytest.mark.usefixtures("device")
 def test_an_interrupted_generation_gives_its_buffer_back(drafter: str | None) -> None:
-    """The next generation is in the same buffer, with the same graphs."""
+    """The next generation uses the same buffer and the same graphs."""
     target, proposer = proposer_on("cuda", drafter or "moa", is_static=True)
     settings: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 24}
     if drafter:
@@ -235,7 +250,8 @@ def test_an_interrupted_generation_gives_its_buffer_back(drafter: str | None) ->
 def test_other_chains_and_longer_texts_are_plain_decoding_too(device: Counts, shape: str) -> None:
     settings: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": 72}
     target, proposer = proposer_on("cuda", "eagle", is_static=True)
-    target.use_static_calls(8)  # of 72 slots, less than the longest text
+    # Buffers have 72 slots, fewer than the longest text.
+    target.use_static_calls(8)
     expected = generate_batch(proposer_on("cpu", "eagle", is_static=False)[0], **settings)
     found = generate_batch(target, proposer=proposer, tree=TreeShape.parse(shape), **settings)
     assert [one.tokens for one in found] == [one.tokens for one in expected]

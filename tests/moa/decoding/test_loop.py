@@ -1,7 +1,8 @@
-"""Speculative greedy decoding gives the very tokens of plain greedy decoding, whatever the drafter proposes.
+"""Speculative greedy decoding gives the exact tokens of plain greedy decoding for any drafts.
 
-Drafters: one whose blocks are silenced so that it repeats a bigram that the target often follows, and scripted ones
-that are never, always or sometimes right. That every drafter keeps this in every shape is shown by its contract.
+One drafter has silenced blocks and repeats a bigram that the target often follows. Scripted
+drafters are never, always or sometimes right. The contract of drafters tests every drafter in every
+shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,11 +31,14 @@ VOCABULARY, EOS, N_POSITIONS = (
     SIZES["max_position_embeddings"],
 )
 Script = Callable[[list[int], list[int]], list[int]]
-"""(what the target will say next, a wrong token for each place) -> drafts."""
+"""Function of the target's next tokens and of a wrong token for each that returns the drafts."""
 
 
 def silence(drafter: MoADrafter) -> MoADrafter:
-    """Let every block add nothing: the drafter proposes argmax head(embedding of the last token)."""
+    """Let every block add nothing.
+
+    The drafter then proposes argmax head(embedding of the last token).
+    """
     with torch.no_grad():
         for block in (drafter.self_attention, drafter.cross_attention):
             block.self_attn.o_proj.weight.zero_()
@@ -43,7 +47,10 @@ def silence(drafter: MoADrafter) -> MoADrafter:
 
 
 def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
-    """A target whose residual stream is mostly the last token's embedding: a silenced drafter is often right."""
+    """Build a target whose residual stream is mostly the last token's embedding.
+
+    A silenced drafter is often right about it.
+    """
     model = build_model(num_hidden_layers=2)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -56,7 +63,7 @@ def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
 
 @contextmanager
 def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) -> Iterator[None]:
-    """Replace what the chain proposes; its caches are kept as always, so that they can be looked at."""
+    """Replace the drafts of chains. The drafter still runs, so that its caches are real."""
     real_propose = DrafterProposer.propose
 
     def propose(self: DrafterProposer, committed: list[list[int]], shape: TreeShape) -> DraftTree:
@@ -76,7 +83,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) ->
         yield
 
 
-# with what 13 tokens are committed by, four drafts at a time
+# Each script, and the tokens that each target call commits for an answer of 13 tokens with four
+# drafts at a time.
 SCRIPTS: dict[str, tuple[Script, list[int]]] = {
     "never right": (lambda future, wrong: wrong, [1] * 12),
     "always right": (lambda future, wrong: future, [5, 5, 2]),
@@ -118,7 +126,7 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
 
 @pytest.fixture(scope="module")
 def fluent() -> Target:
-    """A target without end that says token 0, which nothing may take for padding."""
+    """Build a target without EOS that writes token 0, which must not be taken for padding."""
     model = build_model(num_hidden_layers=2)
     target = Target(model)
     target.eos_token_ids = frozenset()
@@ -198,7 +206,8 @@ def test_stops_at_the_last_position(
 def test_plain_equals_transformers_generate(case: str) -> None:
     family, _, more = case.partition(", ")
     sizes, settings, sampling = dict[str, Any](), dict[str, Any](), GREEDY
-    # its cache keeps all tokens where the window less 1 is 0; without it, it does as we do
+    # With a window of one token, transformers' cache keeps its last 0 tokens by the slice [-0:],
+    # which is all of them. Without a cache it computes what we do.
     if "window" in more:
         sizes, settings = {"sliding_window": 1}, {"use_cache": False}
     elif more:

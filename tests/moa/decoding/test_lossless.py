@@ -1,7 +1,7 @@
-"""Greedy decoding with drafts gives the tokens of plain decoding: a thousand prompts, all families, all shapes.
+"""Greedy decoding with drafts gives the tokens of plain decoding for a thousand prompts.
 
-Every kind that needs no deep target on every family, and drafters that are often right, so that deep branches are
-accepted.
+All families and shapes are tested, with each kind of drafter that needs no deep target, and with
+drafters that are often right, so that deep branches are accepted.
 """
 
 import random
@@ -23,7 +23,7 @@ N_PROMPTS = 1000
 
 @pytest.mark.slow
 def test_a_thousand_prompts() -> None:
-    """In batches of 1 to 8."""
+    """Batches have 1 to 8 rows."""
     chance, sometimes, often = random.Random(0), [], []
     for index, family in enumerate(FAMILIES):
         target, bigrams = Target(build_model(family)), bigram_target(frozenset({3, 24}))

@@ -1,4 +1,4 @@
-"""`auto` keeps what drafts gain and bounds what they cost; whatever a policy chooses, greedy tokens stay."""
+"""`auto` keeps the gain of drafts and bounds their cost; no policy changes greedy tokens."""
 
 import itertools
 from collections.abc import Callable
@@ -30,7 +30,10 @@ def decode(
     cost: float,
     slowness: Callable[[int], float] = lambda _: 1.0,
 ) -> float:
-    """Plain steps that an answer takes; a round with drafts commits ``per_round`` tokens and takes ``cost`` steps."""
+    """Decode an answer; return its time in plain steps.
+
+    A round with drafts commits ``per_round`` tokens and takes the time of ``cost`` plain steps.
+    """
     policy.begin()
     n_done, spent, n_rounds = 0.0, 0.0, 0
     while n_done < n_tokens:
@@ -67,7 +70,7 @@ def test_an_answer_on_which_drafts_fail_is_soon_decoded_plainly_and_the_next_one
 
 
 def test_neither_a_machine_that_slows_down_nor_a_long_prompt_is_held_against_drafts() -> None:
-    """Twice as slow at once: plain steps that were timed before are too fast for a while."""
+    """The machine becomes twice as slow, so that earlier timings of plain steps are too fast."""
     policy = AutoPolicy()
     decode(policy, 500, per_round=4.0, cost=2.5)
     spent = decode(
@@ -75,7 +78,8 @@ def test_neither_a_machine_that_slows_down_nor_a_long_prompt_is_held_against_dra
     )
     assert spent < 1.02 * 2000 * 2.5 / 4.0
     policy.begin()
-    policy.observe(4, 1.0, PLAIN_S * 4 * PATIENCE)  # the drafter has read the prompt
+    # The first round with drafts is slow, because the drafter also reads the prompt.
+    policy.observe(4, 1.0, PLAIN_S * 4 * PATIENCE)
     assert policy.next_shape() == AUTO_SHAPE
 
 
@@ -100,7 +104,7 @@ def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape)
 
 
 class Changing(ShapePolicy):
-    """Another shape in each round."""
+    """Use another shape in each round."""
 
     def begin(self) -> None:
         self.shapes = itertools.cycle(

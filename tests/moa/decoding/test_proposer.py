@@ -1,4 +1,4 @@
-"""Shapes of drafts, the order of candidates, chains that stop where the drafter is unsure, and prompt lookup."""
+"""Shapes of drafts, the order of candidates, early stops of unsure chains, and prompt lookup."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ LENGTH = 6
 def first_round(
     target: Target, drafter: Drafter, prompts: list[list[int]], shape: TreeShape
 ) -> DraftTree:
-    """Drafts behind prompts of equal length and the target's next token."""
+    """Draft after prompts of equal length and the target's next token."""
     cache = target.new_cache(len(prompts))
     hidden = target.forward(torch.tensor(prompts), cache)
     kept = [range(len(prompts[0]))] * len(prompts)
@@ -124,7 +124,7 @@ def test_the_longest_and_latest_occurrence_wins() -> None:
     ids=str,
 )
 def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
-    """Also where it finds fewer drafts than its neighbours, or none."""
+    """A row has the same result in a batch, also if it finds fewer drafts than others, or none."""
     target = Target(build_model(eos_token_id=None))
     prompts = [[9, 10, 11], [5, 6, 7, 8, 5, 6], [3, 4, 3, 4, 3, 4, 3], [20, 21, 22, 23, 24, 25]]
     settings: dict[str, Any] = {
@@ -136,12 +136,13 @@ def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
         (alone,) = generate_batch(target, [prompt], seed=seed, **settings)
         assert found.tokens == alone.tokens
         assert found.stats.committed_per_call == alone.stats.committed_per_call
-        if sampling.temperature:  # greedy decoding cuts drafts to what any row has use for
+        # Greedy decoding cuts drafts to the longest chain that any row can use.
+        if sampling.temperature:
             assert found.stats.n_drafted == alone.stats.n_drafted
         else:
             assert (
                 found.tokens
                 == plain_generate(target, prompt, max_new_tokens=30, sampling=sampling).tokens
             )
-    # Greedy decoding of a small random model soon goes in circles.
+    # Greedy decoding of a small random model soon repeats itself.
     assert sampling.temperature or sum(one.stats.n_target_calls for one in together) < 4 * 29

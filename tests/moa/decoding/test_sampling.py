@@ -1,4 +1,7 @@
-"""Speculative sampling has the target's distribution: by enumeration of every draw, and by chi-square of whole runs."""
+"""Speculative sampling has the target's distribution.
+
+Tests enumerate every draw, or compare whole runs by chi-square.
+"""
 
 import itertools
 from collections import Counter
@@ -43,8 +46,8 @@ Pick = Callable[[Sequence[float]], int]
 def outcomes(
     monkeypatch: pytest.MonkeyPatch, procedure: Callable[[Pick], Any]
 ) -> Iterator[tuple[Any, float]]:
-    """Every outcome of the draws of a procedure, with its probability."""
-    pending: list[list[int]] = [[]]  # the first draws of the runs to come
+    """Yield every outcome of a procedure's draws, with its probability."""
+    pending: list[list[int]] = [[]]  # prefixes of draws that are still to be run
     forced, taken, probability = list[int](), list[int](), 1.0
 
     def pick(weights: Sequence[float]) -> int:
@@ -68,7 +71,7 @@ def outcomes(
 
 @pytest.fixture
 def logits() -> Any:
-    """Of a chain or tree with up to 6 nodes over a vocabulary of 4."""
+    """Return logits for a chain or tree of up to 6 nodes over a vocabulary of 4."""
     return torch.randn(7, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
 
 
@@ -93,14 +96,14 @@ def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
 def test_picked_trees_give_the_targets_distribution(
     monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any
 ) -> None:
-    # Two children of the root, two and one grandchildren.
+    # The root has two children; the first has two children, the second has one.
     tree = DraftTree(torch.tensor([[0, 2, 1, 3, 0]]), torch.tensor([[-1, -1, 0, 0, 1]]))
     got: Counter[Any] = Counter()
     for (accepted, bonus), probability in outcomes(
         monkeypatch, lambda _: accept_sampled(tree, 0, logits, [1, 2], config, None)
     ):
         got[(*(int(tree.tokens[0, node]) for node in accepted), bonus)[:2]] += probability  # type: ignore[assignment]
-    # Each first token, with each second one where a draft says what follows it.
+    # Each first token is expected, with each second token if a draft covers the first one.
     first = distribution(logits[0], [1, 2], config)
     wanted: dict[tuple[int, ...], float] = {(token,): float(first[token]) for token in (1, 3)}
     for token, node in ((0, 0), (2, 1)):
@@ -114,7 +117,7 @@ def test_picked_trees_give_the_targets_distribution(
 def test_drawn_chains_give_the_targets_distribution(
     monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any
 ) -> None:
-    """The draft itself is drawn from q, so its draw belongs to the enumeration."""
+    """The drafts themselves are drawn from q, so their draws are enumerated too."""
     proposal = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.0, 0.5, 0.4]], dtype=torch.float64)
 
     def first_token(pick: Pick) -> int:
@@ -130,7 +133,7 @@ def test_drawn_chains_give_the_targets_distribution(
 
 
 def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
-    """Chi-square of unnormalised rows; a row alone draws what it draws among others."""
+    """Draws from unnormalised rows pass chi-square; a row draws the same alone and in a batch."""
     weights = torch.tensor(
         [[0.0, 3.0, 1.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0, 0.1]], dtype=torch.float64
     )
@@ -138,7 +141,7 @@ def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
     drawn = torch.stack([sampling.draw_rows(weights, generators) for _ in range(n_draws)])
     for row, weight in enumerate(weights):
         counts = torch.bincount(drawn[:, row], minlength=5)
-        # at most two degrees of freedom: p = 5e-5
+        # With at most two degrees of freedom, p = 5e-5.
         assert chi_square(counts, weight / weight.sum()) < 20
         again = torch.Generator().manual_seed(row + 1)
         assert [int(sampling.draw_rows(weight[None], [again])) for _ in range(9)] == drawn[
@@ -166,12 +169,12 @@ def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
 
 @pytest.mark.parametrize(
     ("n_words", "scale"), [(50, 1.0), (3000, 0.0), (3000, 0.3), (3000, 3.0)], ids=str
-)  # whether few tokens of a large vocabulary hold the mass or nearly all are needed
+)  # few tokens of a large vocabulary hold the mass, or nearly all tokens do
 def test_distribution_follows_transformers(n_words: int, scale: float) -> None:
     logits = scale * torch.randn(
         n_words, generator=torch.Generator().manual_seed(5), dtype=torch.float64
     )
-    logits += torch.linspace(0, 1e-6, n_words, dtype=torch.float64)  # no ties
+    logits += torch.linspace(0, 1e-6, n_words, dtype=torch.float64)  # avoids ties
     given, previous = logits.clone(), [3, 9, 9, 14]
     for temperature, top_k, top_p, penalty in itertools.product(
         (0.6, 1.7), (0, 8), (0.5, 0.9, 1.0), (1.0, 1.4)
@@ -190,8 +193,8 @@ def test_bias_penalties_and_min_p_as_vllm_defines_them() -> None:
     logits, previous, n_prompt = logits_of(4), [1, 2, 2, 5, 2, 5, 7], 3
     bias, repetition, presence, frequency = {7: -3.0, 0: 2.5}, 1.4, 0.8, 0.3
     config = SamplingConfig(
-        0.7, min_p=0.05, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency,
-        logit_bias=tuple(bias.items()),
+        0.7, min_p=0.05, repetition_penalty=repetition, presence_penalty=presence,
+        frequency_penalty=frequency, logit_bias=tuple(bias.items()),
     )  # fmt: skip
     scores = [float(value) + bias.get(token, 0.0) for token, value in enumerate(logits.tolist())]
     scores = [
@@ -217,14 +220,14 @@ def test_bias_penalties_and_min_p_as_vllm_defines_them() -> None:
     "tree", quick([TreeShape(3), TreeShape(2, 2, 5)], [TreeShape(2, 2, 5)]), ids=str
 )
 def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
-    """Chi-square of the second and third token of many answers against the exact distribution."""
+    """The answers of many runs match the exact distribution by chi-square."""
     target = Target(build_model(num_hidden_layers=2))
     target.eos_token_ids = frozenset()
     drafter = build_drafter(target.model)
     config, n_runs, prompt = SamplingConfig(1.0, top_k=3, presence_penalty=1.0), 1500, [7, 8, 9]
     runs = generate_batch(
-        target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, config),
-        tree=tree, sampling=config, seed=11,
+        target, [prompt] * n_runs, max_new_tokens=3,
+        proposer=DrafterProposer(target, drafter, config), tree=tree, sampling=config, seed=11,
     )  # fmt: skip
     counts, exact = (
         Counter(tuple(run.tokens) for run in runs),
@@ -234,12 +237,12 @@ def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
     found = chi_square(
         torch.tensor([counts[answer] for answer in exact]), torch.tensor(list(exact.values()))
     )
-    # Mean n - 1, variance 2 (n - 1): five standard deviations.
+    # Chi-square has mean n - 1 and variance 2 (n - 1); allow five standard deviations.
     assert found < len(exact) - 1 + 5 * (2 * (len(exact) - 1)) ** 0.5
 
 
 def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
-    """Every answer of that length with its probability."""
+    """Return every answer of that length with its probability."""
     answers = {(): 1.0}
     for _ in range(n_tokens):
         longer: dict[Any, Any] = {}
@@ -274,7 +277,7 @@ def test_settings_without_a_meaning_are_refused(
         SamplingConfig(**settings)
 
 
-# Tokens chosen by noise that seed and position decide
+# Tokens chosen by noise that depends on seed and position
 
 N_WORDS, N_DRAWS = 12, 2000
 SAMPLED = SamplingConfig(temperature=0.8, top_k=9, top_p=0.95, repetition_penalty=1.3)
@@ -297,12 +300,12 @@ def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
         for index in range(N_DRAWS)
     ]
     counts = torch.bincount(torch.tensor(chosen), minlength=N_WORDS).double()
-    # The 99.9th percentile of chi-square with 11 degrees of freedom.
+    # This is the 99.9th percentile of chi-square with 11 degrees of freedom.
     assert chi_square(counts, distribution(logits, previous, SAMPLED)) < 31.3
 
 
 def noise_of_all(seed: int, position: int, n_words: int) -> torch.Tensor:
-    """The noise of every token, as it is defined."""
+    """Compute the noise of every token by its definition."""
     key = np.array([seed % 2**64, position], dtype=np.uint64)
     uniform = (
         (np.random.Philox(key=key).random_raw(n_words) >> np.uint64(12)).astype(np.float64) + 0.5
@@ -311,7 +314,7 @@ def noise_of_all(seed: int, position: int, n_words: int) -> torch.Tensor:
 
 
 def test_noise_is_a_function_of_seed_position_and_token() -> None:
-    # Client and server may be of different versions of this package: the numbers must stay.
+    # Client and server may have different versions of this package, so the numbers must not change.
     first = [-0.15990158959464357, -0.02969674489144777, -1.1937469859707905]
     assert sampling.noise(1, 2, np.arange(3)).tolist() == pytest.approx(first, rel=1e-12)
     kinds = [(3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5)]
@@ -329,7 +332,10 @@ def test_noise_is_a_function_of_seed_position_and_token() -> None:
 
 
 def some_logits(index: int, n_words: int) -> torch.Tensor:
-    """Logits of several kinds: flat, steep, with ties as in bfloat16, with tokens that cannot come, and equal ones."""
+    """Return logits whose kind depends on the index.
+
+    They are flat, steep, with ties as in bfloat16, with impossible tokens, or all equal.
+    """
     logits = torch.randn(n_words, generator=torch.Generator().manual_seed(index))
     kinds = [
         logits,
@@ -346,7 +352,7 @@ def some_logits(index: int, n_words: int) -> torch.Tensor:
 def test_the_choice_is_that_of_noise_for_every_token(
     n_words: int, n_plain: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whichever settings: the largest log p + noise of all tokens, the first of equal ones."""
+    """For all settings, the token with the largest log p + noise is chosen, the first of ties."""
     monkeypatch.setattr(sampling, "_N_PLAIN", n_plain)
     index = 0
     for temperature, top_k, top_p, penalty in itertools.product(

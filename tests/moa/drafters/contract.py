@@ -1,12 +1,12 @@
-"""What every drafter keeps, as tests that the test class of each one inherits.
+"""What every drafter guarantees, as tests that the test class of each drafter inherits.
 
 ::
 
     class TestMine(DrafterContract):
         kind = "mine"
 
-A drafter of ``kind`` is built by the registry with ``sizes``. Everything is checked from outside, through the interface
-of ``drafters.base``, on random targets of every supported family.
+The registry builds a drafter of ``kind`` with ``sizes``. The tests check everything from outside,
+through the interface of ``drafters.base``, on random targets of every supported family.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ from moa_data.tests.kit.variants import quick
 SHAPES = TreeShape(1), TreeShape(4), TreeShape(6, stop_below=0.2), TreeShape(3, 3, 8)
 ROUNDS = {
     "bounded": Draws(torch.tensor([5, 4]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1])),
-    # Longer than the windows of the families that have one.
+    # These rounds are longer than the windows of families that have windows.
     "long": Draws(torch.tensor([13, 14]), torch.zeros(2, dtype=torch.bool), torch.tensor([0, 3])),
 }
 UNBOUNDED = Draws(None, torch.zeros(2, dtype=torch.bool))
@@ -53,11 +53,11 @@ VOCABULARY = SIZES["vocab_size"]
 CLOSE = 2e-5
 """Largest absolute difference of features in float32."""
 TARGETS = quick(FAMILIES, ("llama", "qwen2-mixed"))
-"""Families of targets: by default a plain one, and one with biases and a window."""
+"""Target families; the default ones are a plain family and one with biases and a window."""
 
 
 class Rows:
-    """Drafts along a given text, row by row or several rows of different lengths at once."""
+    """Draft along a given text, for one row or for several rows of different lengths at once."""
 
     def __init__(self, drafter: Drafter, target: Target, n_rows: int = 1) -> None:
         self.drafter, self.target, self.frozen = drafter, target, frozen_for(drafter, target.model)
@@ -67,7 +67,7 @@ class Rows:
 
     @torch.inference_mode()
     def commit(self, texts: Sequence[list[int]]) -> None:
-        """Let the target verify what each row has more than before, in one call."""
+        """Let the target verify the new tokens of each row in one call."""
         new = [text[n:] for text, n in zip(texts, self.cache.lengths, strict=True)]
         width = max(map(len, new))
         if width:
@@ -79,7 +79,7 @@ class Rows:
 
     @torch.inference_mode()
     def root(self, texts: Sequence[list[int]]) -> Tensor:
-        """Commit all but the last token of each row and draft from that: features [B, 1, E]."""
+        """Commit all but each row's last token; return the last token's features [B, 1, E]."""
         self.commit([text[:-1] for text in texts])
         return self.drafter.draft_root(self.proposer.state, self.frozen, texts, self.cache)
 
@@ -89,9 +89,10 @@ class Rows:
         return self.drafter.draft_level(self.proposer.state, self.frozen, level, self.cache)
 
     def chain(self, text: list[int], root: int, n_levels: int, is_last: bool = False) -> Tensor:
-        """One round of one row whose drafts are the text: features of the root and each level, [1 + levels, E].
+        """Draft the text itself in one round of one row; return the features [1 + levels, E].
 
-        A draft that is not the text comes last, which the next round has to forget.
+        These are the features of the root and of each level. Then one more draft is fed that
+        differs from the text. The next round has to roll it back.
         """
         features = [self.root([text[: root + 1]])]
         most = self.drafter.config.max_depth
@@ -105,21 +106,24 @@ class Rows:
 
 
 class Receiver:
-    """Drafts of one text on a machine without the target, from contexts alone."""
+    """Draft one text on a machine without the target, from contexts only."""
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         self.drafter, self.frozen = drafter, frozen_for(drafter, target.model)
         self.state, self.cache = drafter.new_state(1), drafter.new_context_cache()
 
     def take(self, contexts: Tensor, n_positions: int, piece: int) -> None:
-        """Take what is missing of the contexts [T, W] of the first n positions, in pieces."""
+        """Take the missing contexts [T, W] of the first ``n_positions`` positions, in pieces."""
         while (start := self.cache.lengths[0]) < n_positions:
             stop = min(start + piece, n_positions)
             self.drafter.take_context(self.state, self.cache, contexts[start:stop], start)
 
     @torch.inference_mode()
     def chain(self, text: list[int], root: int, n_levels: int) -> tuple[Tensor, list[int]]:
-        """Draft from a root, fed with the text where it is known: features [1 + n_levels, E], and the tokens fed."""
+        """Draft from a root; return the features [1 + n_levels, E] and the tokens that were fed.
+
+        The tokens of the text are fed as far as the text goes, and drafts after its end.
+        """
         features = [
             self.drafter.draft_root(self.state, self.frozen, [text[: root + 1]], self.cache)
         ]
@@ -135,10 +139,10 @@ class Receiver:
 
 @torch.inference_mode()
 def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int = 4) -> None:
-    """Compare drafts from contexts with those beside the target, whatever the pieces and however far they lag.
+    """Compare drafts from contexts with drafts at the target, for different pieces and lags.
 
     Args:
-        n_alone: levels that are drafted after the end of the text.
+        n_alone: Levels that are drafted after the end of the text.
     """
     text = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(8)).tolist()
     sender = Rows(drafter, target)
@@ -164,14 +168,14 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
             if (most := drafter.config.max_depth) is not None:
                 n_levels = min(n_levels, most - 1)
             got, fed = receiver.chain(text, root, n_levels)
-            # Beside the target the same tokens are fed; contexts that lag are a longer round, as in
-            # training.
+            # The same tokens are fed at the target. Contexts that lag are like a longer round, as
+            # in training.
             expected = beside.chain(text[: root + 1] + fed, root, n_levels)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=close)
             logits = [drafter.draft_logits(sender.frozen, features) for features in (got, expected)]
             assert torch.equal(logits[0].argmax(dim=-1), logits[1].argmax(dim=-1))
-    # Beside the target they save their making: those that follow on what is known, and of the
-    # others nothing changes.
+    # At the target, contexts that continue the known positions need not be computed again. Other
+    # contexts change nothing.
     reusing, plain = Rows(drafter, target), Rows(drafter, target)
     for root, start in ((9, 0), (last - 2, 9), (last - 1, 3)):
         reusing.commit([text[:root]])
@@ -185,7 +189,10 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
 
 
 def check_samples(target: Target, drafter: Any, shape: TreeShape) -> int:
-    """Bound the total variation of two sampled tokens to their exact distributions; returns the drafts of 600 runs."""
+    """Bound the total variation of two sampled tokens; return the number of drafts of 600 runs.
+
+    The two tokens are compared with their exact distributions.
+    """
     config, prompt, n_runs = SamplingConfig(temperature=0.9, top_k=12), [5, 9, 11], 600
     proposer = DrafterProposer(target, drafter, config)
     runs = generate_batch(
@@ -223,7 +230,7 @@ def check_batch(
     max_new_tokens: int,
     sampling: SamplingConfig = GREEDY,
 ) -> list[Generation]:
-    """Compare each row of a batch with the same row alone, in tokens and in calls; returns the rows."""
+    """Compare each row of a batch with the row alone, in tokens and in calls; return the rows."""
     proposer = DrafterProposer(target, drafter, sampling)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -239,7 +246,7 @@ def check_batch(
 
 
 def weights_times(factor: float) -> LossWeights:
-    """The default weights of all terms, times a factor."""
+    """Return the default weights of all terms, times a factor."""
     usual = vars(LossWeights())
     scaled: dict[str, Any] = {
         name: factor * usual[name] for name in usual if isinstance(usual[name], float)
@@ -248,7 +255,7 @@ def weights_times(factor: float) -> LossWeights:
 
 
 def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:
-    """Two rows of different lengths; the first has two responses."""
+    """Make two rows of different lengths. The first row has two responses."""
     torch.manual_seed(5)
     tokens, at = torch.randint(4, VOCABULARY, (2, n_tokens)), torch.arange(n_tokens)
     response = torch.stack((((at >= 1) & (at < 4)) | (at >= 12), (at >= 3) & (at < n_tokens - 5)))
@@ -265,15 +272,15 @@ def one_row(inputs: TrainingInputs, row: int, n_tokens: int) -> TrainingInputs:
 
 
 class Case:
-    """A drafter, a batch that it trains on, and what it needs of its target."""
+    """A drafter, a batch that it trains on, and the parts of the target that it needs."""
 
     def __init__(self, drafter: Drafter, model: Any) -> None:
         self.drafter, self.model = drafter, model
         self.inputs, self.frozen = batch_of(drafter, model), frozen_for(drafter, model)
 
     def terms(
-        self, draws: Draws = ROUNDS["bounded"], weights: LossWeights | None = None, denominator: float | None = None,
-        **changes: Any,
+        self, draws: Draws = ROUNDS["bounded"], weights: LossWeights | None = None,
+        denominator: float | None = None, **changes: Any,
     ) -> LossTerms:  # fmt: skip
         step = TrainingStep(
             replace(self.inputs, **changes), draws, weights or LossWeights(), denominator
@@ -284,7 +291,7 @@ class Case:
 def assert_steps_equal_training(
     target: Target, drafter: Any, draws: Draws, close: float = CLOSE
 ) -> None:
-    """Compare the features of decoding, with rejected drafts between, with those of whole batches."""
+    """Compare the features of decoding, with rejected drafts in between, with those of batches."""
     inputs = batch_of(drafter, target.model)
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
     if draws is ROUNDS["long"] and drafter.config.max_depth is not None:
@@ -314,17 +321,20 @@ def assert_steps_equal_training(
 
 
 class DrafterContract:
-    """Inherit this for a drafter; override what is particular to it."""
+    """Inherit this class for a drafter and override what is specific to it."""
 
     kind: ClassVar[str]
     sizes: ClassVar[dict[str, Any]] = {}
-    """Drafter sizes by field name, other than the defaults."""
+    """Drafter sizes by field name that differ from the defaults."""
     draws_weights: ClassVar[bool] = True
-    """The starting weights depend on the seed."""
+    """Whether the starting weights depend on the seed."""
     close: ClassVar[float] = CLOSE
-    """Largest absolute difference of features, more for drafters that feed themselves: they add it up."""
+    """Largest absolute difference of features.
+
+    It is larger for drafters that feed themselves, because differences add up.
+    """
     learns_in: ClassVar[int] = 80
-    """Steps after which it is often right about 168 tokens, in the tests' tiny target."""
+    """Steps after which the drafter is often right about 168 tokens of the tests' tiny target."""
 
     @classmethod
     def build(cls, model: Any, seed: int = 1, **sizes: Any) -> Any:
@@ -333,7 +343,7 @@ class DrafterContract:
     @pytest.fixture(scope="class")
     @classmethod
     def taught(cls) -> tuple[Target, Any]:
-        """A target that never ends an answer, and a drafter that is often right."""
+        """Build a target that never ends an answer, and a drafter that is often right."""
         target = Target(build_model(num_hidden_layers=3))
         target.eos_token_ids = frozenset()
         return target, teach(cls.build(target.model), target, PROMPTS, cls.learns_in)
@@ -343,17 +353,17 @@ class DrafterContract:
         model = build_model()
         return Case(self.build(model), model)
 
-    # Training and decoding compute the same
+    # Training and decoding compute the same features
 
     @pytest.mark.parametrize("family", TARGETS)
     @pytest.mark.parametrize("rounds", ROUNDS)
     def test_draft_steps_equal_what_is_validated(self, family: str, rounds: str) -> None:
-        """What the forward computes for whole batches is what decoding computes, with rejected drafts between."""
+        """Validation of whole batches computes decoding's features, also after rejected drafts."""
         target = Target(build_model(family))
         assert_steps_equal_training(target, self.build(target.model), ROUNDS[rounds], self.close)
 
     def test_once_prepared_it_drafts_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of weights that float16 holds; others may be rounded to it."""
+        """Drafts stay the same for weights that float16 represents; others may be rounded."""
         monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
         target = Target(build_model())
         drafter = self.build(target.model)
@@ -384,12 +394,12 @@ class DrafterContract:
 
     @pytest.mark.parametrize("family", TARGETS)
     def test_nodes_of_a_tree_equal_their_paths(self, family: str) -> None:
-        """In rows of different lengths at once; a node sees its ancestors alone."""
+        """Rows have different lengths, and a node sees only its ancestors."""
         target = Target(build_model(family))
         drafter = self.build(target.model)
         texts = [list(range(5, 19)), [30, 41, 52]]
         rows = Rows(drafter, target, 2)
-        # a round before, so that the rows do not begin alike
+        # A round before this one makes the rows begin with different caches.
         rows.root([text[:2] for text in texts])
         root = rows.root(texts)
         first = torch.tensor([[20, 21], [22, 23]])
@@ -412,7 +422,10 @@ class DrafterContract:
 
     @pytest.mark.parametrize("family", TARGETS)
     def test_rows_join_and_leave(self, family: str) -> None:
-        """Rows of two states, after rounds of different lengths, draft in one state as they do in their own."""
+        """Rows of two states draft in one state as they do separately.
+
+        Their rounds before had different lengths.
+        """
         target = Target(build_model(family))
         drafter = self.build(target.model)
         texts = [list(range(5, 19)), [30, 41, 52], list(range(50, 57))]
@@ -477,7 +490,7 @@ class DrafterContract:
     @pytest.mark.parametrize("family", TARGETS)
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
     def test_rows_of_a_batch_are_each_alone(self, family: str, shape: TreeShape) -> None:
-        """Answers end at different times; drafts of a random drafter are mostly rejected."""
+        """Answers end at different times, and most drafts of a random drafter are rejected."""
         target = Target(build_model(family, num_hidden_layers=2))
         target.eos_token_ids = frozenset({3, 24, 28, 40})
         drafter, prompts = self.build(target.model), random_prompts(5, 11)
@@ -489,7 +502,10 @@ class DrafterContract:
     def test_each_round_begins_as_a_fresh_one(
         self, taught: tuple[Target, Any], monkeypatch: pytest.MonkeyPatch, shape: TreeShape
     ) -> None:
-        """Rejected drafts are forgotten and accepted ones are as if the target had read them; rows leave the batch."""
+        """Rejected drafts are rolled back, and accepted drafts leave the state of verified tokens.
+
+        Rows also leave the batch on the way.
+        """
         target, drafter = taught
         real_root, frozen, n_rows = drafter.draft_root, frozen_for(drafter, target.model), []
 
@@ -533,13 +549,16 @@ class DrafterContract:
     def test_ties_are_broken_alike_in_a_batch_and_alone(
         self, taught: tuple[Target, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Many tokens have one probability in bfloat16; the order of drafts decides which random number is whose."""
+        """Many tokens have the same probability in bfloat16.
+
+        The order of drafts decides which random number belongs to which draft.
+        """
         target, drafter = taught
         real, config = drafter.draft_logits, SamplingConfig(0.9)
         monkeypatch.setattr(drafter, "draft_logits", lambda *inputs: real(*inputs).div(4).round())
         check_batch(target, drafter, PROMPTS, SHAPES[3], 8, config)
 
-    # Where the target is on another machine
+    # Drafting on another machine than the target's
 
     @pytest.mark.parametrize("family", TARGETS)
     def test_contexts_stand_for_the_target(self, family: str) -> None:
@@ -551,7 +570,8 @@ class DrafterContract:
             return
         check_contexts(drafter, target, 10 * self.close)
         if family == "llama":
-            # Far on in float64: a drafter that feeds itself adds up differences over many levels.
+            # Long chains are compared in float64, because a drafter that feeds itself adds up
+            # differences over many levels.
             check_contexts(drafter.double(), Target(target.model.double()), 1e-6, n_alone=64)
 
     def test_contexts_come_in_order(self) -> None:
@@ -603,7 +623,7 @@ class DrafterContract:
         assert min(found) > 0
 
     def test_rows_and_padding_do_not_mix(self, case: Case) -> None:
-        """The loss of a batch is the sum of its rows', each without its padding."""
+        """The loss of a batch is the sum of the losses of its rows without padding."""
         both, alone, draws = case.terms(denominator=1.0), [], ROUNDS["bounded"]
         for row, n_tokens in ((0, 30), (1, 25)):
             inputs = one_row(case.inputs, row, n_tokens)
@@ -639,12 +659,12 @@ class DrafterContract:
         assert not drafter.drafted_features(case.frozen, inputs, draws).valid.any()
 
     def test_it_reads_what_it_says(self, case: Case) -> None:
-        """All of it has a say in the loss; what it does not ask for is not there."""
+        """Every field that a drafter reads changes the loss; other fields are absent."""
         usual, inputs = case.terms(UNBOUNDED).total, case.inputs
         for name in type(case.drafter).reads(4, case.drafter.config).fields:
             value = getattr(inputs, name)
             parts = range(value.shape[2]) if name == "kv" else [slice(None)]
-            for part in parts:  # layers, or all
+            for part in parts:  # layers of the KV, or the whole field
                 other = value.clone()
                 other[:, :, part] += torch.randn_like(other[:, :, part])
                 assert case.terms(UNBOUNDED, **{name: other}).total != usual, f"{part} of {name}"
@@ -676,7 +696,7 @@ class DrafterContract:
         assert torch.equal(states[0], states[2]) != self.draws_weights
 
     def test_bfloat16(self) -> None:
-        """Training and a decoding round run; the proposer refuses pieces of another dtype."""
+        """Training and a decoding round run; a frozen target of another dtype is refused."""
         model = build_model(num_hidden_layers=3)
         drafter = self.build(model)
         with pytest.raises(DrafterError):

@@ -1,4 +1,4 @@
-"""Advice follows from what a job has, and quotes the figures that were measured."""
+"""Advice follows from the data and the machine of a job, and quotes measured figures."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Block-parallel drafters keep the contract with each head; blocks, losses and cuts by confidence are as defined."""
+"""Block-parallel drafters keep the contract with each head.
+
+Blocks, losses and cuts by confidence follow their definitions.
+"""
 
 import copy
 from dataclasses import replace
@@ -32,7 +35,10 @@ class TestDSpark(DrafterContract):
     @pytest.fixture(scope="class")
     @classmethod
     def unsure(cls, taught: tuple[Target, Any]) -> tuple[Target, Any]:
-        """The taught drafter with a confidence that is drawn: it is often right, and says anything of it."""
+        """Give the taught drafter a random confidence head.
+
+        The drafter is often right, and its confidence has no relation to that.
+        """
         drafter = copy.deepcopy(taught[1])
         with torch.no_grad():
             weight = drafter.confidence_head.proj.weight
@@ -43,7 +49,7 @@ class TestDSpark(DrafterContract):
     def test_chains_that_confidence_cuts_change_speed_alone(
         self, unsure: tuple[Target, Any]
     ) -> None:
-        """Rows of a batch are cut each by itself; where all are cut at once, a round is a plain step."""
+        """Each row of a batch is cut separately; if all drafts are cut, a round is a plain step."""
         target, drafter = unsure
         together = check_batch(target, drafter, PROMPTS, TreeShape(7, cut_below=0.4), 14)
         plain = [plain_generate(target, prompt, max_new_tokens=14).tokens for prompt in PROMPTS]
@@ -55,7 +61,7 @@ class TestDSpark(DrafterContract):
     def test_samples_of_cut_chains_have_the_targets_distribution(
         self, unsure: tuple[Target, Any]
     ) -> None:
-        """The cut before a draft knows only what was drawn before it, so that nothing is told by it."""
+        """The distribution is the target's, because a cut depends only on earlier draws."""
         shape = TreeShape(4, cut_below=0.4)
         assert 0 < check_samples(*unsure, shape) < 4 * 600
         check_batch(*unsure, [[7, 8], [5, 9, 11]], shape, 9, SamplingConfig(0.9, top_k=12))
@@ -134,7 +140,10 @@ def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
 def test_blocks_of_a_text_equal_rounds_one_by_one(
     kind: str, sizes: dict[str, Any], d_pace: float | None
 ) -> None:
-    """The loss is that of each block alone, after its own context, weighed by place; rows with fewer have padding."""
+    """The loss of a batch is the sum over its blocks, each with its own context only.
+
+    Drafts are weighted by position in the block. Rows with fewer blocks have padding.
+    """
     model = build_model()
     drafter = build(kind, model, **sizes)
     frozen = frozen_for(drafter, model)
@@ -178,7 +187,7 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(
 
 
 def test_d_pace_weighs_drafts_by_what_the_drafter_says_of_them() -> None:
-    """The loss is that with the weights as they are computed apart, block by block."""
+    """The loss has weights that are computed separately for each block."""
     model = build_model()
     drafter = build("dspark", model, **SMALL)
     frozen, inputs, n_drafts = (

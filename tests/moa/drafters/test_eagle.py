@@ -1,4 +1,4 @@
-"""EAGLE keeps the contract; its loss lies on the response, its noise belongs to the row."""
+"""EAGLE keeps the contract; its loss covers the response, and its noise depends on the row."""
 
 import pytest
 import torch
@@ -26,7 +26,10 @@ class TestTwoLayers(DrafterContract):
 
 
 def test_embeddings_are_scaled_to_the_size_of_hidden_states() -> None:
-    """Only where nothing else was said; and a scale is the same as so many times the weights that embeddings meet."""
+    """A scale of 0 chooses the power of two that fits; the default is 1.
+
+    A scale has the same effect as multiplying the weights that are applied to embeddings.
+    """
     model = build_model()
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0.0, 0.03)
@@ -35,7 +38,7 @@ def test_embeddings_are_scaled_to_the_size_of_hidden_states() -> None:
         build_eagle(model, eagle_embedding_scale=0.0),
         build_eagle(model),
     )
-    assert drafter.config.eagle_embedding_scale == 32.0  # 1 / 0.03 is 33.3
+    assert drafter.config.eagle_embedding_scale == 32.0  # near 1 / 0.03 = 33.3
     assert plain.config.eagle_embedding_scale == 1.0
     embeddings, hidden = frozen.embed(torch.arange(9)), torch.randn(9, model.config.hidden_size)
     with torch.no_grad():
@@ -60,7 +63,7 @@ def test_loss_lies_on_the_response_alone() -> None:
 
 
 def test_noise_is_the_rows_own() -> None:
-    """It spoils what the drafter sees, not what it learns, and does not depend on the padding."""
+    """Noise changes the drafter's inputs, not its labels, and does not depend on padding."""
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_eagle(model)
     both = batch_with(drafter, model, (2, 20), (0, 0, 20), (1, 0, 20))

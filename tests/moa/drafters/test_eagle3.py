@@ -1,4 +1,4 @@
-"""EAGLE-3 keeps the contract; training-time test equals an unrolled drafter, and is what decoding does."""
+"""EAGLE-3 keeps the contract; training-time test equals an unrolled drafter and decoding."""
 
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,20 @@ class TestEagle3(DrafterContract):
 
 @pytest.mark.slow
 class TestSmallVocabulary(DrafterContract):
-    """Thirty tokens that can be drafted, the others are sampled and decoded all the same; with all norms that exist."""
+    """Only thirty tokens can be drafted; sampling and decoding still use all. All norms are on."""
 
     kind = "eagle3"
     close = 5e-5
     sizes = {
-        "fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30, "fc_norm": True, "norm_output": True,
-        "norm_before_fc": True, "norm_before_residual": True,
+        "fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30, "fc_norm": True,
+        "norm_output": True, "norm_before_fc": True, "norm_before_residual": True,
     }  # fmt: skip
 
 
 def unrolled(
     drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: int, root: int, n_steps: int
 ) -> Tensor:
-    """Features of one round, token by token, with plain full attention over what it sees: [n_steps, E]."""
+    """Compute the features of one round token by token with full attention: [n_steps, E]."""
     block, features = drafter.midlayer, []
     embeddings = frozen.embed(inputs.tokens[row : row + 1])
     fused = drafter.true_features(
@@ -78,7 +78,10 @@ def unrolled(
 def test_training_time_test_equals_rounds_one_by_one(
     family: str, draft_vocabulary: int | None, d_pace: float | None
 ) -> None:
-    """In value, which decoding has too, and in gradients; rounds end with the response they are in."""
+    """Values and gradients are equal; decoding has the same values.
+
+    A round ends at the end of its response.
+    """
     model = build_model(family, num_hidden_layers=2)
     frozen, n_steps = FrozenTarget.from_model(model), 4
     norms = dict.fromkeys(
@@ -130,7 +133,10 @@ def test_training_time_test_equals_rounds_one_by_one(
 
 
 def test_the_norms_of_speculators() -> None:
-    """One before the fusing layer, over all outputs; the residual begins after that of the features."""
+    """One norm precedes the fusing layer; the residual begins after the norm of the features.
+
+    The first norm covers all fused outputs together.
+    """
     model = build_model()
     drafter = build_eagle3(model, norm_before_fc=True, norm_before_residual=True)
     states, embedding = torch.randn(1, 1, 96), torch.randn(1, 1, 48)
@@ -144,7 +150,7 @@ def test_the_norms_of_speculators() -> None:
         torch.cat((block.input_layernorm(embedding), normed), dim=-1),
         block.self_attn,
     )
-    # of one token
+    # The attention output of a single token is its value.
     value = attention.v_proj(joined).unflatten(-1, (2, 12)).repeat_interleave(2, dim=2).flatten(2)
     x = normed + attention.o_proj(value)
     expected = x + block.mlp(block.post_attention_layernorm(x))
@@ -155,7 +161,7 @@ def test_the_norms_of_speculators() -> None:
 
 @pytest.mark.parametrize("n_rows", [1, 2])
 def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, n_rows: int) -> None:
-    """Parts of one row give the same loss and gradient, and are made where there is one row too."""
+    """Parts of one row give the same loss and gradient, also in a batch of one row."""
     model = build_model(num_hidden_layers=2)
     frozen, drafter = FrozenTarget.from_model(model), build_eagle3(model)
     inputs = batch_of(drafter, model, 22)
@@ -196,7 +202,7 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
-    """Its maps are no weights, so that a cast leaves them."""
+    """The maps are not weights, so that a cast keeps their dtype."""
     model = build_model()
     frozen, counts = FrozenTarget.from_model(model), token_counts()
     drafter = build_eagle3(model, draft_vocabulary=20)

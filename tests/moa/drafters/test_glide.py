@@ -1,4 +1,4 @@
-"""GLIDE keeps the contract; blocks of training are draft rounds."""
+"""GLIDE keeps the contract; training blocks are draft rounds."""
 
 import pytest
 import torch
@@ -23,7 +23,10 @@ class TestGlide(DrafterContract):
     [("deepseek_v3", (3, 1, 16, 8)), ("gemma4_text", (1, 1, 24, 24)), ("smollm3", (3, 2, 16, 16))],
 )
 def test_the_last_layer_with_keys_of_its_own(family: str, attended: tuple[int, ...]) -> None:
-    """Latents, a layer unlike the others, and keys that are not rotated: training and decoding compute the same."""
+    """Training and decoding compute the same for last layers of special forms.
+
+    They have latent KV, sizes unlike other layers', or keys without rotation.
+    """
     target = Target(build_family(family))
     drafter = build_glide(target.model)
     assert drafter.config.attended == attended
@@ -40,7 +43,10 @@ def test_blocks_begin_at_the_offset() -> None:
 
 
 def test_a_position_learns_from_the_blocks_before_it_alone() -> None:
-    """Of the target's KV the loss sees no more than decoding; the feature loss is reported, not learned."""
+    """The loss sees no more of the target's KV than decoding does.
+
+    The feature loss is reported but not trained on.
+    """
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_glide(model, block_size=4)
     inputs = batch_with(drafter, model, (2, 20), (0, 0, 3), (1, 13, 16))

@@ -1,4 +1,4 @@
-"""The independent drafter keeps the contract; its loss is the definition, and it reads nothing of the target."""
+"""The independent drafter keeps the contract; its loss is as defined and reads no activations."""
 
 import pytest
 import torch
@@ -23,7 +23,10 @@ class TestThreeLayers(DrafterContract):
 
 
 def test_loss_and_gradient_equal_a_plain_reference() -> None:
-    """The loss beside the definition of the forward KL; the tied embedding gets both of its gradients."""
+    """The loss equals the definition of the forward KL.
+
+    The tied embedding gets the gradients of both of its uses.
+    """
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_independent(model)
     inputs = batch_with(drafter, model, (2, 15), (0, 6, 15), (1, 0, 4))

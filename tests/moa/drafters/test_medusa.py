@@ -1,4 +1,4 @@
-"""Medusa keeps the contract; heads begin as the target's own and train one step ahead each."""
+"""Medusa keeps the contract; heads begin as the target's and are each trained one step further."""
 
 from typing import Any
 
@@ -42,7 +42,10 @@ def test_untrained_heads_say_what_the_target_says() -> None:
 
 
 def plain_loss(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs) -> Tensor:
-    """The definition, position by position: head k at t learns what the target says at t + k, inside one response."""
+    """Compute the loss by its definition, position by position.
+
+    Head k at position t learns the target's distribution at t + k, within one response.
+    """
     response, n_heads = inputs.response_mask.bool(), len(drafter.heads)
     total, share = torch.zeros(()), sum(HEAD_DECAY**k for k in range(1, n_heads + 1))
     n_positions = int(response[:, 1:].sum())
@@ -63,7 +66,7 @@ def plain_loss(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs) -> Te
 def test_loss_and_gradient_equal_a_plain_reference(
     n_heads: int, responses: list[tuple[int, int, int]]
 ) -> None:
-    """Two responses in one row, a row shorter than the heads reach, and padding."""
+    """Some rows have two responses, rows shorter than the reach of the heads, or padding."""
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_medusa(model, medusa_heads=n_heads)
     inputs = batch_with(drafter, model, (3, max(stop for *_, stop in responses)), *responses)
@@ -74,7 +77,7 @@ def test_loss_and_gradient_equal_a_plain_reference(
 
 @torch.no_grad()
 def test_one_distribution_serves_a_level() -> None:
-    """The shared logits of a level are those of its nodes one by one."""
+    """The shared logits of a level equal the logits of each of its nodes."""
     model = build_model()
     drafter, frozen = build_medusa(model), FrozenTarget.from_model(model)
     for features in (torch.randn(2, 1, 48).expand(-1, 5, -1), torch.randn(2, 5, 48)):

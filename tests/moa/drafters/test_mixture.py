@@ -1,4 +1,7 @@
-"""Mixture of Attentions keeps the contract in all its forms; passes, encoded KV and losses are as defined."""
+"""Mixture of Attentions keeps the contract in all its forms.
+
+Passes, encoded KV and losses follow their definitions.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -69,14 +72,17 @@ class TestEverySecondLayer(DrafterContract):
 
 @pytest.mark.slow
 class TestSmallVocabulary(DrafterContract):
-    """Thirty tokens that are drafted, the others are sampled and decoded all the same."""
+    """Only thirty tokens can be drafted; sampling and decoding still use all tokens."""
 
     kind = "moa"
     sizes = {"draft_vocabulary": 30}
 
 
 def test_the_most_frequent_tokens_are_drafted(tmp_path: Path) -> None:
-    """Their logits are those of the target's head, also after the drafter was stored; others are never drafted."""
+    """Their logits equal those of the target's head, also after the drafter is saved and loaded.
+
+    Other tokens are never drafted.
+    """
     model = build_model()
     drafter = build_drafter(model, 0, draft_vocabulary=30)
     counts, frozen, features = token_counts(), frozen_for(drafter, model), torch.randn(2, 3, 48)
@@ -94,7 +100,10 @@ def test_the_most_frequent_tokens_are_drafted(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_head_are_laid_out_for_drafting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is prepared, as in validation, no weight is rounded; drafting runs in inference mode."""
+    """Weights are rounded only for drafting, in inference mode.
+
+    Nothing is prepared in validation, so nothing is rounded there.
+    """
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     if not packed._halves_work():
         pytest.skip("this machine has no products of float16 weights")
@@ -136,7 +145,7 @@ def inputs_for(drafter: MoADrafter, model: Any, n_rows: int = 1) -> TrainingInpu
 @pytest.mark.parametrize("sizes", [{}, OURS | {"target_layer_inference": 1}], ids=["paper", "ours"])
 @torch.no_grad()
 def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -> None:
-    """Each loss position is reached by a decoding session that has verified what the position sees in training."""
+    """A decoding session reaches each loss position after verifying what it sees in training."""
     target = Target(build_model("mistral"))
     n_layers = sizes.get("target_layer_inference", 0)
     drafter = build_drafter(target.model, n_layers, **{k: v for k, v in sizes.items() if k in OURS})
@@ -161,7 +170,7 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
 def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
     n_target_layers: int, n_kv_heads: int, kv_width: int, sizes: dict[str, Any]
 ) -> None:
-    """And the KV of the target layers, which the drafted features pass through."""
+    """Contexts also hold the KV of the target layers that drafted features pass through."""
     target = Target(build_model("qwen2-mixed", num_key_value_heads=n_kv_heads))
     drafter = build_drafter(target.model, n_target_layers, **sizes)
     assert drafter.context_width == min(48, kv_width) + n_target_layers * kv_width
@@ -172,7 +181,10 @@ def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
 def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(
     n_target_layers: int, sees_drafts: bool
 ) -> None:
-    """In value and in gradient; the staircase of the on-policy pass does not reach the teacher-forced one."""
+    """Losses and gradients are equal.
+
+    The staircase of the on-policy pass does not affect the teacher-forced pass.
+    """
     model = build_model()
     drafter = build_drafter(model, n_target_layers, cross_attention_drafts=sees_drafts)
     inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
@@ -202,7 +214,10 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(
 
 
 def test_passes_share_the_distributions_of_their_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's distribution at a position is computed once for both passes; loss and gradients are the same."""
+    """The target's distribution at a position is computed once for both passes.
+
+    Loss and gradients do not change.
+    """
     model = build_model()
     drafter = build_drafter(model, 0)
     inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
@@ -245,7 +260,10 @@ def test_passes_share_the_distributions_of_their_teacher(monkeypatch: pytest.Mon
 
 
 def test_d_pace_weighs_each_round_by_itself() -> None:
-    """The loss is that with the weights of each round as computed apart; a teacher-forced pass keeps its own."""
+    """The loss has weights that are computed separately for each round.
+
+    A teacher-forced pass keeps its own weight.
+    """
     model = build_model()
     drafter = build_drafter(model, 0)
     inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
@@ -288,7 +306,10 @@ def test_d_pace_weighs_each_round_by_itself() -> None:
     ("stride", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [0, 3]), (4, [3])]
 )
 def test_encoded_kv_of_some_layers(stride: int, layers: list[int]) -> None:
-    """It depends on these layers alone, so that they are enough, and is of the last one whatever the stride."""
+    """Encoded KV depends only on the selected layers, so that these are enough.
+
+    The last layer is selected for every stride.
+    """
     drafter = build_drafter(
         build_model(), layer_stride=stride, layer_groups=1 if stride == 4 else 2
     )
@@ -328,7 +349,7 @@ def test_encoded_kv_in_pieces_equals_that_in_one_go(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("layer_attention", [True, False])
 def test_equal_content_makes_equal_encoded_kv_wherever_it_stands(layer_attention: bool) -> None:
-    """With keys before RoPE; with those after it the paper's memory depends on the position."""
+    """This holds for keys before RoPE; with rotated keys the paper's memory depends on position."""
     model = build_model()
     for unrotated in (True, False):
         drafter = build_drafter(

@@ -1,4 +1,4 @@
-"""The registry is where kinds of drafters are listed: what names them elsewhere is made from it or equal to it."""
+"""Only the registry lists kinds of drafters; other lists are made from it or equal it."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.trainer.config import AnyDrafter
 
 ROOT = Path(__file__).parents[3]
-# The drafters themselves and their settings; the formats of files, some of which are named like a
-# drafter; methods of other engines, by the engines' names.
+# Files that may name drafters: the drafters and their settings, the file formats (some are named
+# like a drafter), and other engines' methods, under the engines' names.
 NAMING = (
     "moa/drafters/",
     "moa/formats/",

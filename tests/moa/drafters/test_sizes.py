@@ -1,4 +1,7 @@
-"""Sizes that do not fit each other or the target are refused by name; defaults follow from the target."""
+"""Sizes that do not fit each other or the target are refused by name.
+
+Default sizes follow from the target.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Drafters that draft fewer tokens than their target has, and how many they draft by default."""
+"""Drafters that draft fewer tokens than their target has, and their default number of tokens."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,10 @@ N_DRAFTED = 30
 
 
 def zipf_counts(n_tokens: int, n_counted: int, power: float = 1.2) -> torch.Tensor:
-    """Counts of halves of a text in which the token of rank r is as frequent as r ** -power; ranks are those of ids."""
+    """Return Zipf counts of two equal halves of a text.
+
+    The token of rank r has a frequency proportional to r ** -power, and ids are ranks.
+    """
     shares = torch.arange(1, n_tokens + 1, dtype=torch.float64) ** -power
     return (shares / shares.sum() * n_counted / 2).long().expand(2, -1)
 
@@ -48,7 +51,10 @@ def zipf_counts(n_tokens: int, n_counted: int, power: float = 1.2) -> torch.Tens
 def test_the_most_frequent_tokens_are_drafted(
     name: str, is_prepared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their logits are those of all tokens, also after the drafter was stored; others are never drafted."""
+    """Their logits equal those of a drafter of all tokens, also after saving and loading.
+
+    Other tokens are never drafted.
+    """
     kind, sizes = KINDS[name]
     model = build_model()
     of_all = build(kind, model, **sizes)
@@ -100,7 +106,10 @@ def test_decoding_gives_the_same_tokens(name: str) -> None:
 def test_formats_of_other_programs_hold_it_all_the_same(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """Their readers draft all tokens by the target's head, which no such drafter has weights of."""
+    """Readers of these formats draft all tokens with the target's head.
+
+    So the files hold the weights of a drafter of all tokens.
+    """
     model, sizes = build_model(), PAPER if kind == "moa" else {}
     of_all = build(kind, model, **sizes)
     own = build(kind, model, draft_vocabulary=N_DRAFTED, **sizes)
@@ -117,7 +126,7 @@ def test_formats_of_other_programs_hold_it_all_the_same(
 
 
 def test_rows_follow_a_head_that_moves() -> None:
-    """A head at another place in memory, as on another device, is not mistaken for the earlier one."""
+    """A head that moves in memory, as to another device, is noticed."""
     model = build_model()
     drafter, features = build("eagle", model, draft_vocabulary=N_DRAFTED), torch.randn(1, 1, 48)
     frozen = frozen_for(drafter, model)
@@ -134,7 +143,7 @@ def test_small_vocabularies_are_drafted_whole() -> None:
 
 
 def test_large_heads_are_drafted_in_part() -> None:
-    """SmolLM2-135M with EAGLE-2: the head is most of a draft."""
+    """With SmolLM2-135M and EAGLE-2, the head takes most of the time of a draft."""
     counts = zipf_counts(49_152, 100_000)
     chosen = choose_draft_vocabulary(counts, 576, 4_200_000, 134_500_000)
     assert 4096 <= chosen.n_tokens <= 8192

@@ -1,4 +1,7 @@
-"""Drafters travel through our layout and all others unchanged; a folder that does not fit, or holds none, is named."""
+"""Drafters are unchanged by a round trip through our layout and all others.
+
+Folders that do not fit or hold no drafter are refused with the reason.
+"""
 
 import itertools
 import json
@@ -38,8 +41,8 @@ from ..drafters.contract import ROUNDS, batch_of
 MOA = ("moa", "moa-vllm")
 ENGINES = ("eagle", "vllm-eagle", "sglang-eagle")
 UNLIKE_THE_PAPER: dict[str, Any] = {
-    "layer_attention": False, "cross_attention_drafts": True, "layer_stride": 2, "unrotated_keys": True,
-    "layer_groups": 2,
+    "layer_attention": False, "cross_attention_drafts": True, "layer_stride": 2,
+    "unrotated_keys": True, "layer_groups": 2,
 }  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def build_block(kind: str, model: Any, **sizes: Any) -> Any:
 
 
 def build(name: Any, model: Any = None, **sizes: Any) -> Any:
-    """A drafter that fits the layout."""
+    """Build a drafter that fits the layout."""
     model = model or build_model(num_attention_heads=6)
     if LAYOUTS[name].kind == "eagle3":
         own: dict[str, Any] = {"fused_layers": (0, 1, 2), "draft_vocabulary": 40}
@@ -95,7 +98,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def without_own_key(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Make the folder that of another program, and return its config.json."""
+    """Remove our own key from a folder's config.json, and return the config.
+
+    Other programs' folders do not have the key.
+    """
     config = {
         name: value for name, value in (read_config(folder) | changes).items() if name != "moa_data"
     }
@@ -104,7 +110,7 @@ def without_own_key(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: dict[str, Any]) -> None:
-    """Replace a file's tensors, by those of which any is there."""
+    """Replace the tensors of a folder's file, except for those that are None."""
     save_file(
         {name: value for name, value in weights.items() if value is not None},
         folder / "model.safetensors",
@@ -134,11 +140,12 @@ def test_a_folder_computes_the_same_without_our_key(
     drafter = build(name, model, **sizes)
     write(drafter, name, tmp_path, model)
     assert load_drafter(tmp_path).config == drafter.config
-    if "n_target_layers" not in sizes:  # which the authors' format leaves to their settings
+    if "n_target_layers" not in sizes:  # the authors' format has no key for this size
         without_own_key(tmp_path)
     again = load_drafter(tmp_path)
     check_drafter_matches(again, Target(model))
-    # With the layer that only hands on, the very same numbers come out of one layer more.
+    # A folder may have one more layer that only passes its input on. The numbers are still exactly
+    # the same.
     assert torch.equal(features(again, model), features(drafter, model))
     with pytest.raises(TargetError, match="vocab_size"):
         check_drafter_matches(again, Target(build_model(vocab_size=80)))
@@ -153,7 +160,10 @@ def test_a_folder_computes_the_same_without_our_key(
 
 
 def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
-    """As transformers loads it, which has the same logits; without our key nobody knows for which target."""
+    """The folder loads in transformers as a Llama with the same logits.
+
+    Without our own key it is refused, because nothing says for which target it drafts.
+    """
     model = build_model(max_position_embeddings=96)
     drafter = kit.build("independent", model, independent_width=24, independent_layers=3)
     write(drafter, "llama", tmp_path, model)
@@ -174,7 +184,7 @@ def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
 
 
 def test_transformers_drafts_with_a_block_as_we_do(tmp_path: Path) -> None:
-    """By its own generate, in as many rounds but for the last, which it ends without a draft."""
+    """The generate of transformers takes as many rounds; its last one may have no draft."""
     model: Any = build_model(num_hidden_layers=3, eos_token_id=None)
     model.generation_config.eos_token_id = None
     target, prompts, n_new = Target(model), random_prompts(3, 3), 20
@@ -220,7 +230,7 @@ def test_keys_of_each_engine(tmp_path: Path) -> None:
             read_config(tmp_path),
         )
         assert "layers.0.input_layernorm.weight" not in keys[name]
-        # else it needs no second layer
+        # Only a drafter with an input norm needs an additional first layer.
         assert ("layers.2.input_layernorm.weight" in keys[name]) == input_norm
         assert configs[name]["num_hidden_layers"] == 2 + input_norm
     assert keys["eagle"] - keys["vllm-eagle"] == {"embed_tokens.weight"}
@@ -244,7 +254,10 @@ def test_scaled_rotation_is_written_for_both_majors(tmp_path: Path) -> None:
 
 
 def test_official_eagle_checkpoint(tmp_path: Path) -> None:
-    """Keys and config as yuhuili/EAGLE-* have them: fc with a bias, float16, a prefix, buffers, few config keys."""
+    """Keys and config are those of yuhuili/EAGLE-*.
+
+    These folders have fc with a bias, float16 weights, a key prefix, buffers, and few config keys.
+    """
     model = build_model()
     drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
     write(drafter, "eagle", tmp_path, model, torch.float16)
@@ -255,9 +268,10 @@ def test_official_eagle_checkpoint(tmp_path: Path) -> None:
         {f"model.{name}": value for name, value in weights.items()}, tmp_path / "pytorch_model.bin"
     )
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
-        "vocab_size": 67, "max_position_embeddings": 2048, "rope_theta": 10000.0, "bias": True,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48,
+        "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "vocab_size": 67,
+        "max_position_embeddings": 2048, "rope_theta": 10000.0, "bias": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     again = load_drafter(tmp_path)
@@ -310,7 +324,7 @@ def test_groups_of_keys_and_values_have_no_place(name: str) -> None:
 
 
 def test_what_holds_no_drafter_says_what_it_is(tmp_path: Path) -> None:
-    """A path that does not exist, a run that was stopped, a store, and anything else."""
+    """The cases are a missing path, an interrupted run, a store, and any other folder."""
     run, store = tmp_path / "run", tmp_path / "store"
     for folder in (run / "checkpoints", store, tmp_path / "other"):
         folder.mkdir(parents=True)
@@ -344,7 +358,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
     if not own_key:
         without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    # Of EAGLE's folders the last layer is the drafter's own; the first one may only hand its input
+    # In EAGLE's folders the last layer is the drafter's own; the first one may only pass its input
     # on.
     key = max(key for key in weights if key.endswith("o_proj.weight"))
     for change in (
@@ -377,7 +391,7 @@ UNUSABLE: list[tuple[str, Any]] = [
     ("dflash", FOREIGN | {"dflash_config": BLOCK | {"target_layer_ids": "0"}}),
     ("dflash", FOREIGN | {"dflash_config": {}, "block_size": None}),
 ]
-"""A layout, and changes of its config.json or another text."""
+"""Layout, and changes to its config.json or another text in its place."""
 
 
 @pytest.mark.parametrize(("name", "changes"), UNUSABLE)
@@ -415,7 +429,7 @@ def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
 def test_eagle3_has_no_map_of_the_whole_vocabulary(tmp_path: Path, name: str) -> None:
-    """Which vLLM refuses; a folder with one is read as well."""
+    """Such a map is refused by vLLM; we also read folders that have one."""
     model = build_model()
     drafter = build("eagle3", model, draft_vocabulary=67)
     write(drafter, name, tmp_path, model)
@@ -429,7 +443,7 @@ def test_eagle3_has_no_map_of_the_whole_vocabulary(tmp_path: Path, name: str) ->
 
 
 def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Path) -> None:
-    """The norms' flags are not in config.json without them."""
+    """Without these norms, config.json does not have their flags."""
     model = build_model()
     write(build("eagle3", model), "eagle3", tmp_path / "plain", model)
     drafter = build("eagle3", model, fc_norm=True, norm_output=True)
@@ -465,7 +479,7 @@ def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Pa
 def test_keys_of_eagle3_that_change_the_computation_are_heeded(
     tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
-    """Those of speculators give their norms, in either place; others are refused by name."""
+    """Keys of speculators' norms are applied; other keys are refused by name."""
     model = build_model()
     write(
         build("eagle3", model, norm_before_fc=True, norm_before_residual=True),
@@ -485,7 +499,7 @@ def test_keys_of_eagle3_that_change_the_computation_are_heeded(
 @pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
 @pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
 def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer: str) -> None:
-    """As NVIDIA's Model-Optimizer does, whose layer is numbered."""
+    """NVIDIA's Model-Optimizer leaves t2d out, and numbers its layer."""
     model = build_model()
     drafter = build("eagle3", model, draft_vocabulary=3)
     drafter.d2t.copy_(torch.tensor([1, 3, 7]))
@@ -498,7 +512,7 @@ def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer:
         tmp_path, {key.replace("midlayer.", layer): value for key, value in weights.items()}
     )
     assert torch.equal(load_drafter(tmp_path).state_dict()["t2d"], drafter.t2d)
-    # token ids in the place of offsets
+    # d2t has token ids instead of offsets.
     write_weights(tmp_path, weights | {"d2t": torch.tensor([1, 4, 65])})
     with pytest.raises(DrafterError, match="it holds offsets"):
         load_drafter(tmp_path)
@@ -564,8 +578,8 @@ def test_values_that_overflow_in_float16_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("d2t", "marked"),
     [
-        ([1, 4, 65], [1, 4, 65]),  # token ids in the place of offsets
-        ([1, 0, 7], [1, 9]),  # two draft ids of one token
+        ([1, 4, 65], [1, 4, 65]),  # token ids instead of offsets
+        ([1, 0, 7], [1, 9]),  # two draft ids for one token
         ([1, 3, 7], [1, 4, 8]),
         ([1, 3, 7], [1, 4, 8, 9]),
     ],
@@ -588,7 +602,10 @@ def test_a_wrong_map_of_the_vocabulary_is_refused(d2t: list[int], marked: list[i
 def test_the_file_computes_the_same_in_an_engines_order_of_work(
     tmp_path: Path, family: str, input_norm: bool
 ) -> None:
-    """Transformers' layers, the first without its norm as in vLLM, SGLang and the EAGLE authors' code."""
+    """The layers of transformers give the same features if the first one runs without its norm.
+
+    vLLM, SGLang and the EAGLE authors' code run it in this way.
+    """
     model = build_model(family)
     drafter = build_eagle(model, eagle_input_norm=input_norm)
     write(drafter, "sglang-eagle", tmp_path, model)
@@ -622,15 +639,19 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(
 
 
 PUBLISHED = (
-    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-    "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
+    "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-"""Weights of a layer in the header of a published checkpoint of z-lab."""
+"""Weights of a layer, from the header of a published checkpoint of z-lab."""
 
 
 @pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
 def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
-    """As published: names, and the numbers of layers, which vLLM and speculators count from the embedding on."""
+    """Names and layer ids are as published.
+
+    vLLM and speculators count layer ids from the embedding.
+    """
     model = build_model()
     backbone = {"fc", "hidden_norm", "norm"} | {
         f"layers.{i}.{name}" for i in (0, 1) for name in PUBLISHED
@@ -663,7 +684,7 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     assert config["target_layer_ids"] == [0, 2]
     assert config["markov_rank"] == (0 if head == "none" else 8)
     assert config["enable_confidence_head"]
-    # Under vLLM's names and numbers it is the same drafter.
+    # With vLLM's names and layer ids it is the same drafter.
     del config["target_layer_ids"], config["dflash_config"]["target_layer_ids"], config["moa_data"]
     config["eagle_aux_hidden_state_layer_ids"] = [1, 3]
     (tmp_path / "dspark" / "config.json").write_text(json.dumps(config))
@@ -723,8 +744,12 @@ def test_drafters_are_named_by_their_folders(
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ({"n_heads": "4"}, "n_heads"), ({"norm_eps": "small"}, "norm_eps"), ({"n_heads": None}, "n_heads"),
-        *((text, None) for text in (b'{"kind": []}', b'{"hidden": 1}', b"[]", b"null", b"{", b"\xff")),
+        ({"n_heads": "4"}, "n_heads"), ({"norm_eps": "small"}, "norm_eps"),
+        ({"n_heads": None}, "n_heads"),
+        *(
+            (text, None)
+            for text in (b'{"kind": []}', b'{"hidden": 1}', b"[]", b"null", b"{", b"\xff")
+        ),
     ],
 )  # fmt: skip
 def test_descriptions_that_cannot_be_used_are_refused(

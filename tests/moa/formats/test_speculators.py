@@ -1,6 +1,7 @@
-"""Drafters of speculators' own classes, written by its own ``save_pretrained``, compute here as there.
+"""Drafters that speculators' own classes saved compute the same here.
 
-``tests/engines/speculators_side.py`` made the folders, and says what the vectors are.
+``tests/engines/speculators_side.py`` made the folders with ``save_pretrained`` and describes the
+vectors.
 """
 
 import json
@@ -37,7 +38,7 @@ def verifier(folder: Path = DATA / "verifier") -> Any:
 
 @torch.no_grad()
 def logits_of(drafter: Any, model: Any, vectors: dict[str, Any]) -> dict[str, Tensor]:
-    """What a file of vectors holds, computed here; tokens outside a reduced vocabulary have -inf."""
+    """Compute what a file of vectors holds. Tokens outside a reduced vocabulary have -inf."""
     frozen, tokens = FrozenTarget.from_model(model), vectors["input_ids"][None]
     outputs = vectors["hidden_states"][None].split(model.config.hidden_size, dim=-1)
     if drafter.kind == "eagle3":
@@ -60,7 +61,8 @@ def logits_of(drafter: Any, model: Any, vectors: dict[str, Any]) -> dict[str, Te
         }
     anchors = vectors["anchors"].nonzero().T
     before = drafter.tokens_before(tokens, anchors)
-    if drafter.config.fused_layers[0] == -1:  # its outputs are the embeddings, which are not given
+    # The output of layer -1 is the embedding, which training inputs do not contain.
+    if drafter.config.fused_layers[0] == -1:
         inputs = TrainingInputs(tokens, mask, hidden=no_hidden, kv=None, layer_outputs=outputs[1:])
     hidden = drafter.text_hidden(
         frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool)
@@ -111,7 +113,10 @@ def copied(name: str, folder: Path, layers: dict[str, Any] | None = None, **chan
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
-        ("dflash", {"speculators_model_type": "xpress"}, "speculators_model_type is 'xpress', expected eagle3"),
+        (
+            "dflash", {"speculators_model_type": "xpress"},
+            "speculators_model_type is 'xpress', expected eagle3",
+        ),
         ("eagle3", {"embed_requires_grad": True}, "embed_requires_grad is True"),
         ("eagle3", {"target_hidden_size": 32}, "target_hidden_size is 32"),
         ("dspark", {"residual_scale": 0.5}, "residual_scale is 0.5"),
@@ -124,7 +129,8 @@ def copied(name: str, folder: Path, layers: dict[str, Any] | None = None, **chan
         ("eagle3-qwen3", {"layers": {"layer_types": ["sliding_attention"]}}, "sliding window"),
         ("eagle3", {"layers": {"query_scale": 2}}, "query_scale is 2"),
         (
-            "eagle3", {"layers": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            "eagle3",
+            {"layers": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
             "partial_rotary_factor is 0.5",
         ),
         ("eagle3-fc-norm", {"norm_before_fc": True}, r"input_norm\.weight"),
@@ -137,7 +143,7 @@ def test_keys_that_change_the_computation_are_refused_by_name(
 ) -> None:
     with pytest.raises(DrafterError, match=text):
         load_drafter(copied(name, tmp_path / "drafter", **changes))
-    # Null and false leave it as it is.
+    # Null and false do not change the computation.
     load_drafter(copied(name, tmp_path / "plain", residual_scale=None, with_memory=False))
 
 
@@ -153,7 +159,10 @@ def test_flags_without_tensors_are_heeded(tmp_path: Path, flag: str) -> None:
     "name", [name for name in NATIVE if name not in ("dflash-reduced", "dspark-gated")]
 )
 def test_exports_have_the_names_and_the_config_of_native_folders(tmp_path: Path, name: str) -> None:
-    """Without what is null or false; a Llama's layers may have keys of a Qwen3's."""
+    """Keys that are null or false may be absent.
+
+    The config of a Llama's layers may have keys of Qwen3's.
+    """
     drafter, model = load_drafter(DATA / name), verifier()
     model.config.name_or_path = "verifier"
     pieces = {"config": model.config, EMBEDDINGS: model.model.embed_tokens.weight}

@@ -1,4 +1,4 @@
-"""The kernels of attention agree in value and gradient, and none holds the scores of all queries."""
+"""Attention kernels agree in value and gradient, and none holds the scores of all queries."""
 
 from collections import Counter
 from typing import Any
@@ -25,7 +25,10 @@ N_TOKENS = 40
 
 
 def training_masks() -> dict[str, masks.Mask]:
-    """Every mask of training over two rows: a step bound with a teacher-forced pass after it, a staircase row."""
+    """Return every mask of training over two rows.
+
+    Both rows have a step bound and a teacher-forced pass after it. The first is a staircase row.
+    """
     response = torch.zeros(2, N_TOKENS, dtype=torch.bool)
     response[0, 7:33], response[1, 12:19] = True, True
     draws = Draws(
@@ -59,7 +62,7 @@ def with_gradients(attended: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> t
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """The definition: softmax of the scores over the keys that are seen."""
+    """Compute the definition: softmax of the scores over the visible keys."""
     scores = q @ expand_heads(k, q.shape[1]).mT * q.shape[-1] ** -0.5
     weights: Tensor = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
     return weights @ expand_heads(v, q.shape[1])
@@ -87,7 +90,8 @@ def test_kernels_equal_the_definition_in_value_and_gradient(
         got = attend(*inputs, mask)
         assert fused.call_args.kwargs["enable_gqa"] is False
     else:
-        # PyTorch refuses gradients on a CPU for want of a compiled kernel; its plain form has them.
+        # PyTorch refuses gradients of FlexAttention on a CPU, because it has no compiled kernel
+        # there. The uncompiled form has gradients.
         uncompiled(monkeypatch)
         got = attend_blocks(*inputs, mask)
         assert mask.block_mask is not None
@@ -98,7 +102,7 @@ def test_kernels_equal_the_definition_in_value_and_gradient(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_kernel_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In value or gradient, or by an exception."""
+    """The kernel has a wrong value or gradient, or raises an exception."""
     real = flex.flex_attention
     uncompiled(monkeypatch)
     works, facts = attention._flex_works.__wrapped__, (torch.device("cpu"), torch.float32, 4, 2, 16)
@@ -109,10 +113,15 @@ def test_a_kernel_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             assert not works(*facts)
 
 
-@pytest.mark.slow  # It compiles for most of a minute.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of torch, while it compiles
+@pytest.mark.slow  # compiles for most of a minute
+# torch warns while it compiles.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_each_rule_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For batches of any shape; where a rule needs more than torch keeps, scores are not held in silence."""
+    """The graphs serve batches of any shape.
+
+    If a rule needs more graphs than torch keeps, an error is raised instead of silently holding the
+    scores.
+    """
     graphs: Counter[str] = Counter()
 
     def counting(function: Any, **options: Any) -> Any:

@@ -13,10 +13,13 @@ from moa_data.moa.nn.layers import Rotary, rotate
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
 }  # fmt: skip
 
 
@@ -42,8 +45,11 @@ def test_the_inverse_rotation_gives_the_keys_before_rope(rope: Any) -> None:
 
 
 def test_layers_are_committed_packed_taken_and_joined() -> None:
-    """Two rows of two layers: some of the pending tokens stay, rows leave and others join."""
-    # [B, H_kv, n, d] of two layers
+    """The buffer has two rows and two layers.
+
+    Some of the pending tokens are committed, a row leaves, and a row joins.
+    """
+    # Each of the two layers has values of shape [B, H_kv, n, d].
     buffer, (first, second) = KVBuffer(2, 4, 2), torch.randn(2, 2, 3, 5, 4).unbind()
     for layer, values in enumerate((first, second)):
         buffer.reserve(5, values)

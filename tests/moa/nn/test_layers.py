@@ -1,4 +1,7 @@
-"""The one decoder block equals the decoder layer of every supported family, and incremental use equals whole use."""
+"""Our decoder block equals the decoder layer of every supported family.
+
+Incremental calls equal calls with the whole sequence.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 class NoTokenizer:
     def save_pretrained(self, path: Path) -> None:
-        """Nothing to save."""
+        """Do nothing, because there is no tokenizer to save."""
 
 
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
@@ -42,7 +45,10 @@ def test_frozen_layers_equal_the_target(family: str) -> None:
 def test_attention_to_itself_equals_forward_on_own_keys(
     has_own_norms: bool, needs_gradient: bool
 ) -> None:
-    """In value, in the gradient of weights and, where it has one, of the input; and so do means over groups."""
+    """Values and gradients of weights are equal, and so are gradients of inputs that need them.
+
+    The means over groups of outputs are equal too.
+    """
     model = build_model()
     block = (
         build_eagle3(model).midlayer

@@ -1,4 +1,4 @@
-"""The chunked loss equals the plain one; no logits of the whole batch are ever held."""
+"""The chunked loss equals the plain loss and never holds the logits of a whole batch."""
 
 from functools import partial
 from typing import Any
@@ -17,14 +17,14 @@ from moa_data.tests.kit.memory import LiveBytes
 def kl_through(
     head: Tensor, features: Tensor, hidden: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """The sum of the forward KL of features [N, E] through a frozen head, each weighing 1 or as given."""
+    """Sum the forward KL of features [N, E] through a frozen head, with weights of 1 by default."""
     weights = torch.ones(len(features)) if weight is None else weight
     return chunked_losses(features[:, None], hidden, head, weights[:, None, None])[0]
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of one position, however often the head is read."""
+    """Make chunks of one position, without a limit on how often the head is read."""
     monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
     monkeypatch.setattr(losses, "MAX_CHUNKS", 1000)
 
@@ -32,7 +32,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain_terms(
     logits: Tensor, target: Tensor, divergence: Divergence, labels: Tensor | None
 ) -> Tensor:
-    """The definition of the terms [N, J, 1 or 3], of a draft's logits and the target's probabilities [N, J, V_d]."""
+    """Compute the terms [N, J, 1 or 3] by their definition.
+
+    Inputs are a draft's logits and the target's probabilities, both [N, J, V_d].
+    """
     log_draft = logits.log_softmax(dim=-1)
     accepted, kl = (
         torch.minimum(target, log_draft.exp()).sum(dim=-1),
@@ -63,7 +66,7 @@ def plain_terms(
 def test_chunked_losses_equal_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch, kind: str, form: str, chunk_bytes: int
 ) -> None:
-    """In value and in every gradient, of one step and of several; a weight of 0 leaves a step out."""
+    """Values and gradients are equal, for one and several steps; a weight of 0 skips a step."""
     monkeypatch.setattr(losses, "LOGITS_BYTES", chunk_bytes)
     torch.manual_seed(3)
     has_own, has_labels = form in ("own head", "draft vocabulary"), form in ("labels", "correction")
@@ -131,7 +134,7 @@ def test_chunked_under_autocast_equals_plain_within_bfloat16(small_chunks: None)
 
 
 def test_logits_that_overflow_count_for_nothing(small_chunks: None) -> None:
-    """In float16, the one dtype in which a head and features of ordinary sizes give -inf."""
+    """float16 is the only dtype in which a head and features of ordinary sizes give -inf."""
     torch.manual_seed(0)
     head = torch.randn(31, 6).half()
     head[3] = torch.tensor([-60000.0, 0, 0, 0, 0, 0])
@@ -151,7 +154,7 @@ def test_logits_that_overflow_count_for_nothing(small_chunks: None) -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Counts the values that are brought to the host, each of which waits for the device."""
+    """Count the values that are copied to the host. Each copy waits for the device."""
 
     n = 0
 
@@ -176,7 +179,7 @@ def test_chunks_wait_for_nothing(small_chunks: None) -> None:
 def test_peak_memory_does_not_grow_with_rows_times_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As long as the head may be read often enough."""
+    """This holds if the head may be read often enough."""
     vocab, width, chunk_bytes = 4096, 8, 1 << 18
     monkeypatch.setattr(losses, "MAX_CHUNKS", 1000)
     monkeypatch.setattr(losses, "LOGITS_BYTES", chunk_bytes)
@@ -201,7 +204,7 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary(
     assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, (
         "the measure must see the plain loss's logits"
     )
-    # Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head
+    # With Llama 3's vocabulary 64 MiB hold 130 positions. 2,048 positions would read 1 GB of head
     # 16 times.
     monkeypatch.undo()
     assert [losses.chunk_rows(n, 128_256) for n in (2048, 1_000, 0)] == [256, 130, 130]
@@ -211,7 +214,7 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary(
 def test_a_head_in_bfloat16_is_cast_in_blocks(
     trains_head: bool, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal to the whole head cast at once, in value and gradient, and never cast at once."""
+    """The loss equals that of a head cast at once, in value and gradient, with less memory."""
     torch.manual_seed(0)
     stored = (0.1 * torch.randn(1000, 64)).bfloat16()
     hidden, features = torch.randn(20, 64), torch.randn(20, 64, requires_grad=True)
@@ -248,7 +251,8 @@ def test_drafts_that_are_never_accepted_have_finite_losses() -> None:
 def test_weights_of_d_pace_by_hand() -> None:
     wrong = -torch.tensor([0.8, 0.4, 0.1]).log()
     every = torch.ones(3, dtype=torch.bool)
-    # Smoothed 0.9, 0.7, 0.55; reached 0.9, 0.63, 0.3465.
+    # The smoothed probabilities are 0.9, 0.7, 0.55. Those of reaching a draft are 0.9, 0.63,
+    # 0.3465.
     assert losses.d_pace_weights(wrong, every, 0.5).tolist() == pytest.approx(
         [1.8765, 0.9765, 0.3465]
     )

@@ -1,4 +1,4 @@
-"""Masks as drawn in the module's docstring, and their limits."""
+"""Masks are as drawn in the module's docstring, and have the expected limits."""
 
 import torch
 
@@ -58,7 +58,10 @@ def test_a_round_sees_verified_positions_and_its_own_drafts() -> None:
 
 
 def test_windows_and_parts_are_asked_by_the_same_rule() -> None:
-    """What kernels ask key by key is the dense mask, in which a window takes away what is further back."""
+    """The mask that kernels evaluate key by key equals the dense mask.
+
+    A window removes the keys that are further back.
+    """
     queries, passes = torch.tensor([[3, 4, 5, 6, 4, 0]]), torch.tensor([0, 0, 0, 0, 1, 1])
     context = torch.tensor([[2, 2, 2, 5, 3, 0]])
     whole = masks.round_mask(queries, context, passes, 8)

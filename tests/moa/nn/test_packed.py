@@ -1,4 +1,7 @@
-"""Linear layers with weights laid out for a CPU give what PyTorch's give, and follow weights that change in place."""
+"""Linear layers with weights packed for a CPU equal PyTorch's.
+
+They notice weights that change in place.
+"""
 
 import copy
 import importlib.util
@@ -16,7 +19,7 @@ from moa_data.moa.nn.packed import Laid, PackedLinear, pack
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
-    """The rows of each product by the layout; small weights take it too."""
+    """List the number of rows of each product with packed weights; small weights are packed too."""
     found: list[int] = []
     real = packed.product
 
@@ -26,7 +29,7 @@ def products(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if not packed._works(given.get("dtype", torch.float32)):  # bfloat16 needs more of a CPU
+    if not packed._works(given.get("dtype", torch.float32)):  # bfloat16 needs more CPU features
         pytest.skip("this machine gains nothing by the layout")
     monkeypatch.setattr(packed, "product", counted)
     return found
@@ -58,7 +61,7 @@ def test_a_product_is_that_of_torch(
 
 
 class KernelRows(TorchDispatchMode):
-    """The numbers of rows that oneDNN gets."""
+    """Record the numbers of rows that oneDNN gets."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +75,7 @@ class KernelRows(TorchDispatchMode):
 
 @pytest.mark.usefixtures("products")
 def test_calls_of_any_sizes_have_few_kernels() -> None:
-    """For each number of rows oneDNN keeps a kernel for good, and memory is cut to pieces around it."""
+    """A kernel that oneDNN keeps for each number of rows fragments memory."""
     layer = linear()
     torch.manual_seed(0)
     x = torch.randn(1, 300, 48)
@@ -98,11 +101,14 @@ def halves() -> None:
 def test_weights_that_float16_holds_are_as_exact(
     products: list[int], shape: tuple[int, ...], has_bias: bool
 ) -> None:
-    """As those that were stored in bfloat16; one row takes their layout too."""
+    """Products are as exact as with weights stored in bfloat16.
+
+    A single row uses the packed layout too.
+    """
     layer, wide = linear(bias=has_bias), torch.randn(*shape, 96)
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())
-        # float16 has fewer digits, or none, of these
+        # float16 represents these with fewer digits or as 0.
         layer.weight[0, :3] = torch.tensor([1e-7, 3e-10, 0])
     pack(layer)
     assert vars(layer)["packed"].halves is not None
@@ -119,7 +125,7 @@ def test_weights_that_float16_holds_are_as_exact(
 @pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("size", [1.0, 3e-5, 1e-9, 1e6, 1e25])
 def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size: float) -> None:
-    """Nor changed themselves."""
+    """The weights themselves do not change."""
     layer = linear()
     with torch.no_grad():
         layer.weight.mul_(size)
@@ -141,7 +147,11 @@ def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size:
 @pytest.mark.parametrize("row", [0.0, 1e-20, 1e-5, 1e-3, 8192.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_other_sizes_decide_nothing(row: float, dtype: torch.dtype) -> None:
-    """What was stored in bfloat16 is held, with small rows too; what was not isn't, beside large rows too."""
+    """Rows of other sizes do not affect which weights count as stored in bfloat16.
+
+    Weights from bfloat16 are held in float16, also with small rows. Others are not, also with large
+    rows.
+    """
     layer = linear()
     with torch.no_grad():
         layer.weight[5].mul_(row)
@@ -152,7 +162,7 @@ def test_rows_of_other_sizes_decide_nothing(row: float, dtype: torch.dtype) -> N
 
 @pytest.mark.usefixtures("products")
 def test_weights_in_the_place_of_others_are_not_taken_for_them() -> None:
-    """Memory of weights that are gone is given to the next ones."""
+    """Freed memory is reused for the next weights."""
     for _ in range(8):
         layer, x = linear(), torch.randn(5, 48)
         pack(layer)
@@ -179,7 +189,7 @@ def test_weights_that_change_and_gradients_are_computed_plainly(products: list[i
 
 
 def test_copies_have_no_layout_but_their_weights(products: list[int]) -> None:
-    """Neither those of ``copy`` and ``pickle`` nor those of another dtype."""
+    """This holds for ``copy``, ``pickle`` and casts to another dtype."""
     layer, x = linear(), torch.randn(5, 48)
     pack(layer)
     copies = [copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]

@@ -1,4 +1,4 @@
-"""Hashes of weights are right, and large files are read once."""
+"""Hashes of weights are right, and large files are read only once."""
 
 import hashlib
 import os
@@ -19,7 +19,10 @@ from moa_data.tests.kit.models import build_model, build_tokenizer, write_target
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The files that are read to be hashed, with an empty cache in which every file counts as settled."""
+    """List the files that are read to be hashed.
+
+    The cache of hashes is empty, and every file counts as settled.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bundle, "_SETTLED_S", -1.0)
     names: list[str] = []
@@ -37,12 +40,13 @@ def test_a_file_is_read_once_until_it_changes(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "weights"
-    for content in (b"first", b"other"):  # of one length
+    for content in (b"first", b"other"):  # both have the same length
         file.write_bytes(content)
-        os.utime(file, ns=(10**18, 10**18))  # and of one time: a copy may set it
+        os.utime(file, ns=(10**18, 10**18))  # and the same time, as a copy may have
         assert [file_sha256(file) for _ in range(3)] == [hashlib.sha256(content).hexdigest()] * 3
     assert reads == ["weights"] * 2
-    monkeypatch.setattr(bundle, "_SETTLED_S", 60.0)  # it could change again within one tick
+    # The next file is not settled yet: it could change again within one tick of the clock.
+    monkeypatch.setattr(bundle, "_SETTLED_S", 60.0)
     file.write_bytes(b"newer")
     assert file_sha256(file) == file_sha256(file)
     assert reads == ["weights"] * 4
@@ -71,7 +75,7 @@ def test_a_blob_of_the_hub_is_not_read(tmp_path: Path, reads: list[str]) -> None
     link.symlink_to(f"../blobs/{digest}")
     assert file_sha256(link) == digest
     assert not reads
-    git_blob = tmp_path / "blobs" / ("0123456789" * 4)  # of a small file: another hash
+    git_blob = tmp_path / "blobs" / ("0123456789" * 4)  # the hub names small files by another hash
     git_blob.write_bytes(b"small")
     (tmp_path / "snapshots" / "small").symlink_to(git_blob)
     assert file_sha256(tmp_path / "snapshots" / "small") == hashlib.sha256(b"small").hexdigest()
@@ -90,7 +94,7 @@ def test_consolidated_weights_beside_others_are_left_alone(
     assert load_target_model(folder, torch.float32, "cpu").dtype == torch.float32
     (folder / "model.safetensors").unlink()
     with pytest.raises(TargetError, match=r"consolidated\.safetensors"):
-        hash_target(folder)  # by itself it would be the weights
+        hash_target(folder)  # as the only file, it would be the weights
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (7e4, torch.float16)])
@@ -102,7 +106,7 @@ def test_a_bundle_with_values_that_are_not_finite_is_refused(
     weights = load_file(file)
     weights["layers.3.mlp.up_proj.weight"][2, 3] = value
     save_file(weights, file)
-    FrozenTarget.load(tmp_path, dtype=dtype)  # without that layer
+    FrozenTarget.load(tmp_path, dtype=dtype)  # loads without that layer
     with pytest.raises(
         TargetError,
         match=r"1 values of layers\.3\.mlp\.up_proj\.weight \[64, 48\] are NaN or infinity",

@@ -1,4 +1,4 @@
-"""Masks cover exactly what the assistant writes, found on the one rendering that is encoded."""
+"""Masks cover exactly what the assistant writes, from a single rendering of each chat."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -87,25 +87,29 @@ def test_tokens_and_the_mask_of_generation_tags_are_those_of_transformers(name: 
     )
     assert chat.tokens.tolist() == expected["input_ids"]
     assert not has_tags or chat.response_mask.tolist() == expected["assistant_masks"]
-    # White space at the border may be cut into other tokens, so the texts are compared.
+    # White space at the border may be tokenized differently, so the texts are compared.
     assert tokenizer.decode(chat.tokens).startswith(
         tokenizer.decode(prompt_tokens(ChatTemplate(tokenizer), messages[:3])).rstrip()
     )
 
 
-LOOP = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+LOOP = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}"
+)
 REST = "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        # White space after the end of turn is left out, an end of turn outside the tags taken in.
+        # White space after the end of turn is not part of the response. An end of turn outside the
+        # tags is.
         LOOP + "{%- generation -%}{{ m['content'] + '<|im_end|>\n' }}{%- endgeneration -%}" + REST,
         LOOP + "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}" + REST,
-        # headers are left out, without a generation prompt
+        # Headers are not part of the response, also without a generation prompt.
         CHATML_TEMPLATE.split("{% if add_generation_prompt")[0],
-        # A generation prompt that is no prefix: the text is looked for.
+        # The generation prompt is not a prefix of the rendering, so the text is searched for.
         CHATML_TEMPLATE.replace(
             "assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif"
         ).replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),
@@ -120,7 +124,7 @@ def test_end_of_turn_and_headers(template: str) -> None:
 
 
 def test_answers_of_harmony_have_their_channels_and_ends() -> None:
-    """As gpt-oss writes them, behind a generation prompt that stops before the channel."""
+    """gpt-oss writes such responses after a generation prompt that stops before the channel."""
     tokenizer = build_tokenizer(HARMONY_TEMPLATE, None, "<|return|>")
     names = ("start", "end", "message", "channel", "call", "return")
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
@@ -131,30 +135,37 @@ def test_answers_of_harmony_have_their_channels_and_ends() -> None:
     assert found == [f"{head}one<|end|>", f"{head}two<|end|>", f"{head}three<|return|>"]
     call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "the time?"}, {"role": "assistant", "content": "I ask", "tool_calls": [call]},
+        {"role": "user", "content": "the time?"},
+        {"role": "assistant", "content": "I ask", "tool_calls": [call]},
         {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"},
     ]  # fmt: skip
     chat = tokenize_chat(
         ChatTemplate(tokenizer), messages, 4096, tools=[{"type": "function", **call}]
     )
-    asked = "<|channel|>analysis<|message|>I ask<|end|><|start|>assistant to=functions.now<|channel|>commentary json"
+    asked = (
+        "<|channel|>analysis<|message|>I ask<|end|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary json"
+    )
     called = '<|message|>{"zone": "utc"}<|call|>'
     assert marked_texts(tokenizer, chat) == [asked + called, f"{head}noon<|return|>"]
 
 
 def test_results_of_tools_inside_a_response_are_refused() -> None:
-    """As in Gemma 4's templates, which write a call, its result and then what was said beside the call."""
+    """Gemma 4's templates write a call, its result, and then the content of the call's message."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-        "{% for c in m.tool_calls or [] %}{{ 'call:' + c.function.name + (c.function.arguments | tojson) }}"
-        "{{ messages[2].content if messages | length > 2 }}{% endfor %}{{ m.content + '<|im_end|>' }}"
+        "{% for c in m.tool_calls or [] %}"
+        "{{ 'call:' + c.function.name + (c.function.arguments | tojson) }}"
+        "{{ messages[2].content if messages | length > 2 }}{% endfor %}"
+        "{{ m.content + '<|im_end|>' }}"
         "{% elif m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer = build_tokenizer(template, None, "<|im_end|>")
     call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "the time?"}, {"role": "assistant", "content": "I ask", "tool_calls": [call]},
+        {"role": "user", "content": "the time?"},
+        {"role": "assistant", "content": "I ask", "tool_calls": [call]},
         {"role": "tool", "content": "noon"},
     ]  # fmt: skip
     rejected(
@@ -166,9 +177,10 @@ def test_results_of_tools_inside_a_response_are_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), turns("q", "one"), RejectReason.NOT_SHOWN),
-        (CHATML_TEMPLATE.replace("m['content']", "m['content'].replace('one', 'two')"), turns("q", "one"),
-         RejectReason.TEMPLATE_REWRITES_RESPONSE),
+        (CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), turns("q", "one"),
+         RejectReason.NOT_SHOWN),
+        (CHATML_TEMPLATE.replace("m['content']", "m['content'].replace('one', 'two')"),
+         turns("q", "one"), RejectReason.TEMPLATE_REWRITES_RESPONSE),
         (MISTRAL_TEMPLATE, turns("q", "a")[::-1], RejectReason.TEMPLATE_FAILED),
     ],
 )  # fmt: skip
@@ -216,7 +228,7 @@ def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none(
     assert marked_texts(template.tokenizer, chat) == ["one<|im_end|>", "two"]
     never = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}", "}}")
     template = ChatTemplate(build_tokenizer(never, None, "<|im_end|>"))
-    assert template.end_of_turn == ""  # The header of the next turn is not an end of turn.
+    assert template.end_of_turn == ""  # the header of the next turn is not an end of turn
 
 
 def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
@@ -243,7 +255,7 @@ def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
         assert prompt == tokenizer.apply_chat_template(
             messages[:1], tools=asked, add_generation_prompt=True, return_dict=False
         )
-    # Each of them decides what a store's tokens are.
+    # Both templates decide what a store's tokens are, so both are part of the source.
     other = build_tokenizer(CHATML_TEMPLATE, None, "<|im_end|>")
     assert template_source(tokenizer) != template_source(other)
 
@@ -275,7 +287,7 @@ def test_no_chat_template_is_refused() -> None:
 
 THINKING = "<think>\nfirst I"
 CUT: dict[str, tuple[str, str, str, str]] = {
-    # name -> template, end of turn, what the target wrote, and what stands before it
+    # Name -> template, end of turn, the target's answer, and the text before it.
     "llama3": (LLAMA3_TEMPLATE, "<|eot_id|>", "It is 4, \n", "assistant<|end_header_id|>\n\n"),
     "chatml": (CHATML_TEMPLATE, "<|im_end|>", "It is 4,", "<|im_start|>assistant\n"),
     "mistral": (MISTRAL_TEMPLATE, "</s>", "It is 4,", "[/INST]"),
@@ -310,7 +322,8 @@ def test_a_chat_that_ends_with_a_question_or_a_call_has_no_cut_answer() -> None:
 @pytest.mark.parametrize(
     ("text", "end", "opening"),
     [
-        (LLAMA3_TEMPLATE, "<|eot_id|>", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"),
+        (LLAMA3_TEMPLATE, "<|eot_id|>",
+         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"),
         ("{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}" + CHATML_TEMPLATE, "<|im_end|>",
          "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"),
     ],

@@ -1,4 +1,7 @@
-"""Targets of every family: what drafters learn from is the model's own, and decoding with drafts is plain decoding."""
+"""Targets of every family give drafters the model's own activations.
+
+Decoding with drafts equals plain decoding.
+"""
 
 import contextlib
 import json
@@ -63,7 +66,7 @@ SOME_CONFIGS = ("mamba", "rwkv", "bamba", "blt", "gemma3n", "qwen2_moe", "dots3_
 
 
 class Knowing(Proposer):
-    """Proposes what the target will say, with wrong tokens among it, so that some drafts are accepted and some not."""
+    """Propose the target's next tokens mixed with wrong ones, so that some drafts are rejected."""
 
     def __init__(self, texts: Sequence[list[int]], seed: int = 0) -> None:
         self._texts, self._random = (
@@ -85,7 +88,7 @@ class Knowing(Proposer):
             if shape.is_chain:
                 drafts.append(own)
                 continue
-            # Beside each token of the text a wrong one, given first.
+            # Each level has a wrong token first and the text's token second.
             drafts.append([token for right in future for token in (7, right)])
             parents.append(
                 [
@@ -106,7 +109,10 @@ def target_of(name: str, seed: int = 0, **changes: Any) -> Target:
 
 
 def assert_lossless(target: Target, prompts: list[list[int]], seed: int = 0) -> None:
-    """Chains, and trees and a batch where there is no state, give the text of transformers' own generate."""
+    """Decoding with drafts gives the text of transformers' own generate.
+
+    All targets decode chains. Those without recurrent states also decode trees, and in a batch.
+    """
     model: Any = target.model
     model.generation_config.eos_token_id = None
     texts = [
@@ -132,7 +138,7 @@ def assert_lossless(target: Target, prompts: list[list[int]], seed: int = 0) -> 
 
 @pytest.mark.parametrize("name", SOME_FAMILIES)
 def test_drafts_change_nothing(name: str) -> None:
-    """With the odd features of each family on."""
+    """The unusual features of each family are switched on."""
     target = target_of(name)
     assert decoding_problem(target) == ""
     assert_lossless(target, random_prompts(3, seed=4, longest=16))
@@ -140,7 +146,7 @@ def test_drafts_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", SOME_FAMILIES)
 class TestWhatIsStored:
-    """With the odd features of each family on."""
+    """The unusual features of each family are switched on."""
 
     def test_what_drafters_learn_from_is_the_models_own(self, name: str) -> None:
         model = build_family(name)
@@ -179,7 +185,10 @@ class TestWhatIsStored:
 
 @pytest.mark.parametrize("name", SOME_FAMILIES)
 def test_what_works_with_every_drafter(name: str) -> None:
-    """It learns, and drafts for chains, trees and batches; or what the list says does not work is refused."""
+    """Every drafter learns, and drafts for chains, trees and batches.
+
+    What does not work according to the list is refused.
+    """
     target = target_of(name)
     prompts, tokens = random_prompts(2, seed=7), torch.tensor(random_prompts(1, seed=8, longest=30))
     plain = [generate_batch(target, [prompt], max_new_tokens=8)[0].tokens for prompt in prompts]
@@ -225,7 +234,7 @@ def test_random_configurations(name: str) -> None:
 
 @pytest.mark.parametrize("name", quick(OTHERS, ("gpt2", "exaone4")))
 def test_families_that_nothing_is_known_of(name: str) -> None:
-    """They are proven on the loaded model, and decoded."""
+    """Such a family is checked on the loaded model, and then decoded."""
     target = target_of(name)
     prove_logits(target)
     assert target.decoding_problem == ""
@@ -248,7 +257,7 @@ def test_layers_that_no_draft_passes_through_are_refused(tmp_path: Path) -> None
 
 
 def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
-    """A drafter that reads hidden states alone, for layers that carry a state."""
+    """The drafter reads only hidden states, and the target's layers carry a state."""
     model = write_family(tmp_path / "model", "qwen3_next")
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(6))
     out = tmp_path / "store"
@@ -332,7 +341,7 @@ def test_files_that_tell_of_quantised_weights(tmp_path: Path, name: str, method:
 
 @pytest.mark.parametrize("name", quick(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SOME_CONFIGS))
 def test_every_config_of_transformers_is_taken_or_refused(name: str) -> None:
-    """In a line, whatever sizes its layers have."""
+    """The refusal is one line, whatever sizes the layers have."""
     try:
         values = json.loads(AutoConfig.for_model(name).to_json_string(use_diff=False))
     except StrictDataclassError:
@@ -371,7 +380,7 @@ def test_an_lm_head_with_a_bias_is_refused_before_its_weights_are_read(
 def test_tables_of_other_sizes_are_refused_before_weights_are_read(
     tmp_path: Path, name: str, sizes: dict[str, Any]
 ) -> None:
-    """A projection stands between states and LM head, or there are more embeddings than tokens."""
+    """A projection precedes the LM head, or there are more embeddings than tokens."""
     model = write_other(tmp_path / "model", name, **sizes)
     (model / "model.safetensors").unlink()
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(2))
@@ -395,7 +404,7 @@ def test_a_config_that_does_not_say_whether_the_lm_head_is_tied(tmp_path: Path) 
 
 @pytest.mark.parametrize(("name", "value"), [("gemma3_text", True), ("gemma4_text", "all")])
 def test_tokens_that_see_later_ones_are_refused(name: str, value: Any) -> None:
-    """As in EmbeddingGemma: padding would be seen, and what is drafted could not be verified."""
+    """In such models, as in EmbeddingGemma, tokens see padding and drafts cannot be verified."""
     with pytest.raises(TargetError, match=f"tokens of this {name} attend to later tokens"):
         prove_logits(target_of(name, use_bidirectional_attention=value))
 
@@ -442,7 +451,7 @@ def test_rounding_of_many_layers_is_not_taken_for_sight_of_later_tokens() -> Non
 
 
 def write_other(folder: Path, name: str, **sizes: Any) -> Path:
-    """Write a target whose config has no sizes but those."""
+    """Write a target whose config has only the given sizes."""
     config = AutoConfig.for_model(
         name, hidden_size=48, num_hidden_layers=2, vocab_size=400, **sizes
     )
@@ -455,7 +464,7 @@ def write_other(folder: Path, name: str, **sizes: Any) -> Path:
     ("name", "sizes"), [("mamba", {"state_size": 8}), ("bloom", {"num_attention_heads": 4})]
 )
 def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
-    """Those without attention, and those that have no kernels for it."""
+    """They have no attention, or their attention has no kernels here."""
     model = write_other(tmp_path / "model", name, **sizes)
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(6))
     made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
@@ -486,7 +495,7 @@ def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[
 
 @pytest.mark.parametrize("name", ["mistral", "ministral3"])
 def test_the_text_model_of_one_that_also_sees(tmp_path: Path, name: str) -> None:
-    """Of one that transformers does not count among causal LMs."""
+    """The vision-language model is not one of the causal LMs of transformers."""
     own = SIZES | FEATURES.get(name, {"sliding_window": 7})
     small = {
         "hidden_size": 32,
@@ -528,7 +537,7 @@ def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
             torch.float32,
         )
     plain = target_of("gpt2")
-    plain.config.hidden_size //= 2  # as where they stand beside each other
+    plain.config.hidden_size //= 2  # as if several states were concatenated
     with pytest.raises(TargetError, match="several states of a token"):
         capture(
             plain.model,
@@ -539,7 +548,7 @@ def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
 
 
 def test_infinity_in_a_config(tmp_path: Path) -> None:
-    """As in folders of the Hub, and as transformers writes it."""
+    """Infinity is read as folders on the Hub and as transformers write it."""
     config = AutoConfig.for_model("bamba", time_step_limit=(0.0, float("inf")))
     config.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
@@ -558,10 +567,11 @@ GUIDE = (
     (Path(__file__).parents[3] / "docs/real-model.md").read_text().split("## 7. Other families")[1]
 )
 IN_GUIDE = (
-    "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next",
-    "qwen3_5_text", "llama4_text", "phi3", "granite", "olmo2", "smollm3", "cohere2", "ministral", "olmo",
+    "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma2", "gemma3_text", "gemma4_text",
+    "deepseek_v3", "qwen3_next", "qwen3_5_text", "llama4_text", "phi3", "granite", "olmo2",
+    "smollm3", "cohere2", "ministral", "olmo",
 )  # fmt: skip
-"""The type of the model in each command line of the guide."""
+"""Model type of each command line in the guide."""
 
 
 @pytest.mark.slow
@@ -587,7 +597,10 @@ def test_command_lines_of_the_guide_run(
 def test_a_dequantised_folder_is_made_as_the_guide_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of gpt-oss, whose experts come in 4 bits: two numbers a byte, and an exponent for 32 numbers."""
+    """The folder is one of gpt-oss, whose experts have 4 bits per number.
+
+    A byte holds two numbers, and 32 numbers share an exponent.
+    """
     model, random = (
         write_family(tmp_path / "small", "gpt_oss", hidden_size=64),
         torch.Generator().manual_seed(0),
@@ -633,7 +646,7 @@ def test_what_is_wrong_with_a_family_shows_on_loading(
 def test_logits_that_are_nearly_right_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: float, dtype: torch.dtype
 ) -> None:
-    """Logits of random weights are small, so that their bound would not show."""
+    """Logits of random weights are small, so the check scales hidden states up."""
     target = Target(build_family("cohere2").to(dtype))
     prove_logits(target)
     monkeypatch.setattr(f"moa_data.moa.targets.families.{name}", lambda config: value)
@@ -642,7 +655,7 @@ def test_logits_that_are_nearly_right_are_refused(
 
 
 def test_a_bound_that_llama_does_not_have_is_noticed_on_loading(tmp_path: Path) -> None:
-    """It would be heeded here, and not by the model."""
+    """Our code would apply the bound, but the model does not."""
     model = write_family(tmp_path / "model", "llama")
     change_json(model / "config.json", final_logit_softcapping=30.0)
     with pytest.raises(TargetError, match="llama does something to its logits"):
@@ -659,7 +672,7 @@ def test_a_cache_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_texts_end_where_the_rotation_changes() -> None:
-    """Phi-3 turns all keys by other angles once a text is longer than what it was trained on first."""
+    """Phi-3 rotates all keys differently if a text is longer than its original context length."""
     factors = {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
     rope = {
         "rope_type": "longrope",

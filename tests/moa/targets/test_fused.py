@@ -1,4 +1,7 @@
-"""Layers in fewer operations compute what the model's own do, in every family; of others nothing changes."""
+"""Fused layers compute the same as the model's own layers, in every family.
+
+Other layers do not change.
+"""
 
 import copy
 import pickle
@@ -31,7 +34,7 @@ def joined(model: Any) -> list[bool]:
 
 
 def hidden_of(model: Any) -> list[torch.Tensor]:
-    """Of a prefill, a plain step and a chain; the second row is shorter."""
+    """Return hidden states of a prefill, a plain step and a chain; the second row is shorter."""
     target = Target(model)
     cache, found = target.new_cache(2), []
     for start, stop in ((0, 3), (3, 4), (4, 8)):
@@ -48,11 +51,11 @@ def hidden_of(model: Any) -> list[torch.Tensor]:
 def test_layers_compute_what_the_models_own_do(
     family: str, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Of weights that were stored in either dtype."""
+    """Weights were stored in either dtype."""
     model = build_model(family, **changes).to(dtype).float()
     expected = hidden_of(model)
     Target(model).prepare()
-    # whose heads have norms
+    # Qwen3 has norms of query and key heads, so its layers are not fused.
     assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))
     for own, other in zip(hidden_of(model), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
@@ -68,7 +71,10 @@ def test_where_a_part_of_each_head_is_rotated_the_models_own_layer_computes() ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
-    """Within any window; there is none where a layer has another form, or the model does more than it says."""
+    """The fused body computes the same; its calls have 3 tokens, which fit any window.
+
+    There is no fused body if a layer has another form, or if a hook changes the model's output.
+    """
     model, tokens = build_model(family), TOKENS[:1, :3]
     with torch.inference_mode():
         expected = text_model(model)(input_ids=tokens, output_hidden_states=True, use_cache=False)
@@ -96,7 +102,7 @@ def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
     "family", [*SOME_FAMILIES, *quick(OTHERS, ("gpt_neox",)), "granite", "cohere2", "smollm3"]
 )
 def test_layers_of_another_form_stay_what_they_are(family: str) -> None:
-    """Also those of a model of which some have Llama's form."""
+    """This includes the other layers of a model in which some layers have Llama's form."""
     model = build_family(family)
     expected = model(input_ids=TOKENS[:1]).logits
     fused.fuse(model)

@@ -1,4 +1,7 @@
-"""A GGUF file is converted once, whole or not at all, into a folder with its values; what is not read is refused."""
+"""A GGUF file is converted once, completely or not at all, into a folder with its values.
+
+Files that cannot be read are refused.
+"""
 
 import hashlib
 import os
@@ -30,14 +33,14 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of converted files, empty."""
+    """Return the empty folder of converted files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return cache_folder("gguf")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file in float32."""
+    """Write a file in float32."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(path)
     return path
@@ -99,7 +102,7 @@ def test_the_file_identifies_the_target_whatever_its_name(
     assert target.identity == {"weights_sha256": hashlib.sha256(whole.read_bytes()).hexdigest()}
     (tmp_path / "folder").mkdir()
     other = shutil.copy(whole, tmp_path / "folder" / "other.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)  # nothing is converted again
+    monkeypatch.setitem(sys.modules, "gguf", None)  # an error, if anything were converted again
     for path in (other, tmp_path / "folder", target.folder):
         assert resolve_model_folder(str(path)) == target.folder
         assert Target.load(str(path), device="cpu").identity == target.identity
@@ -121,7 +124,7 @@ def test_other_files_beside_it_are_not_read(tmp_path: Path, whole: Path) -> None
 
 
 def write_others(folder: Path, whole: Path, kind: str) -> Path:
-    """Write what cannot be a target, and return the path to give."""
+    """Write a file or folder that cannot be a target; return the path to load."""
     path = folder / "tiny.gguf"
     content = whole.read_bytes()
     if kind == "several":
@@ -155,8 +158,10 @@ def write_others(folder: Path, whole: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize(
     "kind",
-    ["several", "not GGUF", "empty", "cut 0.1", "cut 0.5", "cut 0.99", "damaged", "a part", "architecture", "tokenizer",
-     "rotation", "tensor"],
+    [
+        "several", "not GGUF", "empty", "cut 0.1", "cut 0.5", "cut 0.99", "damaged", "a part",
+        "architecture", "tokenizer", "rotation", "tensor",
+    ],
 )  # fmt: skip
 def test_what_cannot_be_read_whole_is_refused_in_a_line(
     tmp_path: Path, whole: Path, cache: Path, kind: str
@@ -231,7 +236,7 @@ def test_a_stop_at_any_call_leaves_nothing_that_hinders(
             with pytest.raises(Stopped):
                 gguf.model_folder(whole)
         assert not left_in(cache)
-    # nobody was left to clean up
+    # A killed process cannot clean up.
     shutil.copytree(whole.parent, cache / f"killed{files.PARTIAL_SUFFIX}")
     folder = gguf.model_folder(whole)
     assert left_in(cache) == {folder.name}

@@ -1,4 +1,7 @@
-"""A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
+"""A causal call in pieces or without a mask equals one call with a full mask.
+
+It also needs less memory.
+"""
 
 import importlib.metadata
 import os
@@ -28,7 +31,7 @@ from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 
 def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
-    """The same call with each token's ancestors spelt out."""
+    """Make the same call with an explicit mask of each token's ancestors."""
     n_rows, n_tokens = tokens.shape
     return target.forward(
         tokens,
@@ -48,8 +51,8 @@ def test_causal_runs_equal_one_call_with_the_mask(
     model.config._attn_implementation = attention
     target, tokens = Target(model), torch.randint(0, 67, (3, 40))
     one, other = target.new_cache(3), target.new_cache(3)
-    # A prefill of ragged prompts padded on the right, a run behind each, a short one, a single
-    # token; then equal rows.
+    # The calls are a prefill of ragged prompts with right padding, a run after each, a short run, a
+    # single token, and a run of which a row keeps all tokens or none.
     for n_tokens, kept in (
         (20, (20, 3, 11)),
         (12, (2, 12, 7)),
@@ -118,7 +121,7 @@ def test_each_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
-    """A buffer for each number of rows was 16 times the first one's memory after 32 rows."""
+    """With a buffer for each number of rows, 32 rows would need 16 times the memory."""
     target = Target(build_model(num_hidden_layers=1))
     cache = target.new_cache(8)
     target.forward(torch.arange(4, 28).view(8, 3), cache)
@@ -128,7 +131,8 @@ def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
         cache.buffer.data_ptr(),
         cache.buffer.nbytes,
     )
-    for left in ([0, 1, 2, 4, 5, 6, 7], [2, 4, 5, 6], [0, 1, 3]):  # at last rows 2, 5 and 7
+    # In the end rows 2, 5 and 7 remain.
+    for left in ([0, 1, 2, 4, 5, 6, 7], [2, 4, 5, 6], [0, 1, 3]):
         cache.select_rows(left)
     assert torch.equal(cache.packed([0] * 3, 3), expected)
     assert (cache.buffer.data_ptr(), cache.buffer.untyped_storage().nbytes()) == (address, held)

@@ -1,4 +1,4 @@
-"""A target whose weights and config.json disagree, or that holds values that are not finite, is refused by name."""
+"""Targets whose weights contradict config.json or are not finite are refused by name."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 
 def refused(folder: Path, *texts: str, dtype: torch.dtype = torch.float32) -> None:
-    """Check that loading is refused in one line with all of the texts."""
+    """Check that loading is refused with a single line that contains all texts."""
     with pytest.raises(TargetError) as caught:
         load_target_model(folder, dtype, "cpu")
     message = str(caught.value)
@@ -116,7 +116,7 @@ def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> N
     extra = {
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)
     }
-    # of a layer that predicts further tokens
+    # This tensor belongs to a layer for multi-token prediction.
     extra["model.layers.4.eh_proj.weight"] = torch.ones(2, 2)
     change_weights(folder, lambda weights: weights.update(extra))
     change_json(folder / "config.json", num_nextn_predict_layers=1)
@@ -126,7 +126,7 @@ def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> N
 
 
 def test_layers_are_for_drafting_only_if_they_have_its_parts(folder: Path) -> None:
-    """A config that lacks a layer and counts one for drafting must not lose the layer."""
+    """A config with one layer too few must not lose the last layer as one for drafting."""
     change_json(folder / "config.json", num_hidden_layers=3, num_nextn_predict_layers=1)
     refused(folder, "unexpected key model.layers.3.input_layernorm.weight [48]")
 
@@ -138,7 +138,7 @@ def test_weights_of_dtypes_that_are_not_floating_point(folder: Path, dtype: torc
 
 
 def test_layers_of_unlike_sizes_are_named_too(tmp_path: Path) -> None:
-    """Attributes of Gemma 4's config that differ between layers cannot be read."""
+    """Config attributes that differ between Gemma 4's layers cannot be read."""
     build_family("gemma4_text").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = max(key for key in weights if key.endswith("q_proj.weight"))
@@ -222,7 +222,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 def test_weights_that_cannot_be_mapped_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a sparse file that is longer than what the process may address."""
+    """This happens for a sparse file that is larger than the address space of the process."""
     build_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
         model_files, "safe_open", refuse(MemoryError("Cannot allocate memory (os error 12)"))

@@ -1,4 +1,4 @@
-"""Calls of static shapes give what others give, and a few graphs serve all rounds."""
+"""Calls with static shapes give the same results, and a few graphs serve all rounds."""
 
 import copy
 from typing import Any
@@ -80,7 +80,10 @@ def test_a_few_graphs_serve_all_rounds(device: Counts, shape: TreeShape | None) 
 
 
 def test_generations_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph is recorded for an address, so a buffer per generation would record all graphs again."""
+    """CUDA graphs are recorded for fixed addresses.
+
+    A buffer per generation would record all graphs again.
+    """
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target = static_target(model)
     addresses: set[int] = set()
@@ -92,7 +95,7 @@ def test_generations_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         return keys, values
 
     monkeypatch.setattr(TargetCache, "layer_view", noted)
-    # which looks at the target's KV in each round
+    # GLIDE reads the target's KV in each round.
     session = DrafterProposer(target, build_glide(model))
     for prompt in PROMPTS * 2:
         generate_batch(target, [prompt], max_new_tokens=12, proposer=session, tree=TreeShape(3))
