@@ -48,7 +48,7 @@ have pages of their own. Commands without a section here show all of their optio
 
 
 def stages() -> Iterator[tuple[str, type[Config]]]:
-    """The commands with settings: their names, and the settings."""
+    """Yield the names and the settings of the commands that have settings."""
     found: dict[type[Config], list[str]] = {}
     for name in COMMANDS:
         command = main.get_command(click.Context(main), name)
@@ -59,14 +59,14 @@ def stages() -> Iterator[tuple[str, type[Config]]]:
 
 
 def table(settings: Iterable[Setting]) -> Iterator[str]:
-    """Yield the lines of a table of settings, a row each."""
+    """Yield the lines of a table of settings, one row per setting."""
     yield "| setting | takes | default | meaning |"
     yield "|---|---|---|---|"
     for setting in settings:
         kind = f" ({setting.kind})" if setting.kind else ""
         takes = type_text(setting).replace("|", "\\|")
         default = "required" if setting.field.is_required() else default_text(setting)
-        # a bracket would begin a link
+        # Escape brackets, which would begin a link.
         text = help_text(setting).replace("|", "\\|").replace("[", "\\[")
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
@@ -75,7 +75,7 @@ DECODING = ("generate", "eval", "serve", "chat", "export-drafter")
 
 
 def options_page() -> str:
-    """Return how settings are given, and the settings of the commands that make stores."""
+    """Return the page that explains settings and lists those of commands that make stores."""
     return OPTIONS_HEAD + "".join(
         section(names, one)
         for names, one in stages()
@@ -91,12 +91,15 @@ def decode_page() -> str:
 
 
 def section(names: str, config_class: type[Config]) -> str:
-    """Return the settings of a command below its name."""
+    """Return the section of a command with its settings."""
     return f"\n## {names}\n\n" + "\n".join(table(config_class.settings())) + "\n"
 
 
 def train_page() -> str:
-    """Return the settings of ``train``: those of a run, then those of each kind of drafter but blocks."""
+    """Return the settings of ``train``.
+
+    They are the settings of a run, and those of each kind of drafter except block drafters.
+    """
     blocks = {"dspark", "dflash"}
     settings = list(TrainConfig.settings())
     parts = [TRAIN_HEAD, "## The run\n", *table(one for one in settings if not one.kind)]
@@ -107,7 +110,7 @@ def train_page() -> str:
 
 
 def blocks_page() -> str:
-    """Return the settings of the drafters of blocks."""
+    """Return the settings of the block drafters."""
     parts = [BLOCKS_HEAD]
     for kind in ("dspark", "dflash"):
         parts += [
@@ -196,7 +199,7 @@ Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes
 
 
 def family_row(name: str) -> str:
-    """Return the row of a family, by the list that the tests go through."""
+    """Return the row of a family, from the lists that the tests use."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     cells = [
         "by groups" if name in GROUPED else "yes",
@@ -206,7 +209,7 @@ def family_row(name: str) -> str:
 
 
 def supported_page() -> str:
-    """The families of targets, the drafters, and the formats of both and of stores."""
+    """Return the page of supported targets, drafters and formats."""
     heads = ["family", "model", "keys and values", *FAMILY_DRAFTERS]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *map(family_row, FAMILIES)]
     drafters = []

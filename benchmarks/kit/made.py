@@ -1,4 +1,4 @@
-"""What is made for benchmarks: model folders with random weights, and manifests of stores."""
+"""Makes inputs of benchmarks: model folders with random weights, and manifests of stores."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ STD = 0.02
 
 
 def make_target(folder: Path, shape: str, n_layers: int | None = None, device: str = "cpu") -> None:
-    """Write a model folder with random weights, one file a layer, and a small tokenizer of its own.
+    """Write a model folder with random weights, one file per layer, and a small new tokenizer.
 
     Args:
-        device: the device that draws the weights, which decides which ones they are.
+        device: The device that draws the weights. The weights depend on it.
     """
     folder.mkdir(parents=True)
     rows = generate_corpus(N_TOKENIZER_CHATS, 1, seed=0).train
@@ -71,7 +71,10 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Draw a matrix on the generator's device, or give the ones of a norm: bfloat16, in host memory."""
+    """Draw a matrix on the generator's device, or make the ones of a norm.
+
+    The tensor is bfloat16, in host memory.
+    """
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     drawn = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
@@ -82,7 +85,10 @@ def recipe(
     fields: tuple[FieldSpec, ...], lengths: Sequence[int], part_tokens: int = 1 << 40, codec: str = "lossless",
     target: dict[str, Any] | None = None,
 ) -> tuple[StoreManifest, pa.Table]:  # fmt: skip
-    """Return manifest and plan of sequences of these lengths, of which all tokens but the first are answers."""
+    """Return the manifest and the plan of sequences of these lengths.
+
+    All tokens of a sequence except the first are response tokens.
+    """
     columns = {
         "sequence_id": [f"ffffffff{row:056x}" for row in range(len(lengths))],
         "source_row": pa.array(range(len(lengths)), pa.int64()),

@@ -21,7 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(shape: str, n_layers: int | None = None, **more: Any) -> LlamaConfig:
-    """Return the config of a shape, with another number of layers if one is given."""
+    """Return the config of a shape, optionally with another number of layers."""
     known: dict[str, Any] = SHAPES[shape] | {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
