@@ -85,7 +85,8 @@ def main() -> int:
         if share > limit:
             is_above = True
             sys.stderr.write(
-                f"{len(places[habit])} {habit}, {share:.1f} in 1,000 statements; the limit is {limit:g}\n"
+                f"{len(places[habit])} {habit}, {share:.1f} in 1,000 statements; "
+                f"the limit is {limit:g}\n"
             )
     return int(is_above)
 

@@ -1,7 +1,7 @@
 """Writes constraints.txt from pip's resolution of all extras.
 
-`make lock` resolves, and this program keeps names and versions. REPORT is the file that `pip
-install --dry-run --ignore-installed --report REPORT` wrote.
+`make lock` resolves, and this program keeps names and versions. REPORT is the file of
+`pip install --dry-run --ignore-installed --report REPORT`.
 
     python .ci/lock.py REPORT
 """
@@ -12,7 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-HEADER = "# The versions that the tests pass with (python {}). `make setup` installs these, `make lock` renews them.\n"
+HEADER = (
+    "# The versions that the tests pass with (python {}). `make setup` installs these, "
+    "`make lock` renews them.\n"
+)
 
 # pip itself, the project, and packages that the CUDA build of torch pins itself. The constraints
 # must work for the CPU build, too.

@@ -218,7 +218,8 @@ def supported_page() -> str:
             f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind
         )
         drafters.append(
-            f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'its own alone'} |"
+            f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} "
+            f"| {formats or 'its own alone'} |"
         )
     names = ", ".join(f"`{name}`" for name in get_args(Format))
     return SUPPORTED.format(families="\n".join(rows), drafters="\n".join(drafters), formats=names)

@@ -259,6 +259,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     run(
         lambda options: "codec-shape" if options.shape else "codec-speed", measure, "store?",
-        shape={"type": int, "nargs": 3, "metavar": ("LAYERS", "HEADS", "HEAD_DIM")}, tokens=256, learn_tokens=6144,
-        threads=[1, 2], codecs=CODECS, sequences=12, repeats=5, device="cpu",
+        shape={"type": int, "nargs": 3, "metavar": ("LAYERS", "HEADS", "HEAD_DIM")}, tokens=256,
+        learn_tokens=6144, threads=[1, 2], codecs=CODECS, sequences=12, repeats=5, device="cpu",
     )  # fmt: skip

@@ -89,9 +89,9 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int) -> dict[
     values |= DRAFTERS[options.drafter][1] if options.drafter else chosen(options)
     training = trained(small_config(str(store_folder(options, codec)), folder, **values))
     decoding = EvalConfig.of(
-        model=options.model, prompts=options.test_chats, n_prompts=options.n_prompts, drafter=(folder,),
-        method=("plain", "chain"), draft_length=5, max_new_tokens=128, batch_size=20, device="cpu",
-        out=str(options.out / f"eval-{slug(codec)}-{seed}.json"),
+        model=options.model, prompts=options.test_chats, n_prompts=options.n_prompts,
+        drafter=(folder,), method=("plain", "chain"), draft_length=5, max_new_tokens=128,
+        batch_size=20, device="cpu", out=str(options.out / f"eval-{slug(codec)}-{seed}.json"),
     )  # fmt: skip
     return {
         "acceptance_length": lengths(kept(decoding, evaluate), "chain")[0],
@@ -131,8 +131,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     changes = {"activations": tuple(options.activations)} if options.activations else {}
     extract(
         ExtractConfig.of(
-            model=options.model, dataset=options.train_chats, out=str(store_folder(options, "lossless")),
-            max_sequences=options.max_sequences, **changes,
+            model=options.model, dataset=options.train_chats,
+            out=str(store_folder(options, "lossless")), max_sequences=options.max_sequences,
+            **changes,
         )
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -146,7 +147,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "codecs", measure, "model", "train_chats", "test_chats", "folder", codecs=CODECS, max_sequences=2800,
-        sample=40, steps=340, seeds=[0], n_prompts=80, drafter={"choices": list(DRAFTERS)},
-        activations={"nargs": "+"}, threads=1, **SIZE_OPTIONS, **TRAINING_OPTIONS,
+        "codecs", measure, "model", "train_chats", "test_chats", "folder", codecs=CODECS,
+        max_sequences=2800, sample=40, steps=340, seeds=[0], n_prompts=80,
+        drafter={"choices": list(DRAFTERS)}, activations={"nargs": "+"}, threads=1, **SIZE_OPTIONS,
+        **TRAINING_OPTIONS,
     )  # fmt: skip

@@ -57,8 +57,9 @@ def learned(name: str, store: ActivationStore, frozen: FrozenTarget) -> StoreCod
     codec = StoreCodec(name, store.manifest.fields)
     with tempfile.TemporaryDirectory() as folder:
         calibrate(
-            codec, store.lengths, lambda row: read(store, row, codec), frozen.config, frozen.lm_head_weight,
-            frozen.embed_tokens.weight, learning_on("cpu", Path(folder), None),
+            codec, store.lengths, lambda row: read(store, row, codec), frozen.config,
+            frozen.lm_head_weight, frozen.embed_tokens.weight,
+            learning_on("cpu", Path(folder), None),
         )  # fmt: skip
     return codec
 

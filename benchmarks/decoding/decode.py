@@ -151,7 +151,8 @@ def random_target(
             call takes as long as with separate weights.
     """
     build = partial(
-        AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa",
+        trust_remote_code=False
     )  # fmt: skip
     with torch.device(device):
         model = build(shape_config(shape, 1 if shares_weights else n_layers, eos_token_id=None))
@@ -336,10 +337,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     run(
         lambda options: "decode-graphs" if options.cuda_graphs else "decode", measure,
-        model=str, drafter=str, layers=int, target_layers=0, device="auto", prompt_tokens=200, max_new_tokens=32,
-        repeats=5, verify=N_VERIFIED, share_weights=False, parts_only=False, rounds_only=False,
-        shape={"choices": SHAPES, "default": "tiny"}, kind={"choices": DRAFTERS, "default": "moa"},
-        context={"choices": CONTEXTS}, dtype={"choices": ["float32", "bfloat16", "float16"], "default": "float32"},
+        model=str, drafter=str, layers=int, target_layers=0, device="auto", prompt_tokens=200,
+        max_new_tokens=32, repeats=5, verify=N_VERIFIED, share_weights=False, parts_only=False,
+        rounds_only=False, shape={"choices": SHAPES, "default": "tiny"},
+        kind={"choices": DRAFTERS, "default": "moa"}, context={"choices": CONTEXTS},
+        dtype={"choices": ["float32", "bfloat16", "float16"], "default": "float32"},
         cuda_graphs=False, transformers_compiled=False,
         drafts={"nargs": "+", "type": TreeShape.parse, "default": ROUNDS},
     )  # fmt: skip

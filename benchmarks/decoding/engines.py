@@ -45,7 +45,10 @@ FORMS = {
 
 # vLLM's worker processes print the cause, and then its first process prints that they failed.
 # Pydantic prints the cause on a separate line.
-_CAUSE = r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )(.*?)(?: \[type=|\n)"
+_CAUSE = (
+    r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )"
+    r"(.*?)(?: \[type=|\n)"
+)
 
 BLOCKS = "--set drafter.block_layers=2 --set drafter.anchors=32"
 TRAINED = {
@@ -53,30 +56,32 @@ TRAINED = {
     "eagle3": "--batch-size 4 --max-steps 60 --set drafter.test_time_steps=3",
     "dflash": f"--batch-size 8 --max-steps 200 {BLOCKS} --set drafter.block_size=6",
     "independent": "--batch-size 8 --max-steps 80 --set drafter.independent_width=256",
-    "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5 --set drafter.forward_kl_weight=0 "
-    "--set drafter.cross_entropy_weight=0.1 --set drafter.l1_weight=0.9",
+    "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5 "
+    "--set drafter.forward_kl_weight=0 --set drafter.cross_entropy_weight=0.1 "
+    "--set drafter.l1_weight=0.9",
 }
 """Drafter of the table -> its training options."""
 WORDS: dict[str, Any] = {
     "order": 700,
     "page": "interop",
     "title": "The same drafters in other engines",
-    "text": "Drafters trained here for minutes, each in the format of each program, and decoded with by the program "
-    "itself: greedy chains of five in float32. A round is a target call that verifies drafts; acceptance length is "
-    "the tokens written in rounds over rounds; answers are compared with plain decoding here, token by token. An empty "
-    "cell: the program loads no such drafter.",
+    "text": "Drafters trained here for minutes, each in the format of each program, and decoded "
+    "with by the program itself: greedy chains of five in float32. A round is a target call that "
+    "verifies drafts; acceptance length is the tokens written in rounds over rounds; answers are "
+    "compared with plain decoding here, token by token. An empty cell: the program loads no such "
+    "drafter.",
     "data": "8 prompts of GSM8K's test questions, answers of up to 96 tokens",
     "machine": "two virtual cores, with other work on them; no GPU",
     "measured": "November 2026",
     "caveats": [
-        "Rounds are what is compared, not seconds; and the drafters are no good ones, as they learned from 1,200 chats "
-        "in 60 to 200 steps.",
-        "transformers drafts with an independent drafter from the prompt on, where the others take the first token "
-        "from the prompt's call.",
+        "Rounds are what is compared, not seconds; and the drafters are no good ones, as they "
+        "learned from 1,200 chats in 60 to 200 steps.",
+        "transformers drafts with an independent drafter from the prompt on, where the others take "
+        "the first token from the prompt's call.",
     ],
     "commands": {
-        "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE --max-sequences 1200 "
-        "--compute-dtype float32 --activations "
+        "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE "
+        "--max-sequences 1200 --compute-dtype float32 --activations "
         + ",".join(["hidden:last", *(f"hidden:layer:{k}" for k in range(1, 6))]),
     }
     | {
@@ -84,8 +89,8 @@ WORDS: dict[str, Any] = {
         for kind, own in TRAINED.items()
     }
     | {
-        "engines": f"python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl {' '.join(TRAINED)} "
-        "--vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
+        "engines": "python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl "
+        f"{' '.join(TRAINED)} --vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
     },
 }
 """The texts of the table."""
@@ -116,8 +121,8 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
     Returns its answers and rounds. If it failed, returns the cause as ``error``.
     """
     os.environ |= {
-        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
     try:
         found = ask_engine(job | {"engine": engine}, python, folder)
@@ -171,8 +176,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 write_layout(drafter, LAYOUTS[layout], Path(folder) / "drafter")
                 job = {
-                    "method": method, "model": str(Path(options.model).resolve()), "drafter": f"{folder}/drafter",
-                    "n_drafts": N_DRAFTS, "max_positions": target.max_positions, "max_new_tokens": n_new,
+                    "method": method, "model": str(Path(options.model).resolve()),
+                    "drafter": f"{folder}/drafter", "n_drafts": N_DRAFTS,
+                    "max_positions": target.max_positions, "max_new_tokens": n_new,
                     "prompts": prompts, "dtype": "float32",
                 }  # fmt: skip
                 found[engine] = there(engine, python, job, Path(folder))

@@ -76,6 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "products", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, layers=1, threads=1, repeats=15,
-        dtype={"choices": ["float32", "bfloat16"], "default": "float32"}, rows=ROWS,
+        "products", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, layers=1,
+        threads=1, repeats=15, dtype={"choices": ["float32", "bfloat16"], "default": "float32"},
+        rows=ROWS,
     )  # fmt: skip

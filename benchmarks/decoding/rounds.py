@@ -146,6 +146,6 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "rounds", timed, "model", "prompts", lengths=["moa=4.72", "eagle=4.75"], draft_length=7, n_prompts=24,
-        max_new_tokens=128, repeats=1,
+        "rounds", timed, "model", "prompts", lengths=["moa=4.72", "eagle=4.75"], draft_length=7,
+        n_prompts=24, max_new_tokens=128, repeats=1,
     )  # fmt: skip

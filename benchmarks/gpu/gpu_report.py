@@ -80,7 +80,8 @@ def decoding(record: Record) -> Lines:
         ratio = one["tokens_per_s"] / found["plain"]["tokens_per_s"]
         yield (
             name,
-            f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, round {one['round_ms']:.2f} ms",
+            f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, "
+            f"round {one['round_ms']:.2f} ms",
         )
 
 

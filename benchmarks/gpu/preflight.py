@@ -18,8 +18,9 @@ from collections.abc import Iterable
 _TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
 _DECODE = {"pydantic": "pydantic", "click": "click", "rich": "rich", **_TESTS}
 _TRAIN = {
-    "zarr": "zarr", "numcodecs": "numcodecs", "zstandard": "zstandard", "google_crc32c": "google-crc32c",
-    "array_api_compat": "array-api-compat", "pyarrow": "pyarrow", "lightning": "lightning", "matplotlib": "matplotlib",
+    "zarr": "zarr", "numcodecs": "numcodecs", "zstandard": "zstandard",
+    "google_crc32c": "google-crc32c", "array_api_compat": "array-api-compat", "pyarrow": "pyarrow",
+    "lightning": "lightning", "matplotlib": "matplotlib",
 }  # fmt: skip
 NEEDS: dict[str, dict[str, str]] = {"decode": _DECODE, "train": _DECODE | _TRAIN}
 """Part -> module -> distribution, in addition to torch, transformers and their requirements."""
@@ -43,7 +44,10 @@ def problem(part: str) -> str | None:
         name for module, name in NEEDS[part].items() if importlib.util.find_spec(module) is None
     ]
     if missing:
-        return f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` lists what to carry"
+        return (
+            f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` "
+            "lists what to carry"
+        )
     try:
         for module in STEPS[part]:
             importlib.import_module(module)

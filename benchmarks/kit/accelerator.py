@@ -17,8 +17,8 @@ from moa_data.moa.drafters import eagle3
 from moa_data.moa.nn import attention
 
 PEAK_TFLOPS = {
-    "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
-    "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0,
+    "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0,
+    "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0,
 }  # fmt: skip
 """Words of a device's name -> its maker's dense bfloat16 TFLOP/s. The first match counts."""
 

@@ -45,9 +45,11 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
     wide, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     narrow = wide * config.num_key_value_heads // config.num_attention_heads
     layer = {
-        "self_attn.q_proj": (wide, wide), "self_attn.k_proj": (narrow, wide), "self_attn.v_proj": (narrow, wide),
-        "self_attn.o_proj": (wide, wide), "mlp.gate_proj": (inner, wide), "mlp.up_proj": (inner, wide),
-        "mlp.down_proj": (wide, inner), "input_layernorm": (wide,), "post_attention_layernorm": (wide,),
+        "self_attn.q_proj": (wide, wide), "self_attn.k_proj": (narrow, wide),
+        "self_attn.v_proj": (narrow, wide), "self_attn.o_proj": (wide, wide),
+        "mlp.gate_proj": (inner, wide), "mlp.up_proj": (inner, wide),
+        "mlp.down_proj": (wide, inner), "input_layernorm": (wide,),
+        "post_attention_layernorm": (wide,),
     }  # fmt: skip
     files: list[dict[str, tuple[int, ...]]] = [
         {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
@@ -82,8 +84,8 @@ def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
 
 
 def recipe(
-    fields: tuple[FieldSpec, ...], lengths: Sequence[int], part_tokens: int = 1 << 40, codec: str = "lossless",
-    target: dict[str, Any] | None = None,
+    fields: tuple[FieldSpec, ...], lengths: Sequence[int], part_tokens: int = 1 << 40,
+    codec: str = "lossless", target: dict[str, Any] | None = None,
 ) -> tuple[StoreManifest, pa.Table]:  # fmt: skip
     """Return the manifest and the plan of sequences of these lengths.
 
@@ -98,7 +100,7 @@ def recipe(
     plan = plan_parts(pa.table(columns), part_tokens, ALIGNMENT_TOKENS)
     counts: dict[str, Any] = plan_counts(plan)
     manifest = StoreManifest(
-        fields=fields, target=target or {}, identities={}, extraction={}, codec=StoreCodec(codec, fields).describe(),
-        **counts,
+        fields=fields, target=target or {}, identities={}, extraction={},
+        codec=StoreCodec(codec, fields).describe(), **counts,
     )  # fmt: skip
     return manifest, plan

@@ -105,8 +105,9 @@ def drafters_by_tokens() -> Any:
         for tokens, lengths in by_tokens.items():
             axes.plot([tokens] * len(lengths), lengths, "o", color=color, markersize=4)
         axes.annotate(
-            name.replace("Mixture of Attentions of", "of"), (max(by_tokens), means[-1]), (8, above - 3),
-            textcoords="offset points", color=color, weight="bold" if color == ACCENT else "normal",
+            name.replace("Mixture of Attentions of", "of"), (max(by_tokens), means[-1]),
+            (8, above - 3), textcoords="offset points", color=color,
+            weight="bold" if color == ACCENT else "normal",
         )  # fmt: skip
     axes.set(xscale="log", xlim=(0.5, 32), ylim=(1.8, 5.5))
     axes.set_xticks([0.57, 2, 8], ["0.57 M", "2.0 M", "8.0 M"])

@@ -82,7 +82,8 @@ TOPICS = {
 }
 """Page of docs/results -> its heading."""
 IMAGE = {
-    "drafters": "![Tokens committed per target call by tokens of training](../images/drafters.png)\n"
+    "drafters": "![Tokens committed per target call by tokens of training]"
+    "(../images/drafters.png)\n"
 }
 INDEX = "results/index"
 PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}

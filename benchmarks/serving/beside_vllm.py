@@ -218,6 +218,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     path = {"type": Path, "required": True}
     run(
-        "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128, repeats=11,
-        threads=[1, 2], vllm_threads=0, logs={"type": Path, "default": Path()},
+        "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128,
+        repeats=11, threads=[1, 2], vllm_threads=0, logs={"type": Path, "default": Path()},
     )  # fmt: skip

@@ -124,8 +124,8 @@ class ApiClient:
     def stream(self, messages: Any, max_new_tokens: int) -> Iterator[str]:
         """Yield an answer's text as it arrives."""
         chunks: Any = self._client.chat.completions.create(
-            model=self._model, messages=messages, max_tokens=max_new_tokens, temperature=0, stream=True,
-            extra_body={"drafter": self._drafter},
+            model=self._model, messages=messages, max_tokens=max_new_tokens, temperature=0,
+            stream=True, extra_body={"drafter": self._drafter},
         )  # fmt: skip
         for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:
@@ -249,8 +249,9 @@ def run_cut(clients: Clients, job: JSON) -> JSON:
         timer.join()
     client.close()
     return {
-        "text": "".join(shown.texts), "tokens": shown.tokens, "began_s": shown.began_s, "updates": shown.updates,
-        "changes": shown.changes, "n_rolled_back": shown.n_rolled_back, "ended_s": time.monotonic(),
+        "text": "".join(shown.texts), "tokens": shown.tokens, "began_s": shown.began_s,
+        "updates": shown.updates, "changes": shown.changes, "n_rolled_back": shown.n_rolled_back,
+        "ended_s": time.monotonic(),
     }  # fmt: skip
 
 

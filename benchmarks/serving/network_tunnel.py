@@ -55,7 +55,10 @@ _BURST = 64
 def unavailable_because() -> str | None:
     """Return why this machine cannot make a tunnel, as one line, or None if it can."""
     if sys.platform != "linux" or not _TUN.exists():
-        return "there is no /dev/net/tun (Linux with the tun module; in a container, --device /dev/net/tun)"
+        return (
+            "there is no /dev/net/tun (Linux with the tun module; in a container, "
+            "--device /dev/net/tun)"
+        )
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:

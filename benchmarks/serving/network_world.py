@@ -40,8 +40,8 @@ class World:
             address = self._tunnel.server_address
             self._server = self._start(
                 "server", "-m", "moa_data", "serve", "--model", model, "--device", "cpu",
-                "--drafter", ",".join(drafters.values()), "--target-ms", str(target_ms), "--host", address,
-                "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT),
+                "--drafter", ",".join(drafters.values()), "--target-ms", str(target_ms),
+                "--host", address, "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT),
             )  # fmt: skip
             self._read(self._server)
             settings = {

@@ -103,6 +103,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     needed = {"required": True}
     run(
-        "serving", measure, model=needed, prompts=needed | {"type": Path}, drafter=str, sessions=8, max_new_tokens=128,
-        repeats=7, threads=2, device="cpu", dtype="float32",
+        "serving", measure, model=needed, prompts=needed | {"type": Path}, drafter=str, sessions=8,
+        max_new_tokens=128, repeats=7, threads=2, device="cpu", dtype="float32",
     )  # fmt: skip

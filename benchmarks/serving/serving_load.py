@@ -57,7 +57,8 @@ from moa_data.tests.kit.proxy import Proxy
 N_TOKENS = 40
 QUESTIONS = [f"What is {n} plus {n + 3}, and why?" for n in range(8)]
 BEGINNINGS = (
-    b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )  # fmt: skip
 """Beginnings of garbage: nothing, or the first bytes of one of the two protocols."""
 LIMITS = (
@@ -89,10 +90,14 @@ class Server:
             self.ca, settings = make_certificates(options.out)
         self.tls = ssl.create_default_context(cafile=self.ca) if self.ca else None
         command = [
-            sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
-            "--port", str(self.port), "--grpc-port", str(self.grpc_port), "--device", "cpu",
+            sys.executable, "-m", "moa_data", "serve", "--model", options.model,
+            "--drafter", options.drafter, "--port", str(self.port),
+            "--grpc-port", str(self.grpc_port), "--device", "cpu",
             *(word for limit in LIMITS for word in ("--set", limit)),
-            *(word for name, file in settings.items() for word in (f"--{name.replace('_', '-')}", file)),
+            *(
+                word for name, file in settings.items()
+                for word in (f"--{name.replace('_', '-')}", file)
+            ),
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, text=True
@@ -194,10 +199,11 @@ class Load:
         self._is_over, self._lock = threading.Event(), threading.Lock()
         self._proxy = Proxy(server.grpc_port, delay_s=0.002).__enter__()
         roles: list[tuple[Callable[[random.Random], None], int]] = [
-            (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
-            (self._break_network, 1), (self._ask_health, 1), (self._ask, 2), (self._never_read, 4),
-            (self._stay_silent, 3), (self._drip, 3), (self._leave_in_body, 2), (self._be_a_foreign_page, 1),
-            (self._send_long_prompt, 4), (self._send_long_stops, 1), (self._send_wrong_items, 2),
+            (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2),
+            (self._send_garbage, 2), (self._break_network, 1), (self._ask_health, 1),
+            (self._ask, 2), (self._never_read, 4), (self._stay_silent, 3), (self._drip, 3),
+            (self._leave_in_body, 2), (self._be_a_foreign_page, 1), (self._send_long_prompt, 4),
+            (self._send_long_stops, 1), (self._send_wrong_items, 2),
         ]  # fmt: skip
         self._threads = [
             threading.Thread(target=self._play, args=(role, 100 * number + one))
@@ -401,8 +407,8 @@ def growth(samples: list[tuple[float, float, int, int]]) -> dict[str, Any]:
         statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:])
     )
     return {
-        "before_mib": round(before, 1), "after_mib": round(after, 1), "is_flat": after <= before * 1.05 + 8,
-        "threads": samples[-1][2], "files": samples[-1][3],
+        "before_mib": round(before, 1), "after_mib": round(after, 1),
+        "is_flat": after <= before * 1.05 + 8, "threads": samples[-1][2], "files": samples[-1][3],
     }  # fmt: skip
 
 

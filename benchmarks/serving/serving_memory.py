@@ -101,8 +101,8 @@ class Clients:
         self.counts: Counter[str] = Counter()
         self.refused: list[str] = []
         roles: list[Callable[[random.Random], None]] = [
-            self._ask_short, self._ask_short, self._ask_long, self._ask_several, self._stream, self._stream_long,
-            self._leave, self._tokenize,
+            self._ask_short, self._ask_short, self._ask_long, self._ask_several, self._stream,
+            self._stream_long, self._leave, self._tokenize,
         ]  # fmt: skip
         self._threads = []
         for seed, role in enumerate(roles):

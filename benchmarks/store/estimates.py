@@ -89,13 +89,14 @@ def train_part(config: TrainConfig) -> dict[str, Any]:
 def run_part(out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part in this process."""
     extraction = ExtractConfig.of(
-        model=options.model, dataset=options.dataset, out=str(out / "store"), max_sequences=options.max_sequences,
-        activations=tuple(options.activations.split(",")), codec=options.codec, device=options.device,
+        model=options.model, dataset=options.dataset, out=str(out / "store"),
+        max_sequences=options.max_sequences, activations=tuple(options.activations.split(",")),
+        codec=options.codec, device=options.device,
     )  # fmt: skip
     accelerator = "cpu" if options.device == "cpu" else "auto"
     training = TrainConfig.of(
-        store=str(out / "store"), out=str(out / "run"), drafter=options.drafter, max_steps=options.max_steps,
-        accelerator=accelerator,
+        store=str(out / "store"), out=str(out / "run"), drafter=options.drafter,
+        max_steps=options.max_steps, accelerator=accelerator,
     )  # fmt: skip
     if options.part in ("plan", "extract"):
         return plan_part(extraction) if options.part == "plan" else extract_part(extraction)
@@ -119,8 +120,9 @@ def main() -> None:
     """Run the parts one after the other, and print estimates beside measurements."""
     options = parsed(
         parser_of(
-            __name__, "out", model=str, dataset=str, max_sequences=100, activations="kv,hidden:last", codec="lossless",
-            drafter="moa", max_steps=20, device="cpu", threads=int, part={"choices": PARTS, "default": None},
+            __name__, "out", model=str, dataset=str, max_sequences=100,
+            activations="kv,hidden:last", codec="lossless", drafter="moa", max_steps=20,
+            device="cpu", threads=int, part={"choices": PARTS, "default": None},
         )
     )  # fmt: skip
     out = Path(options.out)

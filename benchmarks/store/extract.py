@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "extract", measure, model=str, dataset=str, shape={"choices": SHAPES, "default": "tiny"}, layers=int,
-        max_sequences=400, max_length=2048, codec="lossless", device="auto", repeats=3, threads=int, work=Path,
-        peak_tflops=float,
+        "extract", measure, model=str, dataset=str, shape={"choices": SHAPES, "default": "tiny"},
+        layers=int, max_sequences=400, max_length=2048, codec="lossless", device="auto", repeats=3,
+        threads=int, work=Path, peak_tflops=float,
     )  # fmt: skip

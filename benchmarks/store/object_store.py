@@ -90,8 +90,9 @@ def trained(
     report = train(
         TrainConfig.of(
             store=store, out=str(out), drafter=options.drafter, epochs=None if options.steps else 1,
-            max_steps=options.steps, validation_fraction=0.0, seed=1, cache_dir=None if cache is None else str(cache),
-            cache_gb=options.cache_gb, batch_size=options.batch_size,
+            max_steps=options.steps, validation_fraction=0.0, seed=1,
+            cache_dir=None if cache is None else str(cache), cache_gb=options.cache_gb,
+            batch_size=options.batch_size,
         )
     )  # fmt: skip
     return {
@@ -151,6 +152,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "object-store", measure, store={"type": Path, "required": True}, drafter="eagle", steps=int, batch_size=8,
-        latency_ms=20.0, gb_s=1.0, cache_gb=50.0,
+        "object-store", measure, store={"type": Path, "required": True}, drafter="eagle", steps=int,
+        batch_size=8, latency_ms=20.0, gb_s=1.0, cache_gb=50.0,
     )  # fmt: skip

@@ -180,7 +180,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        lambda options: f"read-{'store' if options.source else options.shape}", measure, source=Path, mb=300, batch=32,
-        shape={"choices": read_data.SHAPES, "default": "small"}, batches=2, turns=5, folder=Path,
+        lambda options: f"read-{'store' if options.source else options.shape}", measure,
+        source=Path, mb=300, batch=32, shape={"choices": read_data.SHAPES, "default": "small"},
+        batches=2, turns=5, folder=Path,
         cases={"nargs": "+", "choices": CASES, "default": list(CASES)}, formats={"nargs": "+"},
     )  # fmt: skip

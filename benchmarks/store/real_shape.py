@@ -66,7 +66,8 @@ def run_stage(name: str, command: list[str], log: Path, measured: Path | None = 
     seconds, peak_gb = time.perf_counter() - started, usage.ru_maxrss * 1024 / 1e9
     if process.returncode:
         sys.exit(
-            f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; see {log}"
+            f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; "
+            f"see {log}"
         )
     found = [file for file in measured.rglob("*") if file.is_file()] if measured else []
     stage = Stage(name, seconds, peak_gb, sum(file.stat().st_size for file in found), len(found))

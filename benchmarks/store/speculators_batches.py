@@ -61,5 +61,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "speculators-batches", measure, "files", "stores+", batch_size=8, repeats=5, max_length=2048, threads=1
+        "speculators-batches", measure, "files", "stores+", batch_size=8, repeats=5,
+        max_length=2048, threads=1
     )  # fmt: skip

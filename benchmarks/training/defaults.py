@@ -64,8 +64,8 @@ def train_other(
     for name in ("learning_rate", "matrix_learning_rate"):
         settings[name] = factor * RATES[name]
     config = TrainConfig.of(
-        store=store, out=str(out), drafter=kind, seed=options.seed, epochs=epochs, optimizer=optimizer,
-        batch_size=batch, **settings,
+        store=store, out=str(out), drafter=kind, seed=options.seed, epochs=epochs,
+        optimizer=optimizer, batch_size=batch, **settings,
     )  # fmt: skip
     return trained(config)
 

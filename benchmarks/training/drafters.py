@@ -38,9 +38,9 @@ BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
 PUBLISHED = {"forward_kl_weight": 0.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}
 DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK | PUBLISHED
 MOA: dict[str, Any] = {
-    "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235, "cross_attention_kv_heads": 1,
-    "cross_attention_mlp_width": 320, "layer_attention_heads": 4, "layer_attention_kv_heads": 2,
-    "layer_attention_mlp_width": 224,
+    "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
+    "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
+    "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224,
 }  # fmt: skip
 PAPER = (
     MOA
@@ -56,7 +56,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "eagle3": (
         "EAGLE-3",
-        {"drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024, "self_attention_mlp_width": 363},
+        {
+            "drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024,
+            "self_attention_mlp_width": 363,
+        },
     ),
     "moa": ("Mixture of Attentions", MOA),
     "moa-light": (
@@ -65,22 +68,37 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dflash": (
         "DFlash",
-        {"drafter": "dflash", "block_size": 11, "fused_layers": READ, "self_attention_mlp_width": 288} | BLOCK,
+        {
+            "drafter": "dflash", "block_size": 11, "fused_layers": READ,
+            "self_attention_mlp_width": 288,
+        } | BLOCK,
     ),
     "dspark": ("DSpark", DSPARK | {"fused_layers": READ, "self_attention_mlp_width": 174}),
     "block-kv": (
         "DSpark on keys and values",
-        DSPARK | {"context": "kv", "fused_layers": READ, "block_layers": 3, "self_attention_mlp_width": 130},
+        DSPARK | {
+            "context": "kv", "fused_layers": READ, "block_layers": 3,
+            "self_attention_mlp_width": 130,
+        },
     ),
     "block-kv-deep": (
         "DSpark on keys and values of later layers",
-        DSPARK | {"context": "kv", "fused_layers": (2, 4, 7), "block_layers": 3, "self_attention_mlp_width": 130},
+        DSPARK | {
+            "context": "kv", "fused_layers": (2, 4, 7), "block_layers": 3,
+            "self_attention_mlp_width": 130,
+        },
     ),
     "block-kv-six": (
         "DSpark on keys and values of six layers",
-        DSPARK | {"context": "kv", "fused_layers": (1, 2, 3, 5, 6, 7), "self_attention_mlp_width": 366},
+        DSPARK | {
+            "context": "kv", "fused_layers": (1, 2, 3, 5, 6, 7),
+            "self_attention_mlp_width": 366,
+        },
     ),
-    "block-memory": ("DSpark on a memory", DSPARK | {"context": "memory", "self_attention_mlp_width": 67}),
+    "block-memory": (
+        "DSpark on a memory",
+        DSPARK | {"context": "memory", "self_attention_mlp_width": 67},
+    ),
 }  # fmt: skip
 """Name -> (title, settings). Each drafter has about 1.89 M weights, with its own head and
 embeddings."""
@@ -164,10 +182,11 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
     training, run = trained(config), config.out
     title, _ = (DRAFTERS | ABLATIONS)[name]
     return {
-        "drafter": name, "title": title, "seed": seed, "rate": rate, "steps": options.steps, "run": run,
-        "set": options.set,
+        "drafter": name, "title": title, "seed": seed, "rate": rate, "steps": options.steps,
+        "run": run, "set": options.set,
         "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
-        "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
+        "expected_acceptance_length": training["best_expected_acceptance_length"],
+        "cpu_s": training.get("cpu_s"),
         "lengths": acceptance(options, report_name(title, options.target, seed), run),
     }  # fmt: skip
 

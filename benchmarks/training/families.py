@@ -52,7 +52,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},  # Like Llama, with norms of queries and keys.
     # The experts of a layer have as many weights as Llama's MLP. A token uses a quarter of them.
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72,
+        "norm_topk_prob": True,
+    },
     "olmo2": {},  # The norms are after attention and MLP instead of before.
     # The sixth of the eight layers has full attention, the others have windows.
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},
@@ -80,10 +83,11 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
     sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": config.hidden_size, "intermediate_size": 3 * config.hidden_size,
-        "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads, "head_dim": config.hidden_size // config.n_heads,
-        "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
+        "vocab_size": len(tokenizer), "hidden_size": config.hidden_size,
+        "intermediate_size": 3 * config.hidden_size, "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.hidden_size // config.n_heads, "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
     }  # fmt: skip
     found = AutoConfig.for_model(
         model_type.split("-")[0], **sizes, **FAMILIES[model_type], **special
@@ -205,9 +209,9 @@ def decoded(
     """Decode the test prompts with a drafter, and return its acceptance lengths by method."""
     out = own / "drafters" / own_folder(options)
     called(
-        "benchmarks.training.drafters", own / "store", own / "target", own.parent / "test.jsonl", out, "--target",
-        family, "--only", drafter, "--steps", options.steps, "--seeds", seed, "--rates", options.rate,
-        *(("--set", *options.set) if options.set else ()),
+        "benchmarks.training.drafters", own / "store", own / "target", own.parent / "test.jsonl",
+        out, "--target", family, "--only", drafter, "--steps", options.steps, "--seeds", seed,
+        "--rates", options.rate, *(("--set", *options.set) if options.set else ()),
     )  # fmt: skip
     lengths: dict[str, Any] = json.loads((out / f"row-{drafter}-{seed}.json").read_text())[
         "lengths"
@@ -241,8 +245,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ("unseen", "held_out.jsonl", len(held_out)),
         ):
             called(
-                "moa_data", "extract", "--model", own / "target", "--dataset", folder / file, "--out", own / name,
-                "--activations", fields, "--max-length", MAX_POSITIONS, "--max-sequences", n_chats,
+                "moa_data", "extract", "--model", own / "target", "--dataset", folder / file,
+                "--out", own / name, "--activations", fields, "--max-length", MAX_POSITIONS,
+                "--max-sequences", n_chats,
             )  # fmt: skip
         for drafter in options.drafters:
             row = {
@@ -278,6 +283,7 @@ if __name__ == "__main__":
     named = {"nargs": "+", "required": True, "metavar": "FAMILY:STEPS"}
     changes = {"nargs": "+", "default": [], "metavar": "SETTING=VALUE"}
     run(
-        "families", measure, "folder", train=files, test=files, targets=named, drafters=["moa", "eagle3"], steps=300,
-        sequences=2500, seeds=[0], rate=1.0, seed=0, threads=1, set=changes, decode=FLAG,
+        "families", measure, "folder", train=files, test=files, targets=named,
+        drafters=["moa", "eagle3"], steps=300, sequences=2500, seeds=[0], rate=1.0, seed=0,
+        threads=1, set=changes, decode=FLAG,
     )  # fmt: skip

@@ -52,8 +52,8 @@ POSITIONS = (1, 2, 3, 5, 7, 10)
 
 
 DECODING: dict[str, Any] = {
-    "target": {"required": True}, "n_prompts": 40, "batch_size": 10, "max_new_tokens": 128, "speed_prompts": 12,
-    "threads": 1, "device": "auto",
+    "target": {"required": True}, "n_prompts": 40, "batch_size": 10, "max_new_tokens": 128,
+    "speed_prompts": 12, "threads": 1, "device": "auto",
 }  # fmt: skip
 """Options for decoding test prompts. The batch size does not apply to tokens/s."""
 
@@ -63,15 +63,17 @@ def decoded(
 ) -> dict[str, Any]:
     """Return the report of decoding the test prompts. Measures first if it is missing."""
     values = {
-        "model": options.model, "prompts": options.prompts, "device": options.device, "n_prompts": options.n_prompts,
-        "max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size,
+        "model": options.model, "prompts": options.prompts, "device": options.device,
+        "n_prompts": options.n_prompts, "max_new_tokens": options.max_new_tokens,
+        "batch_size": options.batch_size,
     } | shape | own  # fmt: skip
     config = EvalConfig.of(drafter=(run,), out=str(options.out / f"{name}.json"), **values)
     found: dict[str, Any] = kept(config, evaluate)
     wrong = [row["method"] for row in found["methods"] if row["n_exact"] != row["n_answers"]]
     if wrong:
         sys.exit(
-            f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. See {config.out}."
+            f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. "
+            f"See {config.out}."
         )
     return found
 
@@ -122,9 +124,10 @@ def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
     Returns the number of tokens that equal the target's before the first different one.
     """
     config = EvalConfig.of(
-        model=options.model, prompts=options.prompts, device=options.device, n_prompts=options.n_prompts,
-        batch_size=options.batch_size, drafter=(run,), out=str(options.out / f"{name}-alone.json"),
-        method=("plain",), disconnect=ALONE_TOKENS, cuts=ALONE_CUTS,
+        model=options.model, prompts=options.prompts, device=options.device,
+        n_prompts=options.n_prompts, batch_size=options.batch_size, drafter=(run,),
+        out=str(options.out / f"{name}-alone.json"), method=("plain",), disconnect=ALONE_TOKENS,
+        cuts=ALONE_CUTS,
     )  # fmt: skip
     writers = kept(config, evaluate)["disconnection"]["writers"]
     (found,) = [row["common_prefix"] for row in writers if row["writer"] != "target"]
@@ -179,8 +182,9 @@ def speeds(options: argparse.Namespace, name: str, run: str) -> dict[str, Any]:
     found = one_at_a_time(options, f"{name}-speed", run, options.prompts, ("chain", "tree"), stop)
     chain, stopped = found["chain"], found["tree"]
     return {
-        "speed": chain["ratio"], "draft_ms": 1000 * chain["draft_s"] / chain["n_target_calls"], "stop": stop,
-        "stopped": stopped["acceptance_length"], "stopped_drafts": stopped["n_drafted"] / stopped["n_target_calls"],
+        "speed": chain["ratio"], "draft_ms": 1000 * chain["draft_s"] / chain["n_target_calls"],
+        "stop": stop, "stopped": stopped["acceptance_length"],
+        "stopped_drafts": stopped["n_drafted"] / stopped["n_target_calls"],
         "stopped_speed": stopped["ratio"],
     }  # fmt: skip
 
@@ -202,7 +206,8 @@ def main() -> None:
         "weights": sum(weight.numel() for weight in load_drafter(options.drafter).parameters()),
         "tokens": options.tokens or report.get("n_tokens_total"),
         "seconds": options.seconds or report.get("cpu_s") or None,
-        **acceptance(options, key, options.drafter), "by_position": by_position(options, key, options.drafter),
+        **acceptance(options, key, options.drafter),
+        "by_position": by_position(options, key, options.drafter),
         "alone": alone(options, key, options.drafter), **speeds(options, key, options.drafter),
         "commit": (options.commit or provenance()["git_sha"] or "")[:12],
         "trained": options.trained, "command": "enter",

@@ -117,7 +117,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     n_pairs = options.pairs + 2
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
         config = small_config(
-            options.store, folder, max_steps=n_pairs, batch_size=options.batch_size, **chosen(options)
+            options.store, folder, max_steps=n_pairs, batch_size=options.batch_size,
+            **chosen(options)
         )  # fmt: skip
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)

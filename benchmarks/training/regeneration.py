@@ -41,8 +41,9 @@ def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
     regenerate(
         RegenerateConfig.of(
             model=options.model, dataset=options.train_chats, out=str(file), max_rows=options.chats,
-            max_new_tokens=options.max_new_tokens, max_length=options.max_length, batch_size=options.batch_size,
-            max_rejected_fraction=1, keep_cut=False, device=options.device,
+            max_new_tokens=options.max_new_tokens, max_length=options.max_length,
+            batch_size=options.batch_size, max_rejected_fraction=1, keep_cut=False,
+            device=options.device,
         )
     )  # fmt: skip
     own = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -75,8 +76,8 @@ def store_of(
     out = options.out / f"store-{name}"
     extract(
         ExtractConfig.of(
-            model=options.model, dataset=str(file), out=str(out), activations=("hidden:last",), device=options.device,
-            max_length=options.max_length, max_rejected_fraction=1,
+            model=options.model, dataset=str(file), out=str(out), activations=("hidden:last",),
+            device=options.device, max_length=options.max_length, max_rejected_fraction=1,
         ),
         provenance=provenance(),
     )  # fmt: skip
@@ -94,9 +95,10 @@ def measured(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any
     config = small_config(str(options.out / f"store-{kind}"), folder, options.drafter, **given)
     training = trained(config)
     decoding = EvalConfig.of(
-        model=options.model, prompts=options.test_chats, drafter=(folder,), method=("plain", "chain"),
-        out=str(options.out / f"eval-{kind}-{seed}.json"), n_prompts=options.n_prompts, warmup=0,
-        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, device=options.device,
+        model=options.model, prompts=options.test_chats, drafter=(folder,),
+        method=("plain", "chain"), out=str(options.out / f"eval-{kind}-{seed}.json"),
+        n_prompts=options.n_prompts, warmup=0, max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size, device=options.device,
     )  # fmt: skip
     return {"training": training, "rows": kept(decoding, evaluate)["rows"]}
 
@@ -159,6 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "regeneration", measure, "model", "train_chats", "test_chats", "folder", chats=400, drafter="eagle", steps=150,
-        seeds=[0, 1], n_prompts=60, max_new_tokens=192, max_length=512, batch_size=16, threads=1, device="cpu",
+        "regeneration", measure, "model", "train_chats", "test_chats", "folder", chats=400,
+        drafter="eagle", steps=150, seeds=[0, 1], n_prompts=60, max_new_tokens=192, max_length=512,
+        batch_size=16, threads=1, device="cpu",
     )  # fmt: skip

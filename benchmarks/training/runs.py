@@ -36,8 +36,8 @@ FLAG = {"action": argparse.BooleanOptionalAction}
 SIZE_OPTIONS: dict[str, Any] = dict.fromkeys(SIZES, int)
 """Options of the harness, one for each size of the drafter."""
 TRAINING_OPTIONS: dict[str, Any] = {
-    "optimizer": str, "teacher_forced_weight": float, "cross_attention_drafts": FLAG, "layer_groups": int,
-    "unrotated_keys": FLAG,
+    "optimizer": str, "teacher_forced_weight": float, "cross_attention_drafts": FLAG,
+    "layer_groups": int, "unrotated_keys": FLAG,
 }  # fmt: skip
 """Options of the harness that determine the computation of a training step."""
 

@@ -82,7 +82,8 @@ def main() -> None:
     config = DemoConfig(
         out=str(options.out), seed=options.seed, **SIZES,
         target_steps=options.steps, target_batch_tokens=options.batch_tokens,
-        target_matrix_learning_rate=options.matrix_learning_rate, target_learning_rate=options.learning_rate,
+        target_matrix_learning_rate=options.matrix_learning_rate,
+        target_learning_rate=options.learning_rate,
     )  # fmt: skip
     folder = options.out / "target"
 

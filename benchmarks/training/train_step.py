@@ -293,9 +293,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     record = run(
-        "train-step", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, tokens=2048, layers=int,
-        does={"choices": ("auto", "plain", "recompute"), "default": "auto"}, count_flops=False, device="cpu",
-        drafters={"nargs": "*", "choices": list(DRAFTERS), "default": list(DRAFTERS)}, micro_batch=int, steps=1,
-        threads=2, folder=Path, limit_s=float, peak_tflops=float,
+        "train-step", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, tokens=2048,
+        layers=int, does={"choices": ("auto", "plain", "recompute"), "default": "auto"},
+        count_flops=False, device="cpu",
+        drafters={"nargs": "*", "choices": list(DRAFTERS), "default": list(DRAFTERS)},
+        micro_batch=int, steps=1, threads=2, folder=Path, limit_s=float, peak_tflops=float,
     )  # fmt: skip
     sys.exit(any("error" in found for found in record["steps"].values()))
