@@ -23,11 +23,12 @@ OPTIONS_HEAD = """# Options
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-`moa-data COMMAND --help` shows the settings that most people change, `moa-data COMMAND --help-all` shows
-all of them, as this page does. Each has a name: `learning_rate` is the flag
-`--learning-rate`, a line `learning_rate: 1e-4` of a YAML file (`--config FILE`), `--set learning_rate=1e-4`
-(repeatable; `none` means no value), and a keyword in Python. Lists are separated by commas. From weak to strong:
-defaults, `--preset`, file, `--set`, flags.
+`moa-data COMMAND --help` shows the settings that most people change. `moa-data COMMAND --help-all`
+shows all of them, as this page does. Each setting has a name. For example, `learning_rate` is the
+flag `--learning-rate`, a line `learning_rate: 1e-4` of a YAML file (`--config FILE`),
+`--set learning_rate=1e-4` (repeatable; `none` means no value), and a keyword in Python. Lists are
+separated by commas. Later sources override earlier ones, in this order: defaults, `--preset`, file,
+`--set`, flags.
 
 ```yaml
 drafter: eagle
@@ -41,9 +42,10 @@ is `--drafter eagle --eagle-layers 2 --learning-rate 1e-4`, and in Python:
 TrainConfig(store="store", out="runs/eagle", drafter="eagle", eagle_layers=2, learning_rate=1e-4)
 ```
 
-Files and Python take groups as well, `optimizer: {learning_rate: 1e-4}`; `run.yaml` beside a run is such a file. In the
-tables the group stands before the dot. [`train`](options-train.md) and [the commands that decode](options-decode.md)
-have pages of their own. Commands without a section here show all of their options with `--help`.
+Files and Python take groups as well: `optimizer: {learning_rate: 1e-4}`. The `run.yaml` in a run's
+folder is such a file. In the tables, the group is the part before the dot.
+[`train`](options-train.md) and [the commands that decode](options-decode.md) have pages of their
+own. Commands without a section here show all of their options with `--help`.
 """
 
 
@@ -125,20 +127,21 @@ DECODE_HEAD = """# Options of the commands that decode
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-[Options](options.md) says how they are given.
+[Options](options.md) explains how to set them.
 """
 TRAIN_HEAD = """# Options of train
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-[Options](options.md) says how they are given. Those of block drafters have
+[Options](options.md) explains how to set them. Those of block drafters have
 [a page of their own](options-blocks.md).
 """
 BLOCKS_HEAD = """# Options of dspark and dflash
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-Settings of `moa-data train --drafter dspark` and `dflash`, besides [those of the run](options-train.md#the-run).
+Settings of `moa-data train --drafter dspark` and `dflash`, in addition to
+[those of the run](options-train.md#the-run).
 """
 
 
@@ -148,44 +151,54 @@ SUPPORTED = """# What works with what
 
 ## Targets
 
-Causal language models as transformers loads them, the text model of those that also see and hear where transformers has
-it as one (not of Qwen's VL models). On loading, our logits are compared with the model's on a few tokens, and before
-decoding, but for Llama's kinds, calls over cached tokens with one call over all. Hidden states can be stored of every
-family whose logits are its last hidden states times a matrix, scaled or bounded as known here; others are refused in a
-line, such as Phi 1 and 2, GPT-J and BERT, whose LM head has a bias, or OPT-350m, which projects states to a narrower LM
-head. Families that are not in the
-table are decoded where the calls over cached tokens prove right, and hold hidden states alone; where they do not, as
-with many whose layers carry a state (Mamba, LFM 2), `generate` says so in a line, and stores of hidden states,
-and what trains from them, remain.
+A target is a causal language model that transformers can load. Of a multimodal model it is the text
+model, if transformers has that as a model of its own (it has none for Qwen's VL models). When a
+target is loaded, our logits are compared with the model's on a few tokens. Before decoding, calls
+over cached tokens are compared with one call over all tokens. Families of Llama's kind skip this
+second check.
 
-`--model` takes a folder in Hugging Face layout, a Hub id, or [a GGUF file](real-model.md#gguf-files) of an architecture
-whose GGUF files transformers reads.
+Stores can hold the hidden states of every family whose logits are its last hidden states times a
+matrix, with a known scale or bound. Other families are refused with a message of one line. Examples
+are Phi 1 and 2, GPT-J and BERT, whose LM head has a bias, and OPT-350m, which projects states to a
+narrower LM head.
+
+Families that are not in the table are decoded if they pass the check of cached calls. Their stores
+hold hidden states only. Many families whose layers carry a state (Mamba, LFM 2) fail the check, and
+`generate` refuses them with a message of one line. Stores of their hidden states still work, and so
+does training from these stores.
+
+`--model` takes a folder in Hugging Face layout, a Hub id, or
+[a GGUF file](real-model.md#gguf-files) of an architecture whose GGUF files transformers reads.
 
 The tests run every cell of this table. A drafter with a letter trains from the family's stores:
 
-- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and batches as well.
-  Trees need attention layers, because layers with a recurrent state cannot branch.
-- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets with latents it does
-  not draft with drafters that read keys and values. At its start it compares a call of the engine with a call of the
-  model, and refuses a target whose attention the engine does not compute.
-- **E**: all formats of `export-drafter` for this drafter ([below](#drafters)) hold it. **e**: some of them do:
-  `moa`, and for Gemma, which scales its embeddings after the lookup, the formats with embeddings of their own
-  (`speculators-eagle3`, `dspark`, `eagle`, `llama`). The formats `eagle`, `eagle3`, `moa` and `moa-vllm` need heads
-  that fill the width, `eagle` and `moa` need a rotation that is not scaled, and `moa` and `moa-vllm` need the sizes of
-  `--preset paper`. Which families an engine can draft for depends on the engine.
-- **no**: target layer inference works for families of Llama's kind only. Block drafters of context `kv` need keys that
-  have one shape in all layers and are rotated as in Llama.
+- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and
+  batches as well. Trees need attention layers, because layers with a recurrent state cannot branch.
+- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets
+  with latents it does not draft with drafters that read keys and values. At its start it compares a
+  call of the engine with a call of the model, and refuses a target whose attention the engine does
+  not compute.
+- **E**: all formats of `export-drafter` for this drafter ([below](#drafters)) can hold it. **e**:
+  only some of them can: `moa`, and for Gemma, which scales its embeddings after the lookup, the
+  formats with embeddings of their own (`speculators-eagle3`, `dspark`, `eagle`, `llama`). The
+  formats `eagle`, `eagle3`, `moa` and `moa-vllm` need heads that fill the width, `eagle` and `moa`
+  need a rotation that is not scaled, and `moa` and `moa-vllm` need the sizes of `--preset paper`.
+  Which families an engine can draft for depends on the engine.
+- **no**: target layer inference works for families of Llama's kind only. Block drafters of context
+  `kv` need keys that have one shape in all layers and are rotated as in Llama.
 
-Keys and values *by groups*: some layers cache other shapes than others, or latents, or nothing. Stores hold them
-[by groups of layers](format.md#keys-and-values-by-groups-of-layers), with codec `lossless` or `int8`. `--source vllm`
-does not extract them, and calls of these targets are not captured as CUDA graphs.
+Keys and values *by groups* means that some layers cache other shapes than others, or latents, or
+nothing. Stores hold them
+[by groups of layers](format.md#keys-and-values-by-groups-of-layers), with codec `lossless` or
+`int8`. `--source vllm` does not extract them, and calls of these targets are not captured as CUDA
+graphs.
 
 {families}
 
 ## Drafters
 
-Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes a folder of any of them too
-([what each file holds](interop.md#drafters-in-other-engines)).
+The formats are those of `export-drafter`. Wherever `--drafter` takes a run, it also takes a folder
+in one of these formats ([what each file holds](interop.md#drafters-in-other-engines)).
 
 | `--drafter` | drafts over a network (`chat`) | formats, and what loads them |
 |---|---|---|

@@ -90,7 +90,8 @@ WORDS: dict[str, Any] = {
     }
     | {
         "engines": "python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl "
-        f"{' '.join(TRAINED)} --vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
+        f"{' '.join(TRAINED)} --vllm .engines/vllm/bin/python "
+        "--table benchmarks/results/engines.json",
     },
 }
 """The texts of the table."""
