@@ -1,6 +1,7 @@
 """Checks that the package has few habits that make code slow to read.
 
-python .ci/habits.py [--list]      --list names every place, not only those of habits above their limit
+# --list names every place, not only those of habits above their limit.
+python .ci/habits.py [--list]
 """
 
 import ast
@@ -19,7 +20,7 @@ EMPTY_NAMES = {
 }  # fmt: skip
 # First words of a trailing comment that continues the sentence of the code.
 CONTINUATIONS = {"of", "which", "else", "that", "as", "than", "so", "whose", "they"}
-# Habit -> the most places, in 1,000 statements of the package.
+# Habit -> its limit, in places per 1,000 statements of the package.
 LIMITS = {
     "assignments of several values at once": 4.0,
     "variables with an empty name": 1.3,
@@ -30,7 +31,7 @@ Places = dict[str, list[str]]
 
 
 def package_files() -> list[Path]:
-    """List the files of the package, without generated ones."""
+    """List the files of the package, except generated ones."""
     listing = subprocess.run(
         ["git", "ls-files", "*.py"], check=True, capture_output=True, text=True
     )
@@ -55,7 +56,7 @@ def habits_of(node: ast.AST) -> Iterator[str]:
 
 
 def continuing_comments(text: str) -> Iterator[int]:
-    """Yield the lines with a comment behind code whose first word continues the code."""
+    """Yield the lines with a trailing comment whose first word continues the code."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or not token.line[: token.start[1]].strip():
             continue
@@ -65,7 +66,7 @@ def continuing_comments(text: str) -> Iterator[int]:
 
 
 def main() -> int:
-    """Check the package; 1 if a habit is above its limit."""
+    """Check the package. Returns 1 if a habit is above its limit."""
     places: Places = {habit: [] for habit in LIMITS}
     n_statements = 0
     for file in package_files():
@@ -84,7 +85,8 @@ def main() -> int:
         if share > limit:
             is_above = True
             sys.stderr.write(
-                f"{len(places[habit])} {habit}, {share:.1f} in 1,000 statements; the limit is {limit:g}\n"
+                f"{len(places[habit])} {habit}, {share:.1f} in 1,000 statements; "
+                f"the limit is {limit:g}\n"
             )
     return int(is_above)
 

@@ -1,6 +1,9 @@
-"""Writes constraints.txt from pip's resolution of all extras: `make lock` resolves, this keeps names and versions.
+"""Writes constraints.txt from pip's resolution of all extras.
 
-python .ci/lock.py REPORT         what `pip install --dry-run --ignore-installed --report REPORT` wrote
+`make lock` resolves, and this program keeps names and versions. REPORT is the file of
+`pip install --dry-run --ignore-installed --report REPORT`.
+
+    python .ci/lock.py REPORT
 """
 
 import json
@@ -9,10 +12,13 @@ import re
 import sys
 from pathlib import Path
 
-HEADER = "# The versions that the tests pass with (python {}). `make setup` installs these, `make lock` renews them.\n"
+HEADER = (
+    "# The versions that the tests pass with (python {}). `make setup` installs these, "
+    "`make lock` renews them.\n"
+)
 
-# pip itself, the project, and what the CUDA build of torch pins itself: constraints are to serve
-# either build.
+# pip itself, the project, and packages that the CUDA build of torch pins itself. The constraints
+# must work for the CPU build, too.
 SKIPPED = re.compile(r"(pip|setuptools|wheel|moa-data|triton|nvidia-.*|cuda-.*)$")
 
 

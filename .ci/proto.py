@@ -1,6 +1,7 @@
 """Makes serving/moa_v1_pb2*.py from moa_v1.proto: `make proto`.
 
-python .ci/proto.py [FOLDER]         writes into FOLDER, by default beside the .proto
+# Writes into FOLDER, by default the folder of the .proto.
+python .ci/proto.py [FOLDER]
 """
 
 import sys
@@ -12,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "serving" / "moa_v1.proto"
 
 
 def generate(folder: Path) -> list[Path]:
-    """Write messages and their types; returns the files."""
+    """Write the messages and their types, and return the files."""
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi")]
     if grpc_tools.protoc.main(["protoc", f"-I{SOURCE.parent}", *outputs, str(SOURCE)]):
         sys.exit(f"protoc refused {SOURCE}")

@@ -1,6 +1,7 @@
-"""Checks that text files end in one newline and have no trailing whitespace; ``--fix`` mends them.
+"""Checks that text files end in one newline and have no trailing whitespace. ``--fix`` fixes them.
 
-python .ci/whitespace.py [--fix] [FILE ...]      without files: all that git tracks
+# Without files, it checks all files that git tracks.
+python .ci/whitespace.py [--fix] [FILE ...]
 """
 
 import re
@@ -12,13 +13,13 @@ BINARY = {".zip", ".png", ".safetensors", ".npz", ".pt"}
 
 
 def mended(text: str) -> str:
-    """The text as it should be."""
+    """Return the text without trailing whitespace, and with one newline at its end."""
     stripped = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE).rstrip("\n")
     return stripped + "\n" if stripped else ""
 
 
 def main() -> int:
-    """Check the files; 1 if one was wrong."""
+    """Check the files. Returns 1 if one was wrong."""
     fix = "--fix" in sys.argv
     tracked = subprocess.run(
         ["git", "ls-files"], check=True, capture_output=True, text=True

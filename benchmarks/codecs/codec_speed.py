@@ -1,17 +1,19 @@
-"""Measures the speed of encoding and decoding of each codec on one core; `codecs.py` measures bytes and errors.
+"""Measures how fast codecs encode and decode on one core; `codecs.py` measures bytes and errors.
 
-With a STORE the byte chain: chunks of its activations through blosc and through hand-made frames. With a shape whole
-codecs, values to codes and back. What is compared runs in turn, again and again; figures are medians. ::
+With a STORE, it measures the byte chain: chunks of the store's activations go through blosc and
+through hand-made frames. With a --shape, it measures whole codecs, from values to codes and back.
+The candidates take turns, several times over, and the figures are medians. ::
 
     python -m benchmarks.codecs.codec_speed STORE [--sequences 12] [--repeats 5]
-    python -m benchmarks.codecs.codec_speed --shape 32 8 128 [--codecs lossless int8 transform:1] [--tokens 256]
-        [--learn-tokens 6144] [--threads 1 2]
+    python -m benchmarks.codecs.codec_speed --shape 32 8 128 [--codecs lossless int8 transform:1]
+        [--tokens 256] [--learn-tokens 6144] [--threads 1 2]
 
---shape takes keys and values of LAYERS x HEADS x HEAD_DIM: bfloat16 numbers of 512 directions and
-noise, made here. They show speeds at that shape, bytes and errors of these numbers, and nothing of the rate on a
-target's own activations. A basis must learn from 4/3 of its width in tokens at least, or it has fewer components than
-a real one. Seconds are of the CPU with one thread and of the clock on the wall with more, and for learning. With a
---device the host is measured beside it.
+--shape takes keys and values of LAYERS x HEADS x HEAD_DIM. They are bfloat16 numbers that the
+benchmark makes from 512 directions and noise. They show speeds at that shape, and the bytes and
+errors of these numbers. They say nothing about the rate on a real target's activations. A basis
+must learn from at least 4/3 of its width in tokens, or it has fewer components than a real one.
+Seconds are CPU seconds with one thread. They are wall-clock seconds with more threads, and for
+learning. With a --device, the host is measured as well.
 """
 
 import argparse
@@ -45,14 +47,14 @@ Rows = list[dict[str, Any]]
 
 
 def order0_bits(plane: np.ndarray) -> float:
-    """Entropy of the bytes of a plane, each on its own, in bits."""
+    """Return the order-0 entropy of the bytes of a plane, in bits per byte."""
     counts = np.bincount(plane.reshape(-1), minlength=256)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())
 
 
 def floor_bits(values: np.ndarray) -> float:
-    """Order-0 entropy of 16-bit values, high and low bytes apart, in bits per value."""
+    """Return the order-0 entropy of 16-bit values, coded byte by byte, in bits per value."""
     planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, 2)
     return order0_bits(planes[:, 0]) + order0_bits(planes[:, 1])
 
@@ -63,13 +65,13 @@ def medians_in_turn(
     device: str = "cpu",
     on_the_wall: bool = False,
 ) -> dict[str, float]:
-    """Median seconds of each piece of work, which take turns."""
+    """Return the median seconds of each piece of work. The pieces take turns."""
     taken = in_turn(works, repeats, device, on_the_wall)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def blosc_chunk(values: np.ndarray) -> bytes:
-    """What blosc itself makes of a chunk, with the settings of the metadata."""
+    """Compress a chunk with blosc itself, with the settings of the metadata."""
     return bytes(
         numcodecs.blosc.compress(
             values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2
@@ -78,12 +80,12 @@ def blosc_chunk(values: np.ndarray) -> bytes:
 
 
 def encode_each(encode: Callable[[np.ndarray], bytes], chunks: list[np.ndarray]) -> list[bytes]:
-    """Encode chunk by chunk."""
+    """Encode the chunks one by one."""
     return [encode(chunk) for chunk in chunks]
 
 
 def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float]]:
-    """The byte chain at about 256 KiB per chunk."""
+    """Measure the byte chain with chunks of about 256 KiB."""
     rows = min(len(values), max(1, CHUNK_BYTES // values[0].nbytes))
     chunks = [
         np.ascontiguousarray(values[at : at + rows])
@@ -107,7 +109,7 @@ def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float
         numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]
     ]
     works["hand-made decode"] = decode_all_chunks
-    # Blosc's side has no checksum to look at.
+    # Blosc's side has no checksum to verify, so this times our frames without theirs.
     frames = [chunk[:-CRC_BYTES] for chunk in buffers["hand-made"]]
     works["frame decode"] = lambda: [numcodecs.blosc.decompress(frame, out) for frame in frames]
     seconds = medians_in_turn(works, repeats)
@@ -125,7 +127,10 @@ def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float
 
 
 def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray]:
-    """Sequences of 512 directions of falling variance and noise, rounded to bfloat16, as float32."""
+    """Make float32 sequences from 512 directions of falling variance and noise.
+
+    The values are rounded to bfloat16.
+    """
     rng, width = np.random.default_rng(0), math.prod(spec.token_shape)
     directions = (
         rng.standard_normal((512, width), dtype=np.float32)
@@ -141,7 +146,7 @@ def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray
 
 
 def inner_chunks(array: StoredArray, rows: np.ndarray) -> list[np.ndarray]:
-    """Cut the rows of a stored array into its inner chunks, as a part of their length has them."""
+    """Cut the rows of a stored array into the inner chunks of a part of that length."""
     n_rows, n_second, *_ = array_grid(array, 1, len(rows) * array.block_tokens).chunk_shape
     return [
         np.ascontiguousarray(rows[at : at + n_rows, second : second + n_second])
@@ -151,20 +156,21 @@ def inner_chunks(array: StoredArray, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def decode_each(encoded: list[bytes], chunks: list[np.ndarray]) -> None:
-    """Decode chunks, each to memory of its shape."""
+    """Decode each chunk into new memory of its shape."""
     for buffer, chunk in zip(encoded, chunks, strict=True):
         decode_chunk(np.frombuffer(buffer, np.uint8), np.empty_like(chunk))
 
 
 def relative_error(values: np.ndarray, other: np.ndarray) -> float:
-    """L2 norm of the difference over that of the values."""
+    """Return the L2 norm of the difference, relative to the norm of the values."""
     return float(np.linalg.norm((values - other).ravel()) / np.linalg.norm(values.ravel()))
 
 
 def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> Rows:
-    """Bytes, errors and speed of one codec on made-up keys and values: a row for each number of threads, and a device.
+    """Measure bytes, errors and speed of one codec on made-up keys and values.
 
-    On the host the byte chain, which is all of a lossless codec, is timed apart from the codes.
+    Returns a row for each number of threads, and one for the device. On the host, the byte chain is
+    timed separately from the codes. A lossless codec consists of the byte chain alone.
     """
     n_layers, n_kv_heads, head_dim = shape
     spec = kv_field(n_layers, n_kv_heads, head_dim)
@@ -218,7 +224,10 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
 
 
 def places(device: str, threads: list[int], is_host_only: bool) -> list[tuple[str, int]]:
-    """List where a codec is timed, with the threads of torch: on the host, and on a device beside it."""
+    """List the device and the number of torch threads of each measurement of a codec.
+
+    A codec is timed on the host, and also on a device if there is one.
+    """
     hosts = [("cpu", n_threads) for n_threads in threads]
     return hosts if is_host_only or device == "cpu" else [*hosts, (device, threads[0])]
 
@@ -250,6 +259,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     run(
         lambda options: "codec-shape" if options.shape else "codec-speed", measure, "store?",
-        shape={"type": int, "nargs": 3, "metavar": ("LAYERS", "HEADS", "HEAD_DIM")}, tokens=256, learn_tokens=6144,
-        threads=[1, 2], codecs=CODECS, sequences=12, repeats=5, device="cpu",
+        shape={"type": int, "nargs": 3, "metavar": ("LAYERS", "HEADS", "HEAD_DIM")}, tokens=256,
+        learn_tokens=6144, threads=[1, 2], codecs=CODECS, sequences=12, repeats=5, device="cpu",
     )  # fmt: skip

@@ -1,20 +1,27 @@
 """Measures codecs: bytes, errors, the teacher's distributions, and drafters trained from each.
 
-Extracts one lossless store, recodes it with each codec, and measures on the same sequences: bytes per token, ratio to
-raw, relative L2 error of keys, values and hidden states (the mean over states), the KL of the teacher's next-token
-distribution from decoded hidden states, and the acceptance length of drafters trained from the store at equal steps and
-seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
+Extracts one lossless store, recodes it with each codec, and measures on the same sequences:
 
-    python -m benchmarks.codecs.codecs MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 transform:1]
+- bytes per token and the ratio to raw
+- the relative L2 error of keys, values and hidden states (the mean over the states)
+- the KL of the teacher's next-token distribution from decoded hidden states
+- the acceptance length of drafters trained from the store at equal steps and seeds: Mixture of
+  Attentions, or a drafter of ``drafters.py``
+
+The command::
+
+    python -m benchmarks.codecs.codecs MODEL TRAIN_CHATS TEST_CHATS OUT
+        [--codecs lossless int8 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
         [--layer-groups 1] [--no-unrotated-keys]
         [--drafter dspark --activations hidden:last hidden:layer:1 hidden:layer:3 hidden:layer:6]
 
-A codec followed by " for RUN" learns keys and values in the metric of that drafter, e.g. "transform:0.3@all for
-run-lossless-0" for the one that an earlier call with --codecs lossless has trained into OUT.
+A codec followed by " for RUN" learns keys and values in the metric of that run's drafter. For
+example, "transform:0.3@all for run-lossless-0" uses the drafter that an earlier call with --codecs
+lossless has trained into OUT.
 
-Stores, runs and reports are kept in OUT, and only what is missing is made again.
+Stores, runs and reports stay in OUT. A later call makes only those that are missing.
 """
 
 import argparse
@@ -48,7 +55,10 @@ CODECS = ("lossless", "int8", "transform:2", "transform:1", "transform:0.5")
 
 
 def measure_store(options: argparse.Namespace, codec: str) -> dict[str, float]:
-    """Sizes, errors and divergences of one codec; the recoded store stays for training."""
+    """Measure sizes, errors and divergences of one codec.
+
+    The recoded store stays on disk, for training.
+    """
     folder, lossless = store_folder(options, codec), store_folder(options, "lossless")
     if codec != "lossless" and not folder.exists():
         name, _, metric_run = codec.partition(" for ")
@@ -73,15 +83,15 @@ def measure_store(options: argparse.Namespace, codec: str) -> dict[str, float]:
 
 
 def measure_drafter(options: argparse.Namespace, codec: str, seed: int) -> dict[str, Any]:
-    """Train from the store, and decode the test prompts in chains of 5 drafts."""
+    """Train a drafter from the store, and decode the test prompts with chains of 5 drafts."""
     folder = str(options.out / f"run-{slug(codec)}-{seed}")
     values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
     values |= DRAFTERS[options.drafter][1] if options.drafter else chosen(options)
     training = trained(small_config(str(store_folder(options, codec)), folder, **values))
     decoding = EvalConfig.of(
-        model=options.model, prompts=options.test_chats, n_prompts=options.n_prompts, drafter=(folder,),
-        method=("plain", "chain"), draft_length=5, max_new_tokens=128, batch_size=20, device="cpu",
-        out=str(options.out / f"eval-{slug(codec)}-{seed}.json"),
+        model=options.model, prompts=options.test_chats, n_prompts=options.n_prompts,
+        drafter=(folder,), method=("plain", "chain"), draft_length=5, max_new_tokens=128,
+        batch_size=20, device="cpu", out=str(options.out / f"eval-{slug(codec)}-{seed}.json"),
     )  # fmt: skip
     return {
         "acceptance_length": lengths(kept(decoding, evaluate), "chain")[0],
@@ -91,18 +101,21 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int) -> dict[
 
 
 def slug(codec: str) -> str:
-    """A codec's name as part of a file name."""
+    """Write a codec's name as a part of a file name."""
     return re.sub(r"[^a-z0-9.]+", "-", codec)
 
 
 def store_folder(options: argparse.Namespace, codec: str) -> Path:
-    """Where a codec's store lies."""
+    """Return the folder of a codec's store."""
     out: Path = options.out
     return out / f"store-{slug(codec)}"
 
 
 def add_drafter(row: dict[str, Any], first: dict[str, Any], result: dict[str, Any]) -> None:
-    """Add a drafter's figures to those of its codec; shares of lossless are taken seed by seed."""
+    """Add a drafter's figures to the row of its codec.
+
+    The ratio to the lossless store is taken seed by seed.
+    """
     row.setdefault("acceptance_lengths", []).append(result["acceptance_length"])
     row["acceptance_length"] = float(np.mean(row["acceptance_lengths"]))
     row["data_wait_share"] = max(row.get("data_wait_share", 0.0), result["data_wait_share"])
@@ -112,14 +125,15 @@ def add_drafter(row: dict[str, Any], first: dict[str, Any], result: dict[str, An
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every codec, and then a drafter of each, seed by seed."""
+    """Measure every codec, and then a drafter of each codec, seed by seed."""
     options.out = Path(options.folder)
     options.out.mkdir(parents=True, exist_ok=True)
     changes = {"activations": tuple(options.activations)} if options.activations else {}
     extract(
         ExtractConfig.of(
-            model=options.model, dataset=options.train_chats, out=str(store_folder(options, "lossless")),
-            max_sequences=options.max_sequences, **changes,
+            model=options.model, dataset=options.train_chats,
+            out=str(store_folder(options, "lossless")), max_sequences=options.max_sequences,
+            **changes,
         )
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -133,7 +147,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "codecs", measure, "model", "train_chats", "test_chats", "folder", codecs=CODECS, max_sequences=2800,
-        sample=40, steps=340, seeds=[0], n_prompts=80, drafter={"choices": list(DRAFTERS)},
-        activations={"nargs": "+"}, threads=1, **SIZE_OPTIONS, **TRAINING_OPTIONS,
+        "codecs", measure, "model", "train_chats", "test_chats", "folder", codecs=CODECS,
+        max_sequences=2800, sample=40, steps=340, seeds=[0], n_prompts=80,
+        drafter={"choices": list(DRAFTERS)}, activations={"nargs": "+"}, threads=1, **SIZE_OPTIONS,
+        **TRAINING_OPTIONS,
     )  # fmt: skip

@@ -1,11 +1,13 @@
 """Measures learned codecs on chats that they have not seen.
 
-A codec learns from one lossless store, and encodes and decodes the sequences of another one of the same target. Both
-are small: the second one is held by the reader one sequence at a time. Prints for each codec the bytes a token, the
-errors of keys, values, hidden states and logits, the KL of the teacher, and with --target the KL of the target that
-continues from decoded keys and values, as `moa-data compare` does for two stores.
+A codec learns from one lossless store. It then encodes and decodes the sequences of another store
+of the same target. Both stores are small, and the second one is read one sequence at a time. For
+each codec, the benchmark prints the bytes per token, the errors of keys, values, hidden states and
+logits, and the KL of the teacher. With --target, it also prints the KL of the target that continues
+from decoded keys and values, as `moa-data compare` does for two stores.
 
-    python -m benchmarks.codecs.held_out STORE OTHER_STORE [--codecs transform:0.86,hidden=3.2,tokens@all] [--target M]
+    python -m benchmarks.codecs.held_out STORE OTHER_STORE
+        [--codecs transform:0.86,hidden=3.2,tokens@all] [--target M]
 """
 
 import argparse
@@ -38,11 +40,11 @@ from moa_data.storage.schema import HIDDEN_LAST, TOKENS, to_float32
 CODECS = ("transform:0.86,hidden=3.2,tokens@all", "transform:0.43,hidden=1.85,tokens,from-kv@all")
 CHUNK_TOKENS = 512
 INDEX_ENTRY_BYTES = 16
-TEACHER_POSITIONS = 128  # of a sequence
+TEACHER_POSITIONS = 128  # per sequence
 
 
 def read(store: ActivationStore, index: int, codec: StoreCodec) -> dict[str, np.ndarray]:
-    """The exact values of a sequence, and its tokens."""
+    """Return the exact values of a sequence, and its tokens."""
     values = {
         name: to_float32(store.read(index, name), store.fields[name].dtype)
         for name in codec.learned
@@ -51,18 +53,19 @@ def read(store: ActivationStore, index: int, codec: StoreCodec) -> dict[str, np.
 
 
 def learned(name: str, store: ActivationStore, frozen: FrozenTarget) -> StoreCodec:
-    """A codec that has learned from a store."""
+    """Return a codec that has learned from a store."""
     codec = StoreCodec(name, store.manifest.fields)
     with tempfile.TemporaryDirectory() as folder:
         calibrate(
-            codec, store.lengths, lambda row: read(store, row, codec), frozen.config, frozen.lm_head_weight,
-            frozen.embed_tokens.weight, learning_on("cpu", Path(folder), None),
+            codec, store.lengths, lambda row: read(store, row, codec), frozen.config,
+            frozen.lm_head_weight, frozen.embed_tokens.weight,
+            learning_on("cpu", Path(folder), None),
         )  # fmt: skip
     return codec
 
 
 def chunk_bytes(rows: np.ndarray) -> int:
-    """The stored bytes of rows of one array, each piece with a Huffman code of its own."""
+    """Return the stored bytes of an array's rows. Each chunk has its own Huffman code."""
     pieces = [rows] if rows.ndim == 2 else [rows[:, piece] for piece in range(rows.shape[1])]
     starts = range(0, len(rows), CHUNK_TOKENS)
     chunks = (
@@ -76,7 +79,7 @@ def chunk_bytes(rows: np.ndarray) -> int:
 def measure_codec(
     name: str, store: ActivationStore, other: ActivationStore, target: Target | None
 ) -> dict[str, Any]:
-    """Learn from one store, and measure on the other."""
+    """Let a codec learn from one store, and measure it on the other."""
     frozen = FrozenTarget.load(store.target_path, sizes=store.manifest.target)
     began = time.process_time()
     codec = learned(name, store, frozen)
@@ -106,7 +109,8 @@ def measure_codec(
     n_bytes = sum(chunk_bytes(np.concatenate(rows)) for rows in stored.values()) / n_tokens
     figures = {
         "codec": name,
-        "bytes_per_token": n_bytes,  # without token ids and masks, which take some 3 bytes
+        # Token ids and masks are not counted. They take about 3 bytes per token.
+        "bytes_per_token": n_bytes,
         "times_smaller": sum(other.fields[field].token_bytes for field in codec.learned) / n_bytes,
         "key_error": errors[KEYS].total.relative,
         "value_error": errors[VALUES].total.relative,

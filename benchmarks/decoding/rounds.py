@@ -1,12 +1,15 @@
-"""Times decoding with the drafters of ``training/drafters.py`` at the acceptance lengths that were measured of them.
+"""Times decoding with the drafters of ``training/drafters.py`` at known acceptance lengths.
 
-What a drafter costs depends on its sizes, and on its weights only by how many drafts are accepted. So drafters of
-random weights draft here, their drafts are exchanged for the target's own tokens, of which each round accepts as many
-as makes the given mean, and plain decoding takes turns with them, prompt by prompt. ::
+The cost of a drafter depends on its sizes. It depends on its weights only through the number of
+accepted drafts. Therefore drafters with random weights draft here, and their drafts are replaced by
+the target's own tokens. Each round accepts as many of them as the given mean needs. Plain decoding
+takes turns with the drafters, prompt by prompt. ::
 
-    python -m benchmarks.decoding.rounds MODEL TEST_CHATS [--lengths moa=4.72 eagle=4.75 ...] [--draft-length 7]
+    python -m benchmarks.decoding.rounds MODEL TEST_CHATS [--lengths moa=4.72 eagle=4.75 ...]
+        [--draft-length 7]
 
-Figures are medians over prompts of tokens/s over plain decoding's, with quartiles, and milliseconds of a round.
+Figures are tokens/s relative to plain decoding (the median over prompts, with quartiles), and
+milliseconds per round.
 """
 
 import argparse
@@ -31,11 +34,14 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 
 SMALL_HEAD = "+1024"
-"""Behind a drafter's name: it drafts so many tokens alone (``drafter.draft_vocabulary``)."""
+"""Suffix of a drafter's name: it drafts only this many tokens (``drafter.draft_vocabulary``)."""
 
 
 class KnownText(DrafterProposer):
-    """Drafts as its drafter does, and then says of a known text as much as makes rounds of a mean length."""
+    """Runs its drafter, and then replaces the drafts by tokens of a known text.
+
+    The number of correct drafts in each round gives the rounds a mean length.
+    """
 
     def __init__(self, target: Target, drafter: Drafter, mean: float) -> None:
         super().__init__(target, drafter)
@@ -47,8 +53,9 @@ class KnownText(DrafterProposer):
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         drafts = super().propose(committed, shape)
         self._due += self._mean
-        n_drafts = drafts.tokens.shape[1]  # fewer at the end of an answer
-        n_right = min(int(self._due) - 1, n_drafts)  # and the target's own token
+        n_drafts = drafts.tokens.shape[1]  # There are fewer at the end of an answer.
+        # The target's own token is the last one of a round.
+        n_right = min(int(self._due) - 1, n_drafts)
         self._due -= int(self._due)
         at, wrong = len(committed[0]), n_drafts - n_right
         right = (self.text + [0] * (n_drafts + 1))[at : at + n_right + 1]
@@ -59,7 +66,7 @@ class KnownText(DrafterProposer):
 
 
 def random_drafter(target: Target, name: str) -> Drafter:
-    """Build a drafter as training does, before its first step."""
+    """Build a drafter as training does before its first step."""
     settings = dict(DRAFTERS[name.removesuffix(SMALL_HEAD)][1])
     if name.endswith(SMALL_HEAD):
         settings["draft_vocabulary"] = int(SMALL_HEAD)
@@ -78,7 +85,7 @@ def random_drafter(target: Target, name: str) -> Drafter:
 def methods_of(
     target: Target, lengths: dict[str, float], shape: TreeShape, n_tokens: int
 ) -> dict[str, Generate]:
-    """Plain decoding, and each drafter at its length."""
+    """Return plain decoding, and decoding with each drafter at its acceptance length."""
     texts: dict[tuple[int, ...], list[int]] = {}
 
     def plain(prompts: list[list[int]], seeds: Sequence[int] = ()) -> list[Generation]:
@@ -104,7 +111,7 @@ def methods_of(
 
 
 def figures(runs: Sequence[MethodRun], plain: Sequence[MethodRun]) -> dict[str, Any]:
-    """What the rounds of a method took, and its tokens/s over plain decoding's."""
+    """Return the times of a method's rounds, and its tokens/s relative to plain decoding."""
     n_calls = sum(run.n_target_calls for run in runs)
     ratios = [
         (run.n_tokens / run.total_s) / (other.n_tokens / other.total_s)
@@ -121,7 +128,7 @@ def figures(runs: Sequence[MethodRun], plain: Sequence[MethodRun]) -> dict[str, 
 
 
 def timed(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     target = Target.load(options.model)
     target.prepare()
     lengths = {name: float(value) for name, value in (one.split("=") for one in options.lengths)}
@@ -139,6 +146,6 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "rounds", timed, "model", "prompts", lengths=["moa=4.72", "eagle=4.75"], draft_length=7, n_prompts=24,
-        max_new_tokens=128, repeats=1,
+        "rounds", timed, "model", "prompts", lengths=["moa=4.72", "eagle=4.75"], draft_length=7,
+        n_prompts=24, max_new_tokens=128, repeats=1,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Times sampling at a large vocabulary: draws, choices by keyed noise, and whole verifications.
 
-A draw takes turns with ``torch.multinomial``, and a choice of serving with its definition, noise for every token.
-Figures are medians and the quartiles of the ratio; on the CPU the time of choices is that of the process.
+A draw takes turns with ``torch.multinomial``. A choice, which serving uses, takes turns with its
+definition, which computes noise for every token. Figures are medians and the quartiles of the
+ratio. On the CPU, the time of a choice is the CPU time of the process.
 
     python -m benchmarks.decoding.sampling [--vocabulary 128256] [--device cpu] [--repeats 60]
 """
@@ -36,7 +37,7 @@ CHOICES = CONFIGS | {"temperature 0.8, top-k 50, top-p 0.9": SamplingConfig(0.8,
 
 
 def choose_by_all_noise(logits: Tensor, config: SamplingConfig, position: int) -> int:
-    """Choose as :func:`choose` is defined."""
+    """Choose a token by the definition of :func:`choose`."""
     probability = distribution(logits, [], config)
     every = noise(0, position, np.arange(len(probability))).to(probability.device)
     return int((probability.log() + every).argmax())
@@ -64,7 +65,11 @@ def measure_choices(logits: Tensor, options: argparse.Namespace) -> dict[str, An
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time draws in turns, then verifications of a chain and a tree whose drafts are all rejected or all likely."""
+    """Time draws in turns, then verifications of a chain and of a tree.
+
+    The drafts of the chain are the most likely tokens. Those of the tree are random, so nearly all
+    of them are rejected.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(61, options.vocabulary, generator=generator) * 3).to(options.device)
     probability = distribution(logits[0], [], CONFIGS["temperature 1"])

@@ -1,10 +1,12 @@
-"""Measures what a draft vocabulary saves and costs: five drafts beside a plain step, and the acceptance length.
+"""Measures what a draft vocabulary saves and costs: the time of drafts and acceptance lengths.
 
-Drafts and plain steps take turns on one thread; counted are processor milliseconds, which other work on the machine
-changes least. With a run the expected acceptance length is that of its drafter on the sequences that the run held out,
-and the share of their response tokens that can be drafted. ::
+Drafts and plain steps take turns on one thread. The figures are milliseconds of CPU time, which
+other work on the machine affects least. With a run, the benchmark instead measures the expected
+acceptance length of its drafter on the sequences that the run held out, and the share of their
+response tokens that can be drafted. ::
 
-    python -m benchmarks.decoding.vocabulary MODEL [--kinds eagle moa] [--sizes 4096 8192] [--repeats 9]
+    python -m benchmarks.decoding.vocabulary MODEL [--kinds eagle moa] [--sizes 4096 8192]
+        [--repeats 9]
     python -m benchmarks.decoding.vocabulary MODEL --trained RUN --sizes 1024 4096
 """
 
@@ -38,7 +40,7 @@ N_PROMPT = 200
 
 
 def set_vocabulary(drafter: Drafter, tokens: torch.Tensor) -> None:
-    """Let a drafter draft some tokens only; none of them stands for all."""
+    """Restrict a drafter to some tokens. No tokens means no restriction."""
     n_tokens, ids = len(tokens), tuple(tokens.tolist())
     drafter.config = dataclasses.replace(
         drafter.config, draft_vocabulary=n_tokens, draft_tokens=ids
@@ -48,7 +50,7 @@ def set_vocabulary(drafter: Drafter, tokens: torch.Tensor) -> None:
 
 
 class Text:
-    """A prompt that is decoded step by step, with drafts or without."""
+    """A prompt that is decoded step by step, with or without drafts."""
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self._target, self._cache = target, target.new_cache()
@@ -78,7 +80,10 @@ class Text:
 
 @torch.inference_mode()
 def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of five drafts and of a plain step, of each kind and draft vocabulary."""
+    """Measure five drafts and a plain step, in milliseconds.
+
+    Returns a row for each kind of drafter and each draft vocabulary.
+    """
     target = Target.load(options.model, torch.float32, "cpu")
     target.prepare()
     rows = []
@@ -106,7 +111,10 @@ def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The expected acceptance length of a run's drafter on what it held out, by its draft vocabulary."""
+    """Measure the expected acceptance length of a run's drafter for each draft vocabulary.
+
+    The sequences are those that the run held out.
+    """
     config = TrainConfig(**yaml.safe_load((Path(options.trained) / RUN_FILE).read_text()))
     store, drafter = ActivationStore(config.store), load_drafter(options.trained)
     data, frozen = StoreDataModule(store, config), FrozenTarget.load(store.target_path)
@@ -132,7 +140,7 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The acceptance lengths of a run, or else the costs."""
+    """Measure the acceptance lengths of a run if one is given, and the costs otherwise."""
     return {"acceptance": acceptance(options)} if options.trained else {"costs": costs(options)}
 
 

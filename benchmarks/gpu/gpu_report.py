@@ -14,16 +14,16 @@ from xml.etree import ElementTree
 
 Record = dict[str, Any]
 Lines = Iterator[tuple[str, str]]
-"""What was measured, and its figures."""
+"""Pairs of what was measured and its figures."""
 
 
 def share(value: float | None) -> str:
-    """Write a share of a device's peak, or that none is known."""
+    """Format a share of a device's peak, or "unknown"."""
     return "unknown" if value is None else f"{value:.1%}"
 
 
 def extraction(record: Record) -> Lines:
-    """Say how much of the device extraction uses, and where its time goes."""
+    """Report how much of the device extraction uses, and where its time goes."""
     found = record["figures"]
     yield (
         "MFU",
@@ -40,7 +40,7 @@ def extraction(record: Record) -> Lines:
 
 
 def training(record: Record) -> Lines:
-    """Say what a step of each drafter takes, and with which attention."""
+    """Report the time of a step of each drafter, and its attention kernels."""
     for kind, found in record["steps"].items():
         if "error" in found:
             yield kind, f"FAILED: {found['error']}"
@@ -58,7 +58,7 @@ def training(record: Record) -> Lines:
 
 
 def codecs(record: Record) -> Lines:
-    """Say how fast each codec is, and where."""
+    """Report the speed of each codec on each device."""
     for row in record["codecs"]:
         works = {
             "encode": "encode",
@@ -74,25 +74,26 @@ def codecs(record: Record) -> Lines:
 
 
 def decoding(record: Record) -> Lines:
-    """Say how many tokens come a second from each shape of drafts."""
+    """Report the tokens per second of each shape of drafts."""
     found = record["figures"]["rounds"]
     for name, one in found.items():
         ratio = one["tokens_per_s"] / found["plain"]["tokens_per_s"]
         yield (
             name,
-            f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, round {one['round_ms']:.2f} ms",
+            f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, "
+            f"round {one['round_ms']:.2f} ms",
         )
 
 
 def sampling(record: Record) -> Lines:
-    """Say what a draw and verifications take."""
+    """Report the time of a draw and of verifications."""
     for name, value in record["figures"].items():
         if isinstance(value, float):
             yield name, f"{value:.3f}"
 
 
 def tests(file: Path) -> str:
-    """Say what became of the tests, from pytest's report."""
+    """Summarize the results of the tests from pytest's report."""
     suite = ElementTree.parse(file).getroot().find("testsuite")
     assert suite is not None
     return ", ".join(
@@ -111,7 +112,7 @@ SUMMARIES: dict[str, Callable[[Record], Lines]] = {
 
 
 def main() -> None:
-    """Print the table, in the order in which the records were written."""
+    """Print the table, in the order of :data:`SUMMARIES`."""
     for file in sorted(Path(sys.argv[1]).glob("*.xml")):
         print(f"{file.stem:16} {'pytest -m gpu':36} {tests(file)}")
     files = [

@@ -1,7 +1,9 @@
-"""Says in one line what keeps a part of `gpu.sh` from running here, and lists the wheels to carry.
+"""Reports why a part of `gpu.sh` cannot run on this machine, and lists the wheels to bring along.
 
-python -m benchmarks.gpu.preflight decode [train]     exit status 1 and a line for each part that cannot run
-python -m benchmarks.gpu.preflight --wheels [PART]    NAME==VERSION of what torch and transformers do not bring
+# Exit status 1 and a line for each part that cannot run:
+python -m benchmarks.gpu.preflight decode [train]
+# NAME==VERSION of each package that torch and transformers do not bring:
+python -m benchmarks.gpu.preflight --wheels [PART]
 """
 
 import argparse
@@ -16,11 +18,12 @@ from collections.abc import Iterable
 _TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
 _DECODE = {"pydantic": "pydantic", "click": "click", "rich": "rich", **_TESTS}
 _TRAIN = {
-    "zarr": "zarr", "numcodecs": "numcodecs", "zstandard": "zstandard", "google_crc32c": "google-crc32c",
-    "array_api_compat": "array-api-compat", "pyarrow": "pyarrow", "lightning": "lightning", "matplotlib": "matplotlib",
+    "zarr": "zarr", "numcodecs": "numcodecs", "zstandard": "zstandard",
+    "google_crc32c": "google-crc32c", "array_api_compat": "array-api-compat", "pyarrow": "pyarrow",
+    "lightning": "lightning", "matplotlib": "matplotlib",
 }  # fmt: skip
 NEEDS: dict[str, dict[str, str]] = {"decode": _DECODE, "train": _DECODE | _TRAIN}
-"""Part -> module -> distribution, beside torch, transformers and what both require."""
+"""Part -> module -> distribution, in addition to torch, transformers and their requirements."""
 STEPS = {
     "decode": (
         "benchmarks.decoding.decode",
@@ -36,16 +39,19 @@ STEPS = {
 
 
 def problem(part: str) -> str | None:
-    """Say what keeps a part from running, if anything."""
+    """Return the reason why a part cannot run, or None if it can."""
     missing = [
         name for module, name in NEEDS[part].items() if importlib.util.find_spec(module) is None
     ]
     if missing:
-        return f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` lists what to carry"
+        return (
+            f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` "
+            "lists what to carry"
+        )
     try:
         for module in STEPS[part]:
             importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  # whatever another version of a library does
+    except Exception as error:  # noqa: BLE001  # Another version of a library can raise anything.
         versions = ", ".join(
             f"{name} {metadata.version(name)}" for name in ("torch", "transformers")
         )
@@ -56,7 +62,10 @@ def problem(part: str) -> str | None:
 
 
 def requirements(name: str) -> list[str]:
-    """List the distributions that an installed one requires, without extras, that are installed too."""
+    """List the requirements of an installed distribution.
+
+    Extras are left out, and requirements that are not installed are included.
+    """
     with contextlib.suppress(metadata.PackageNotFoundError):
         lines = [line for line in metadata.requires(name) or () if "extra ==" not in line]
         return [
@@ -67,7 +76,7 @@ def requirements(name: str) -> list[str]:
 
 
 def closure(names: Iterable[str]) -> dict[str, str]:
-    """Map some distributions, and all that they require, to their installed versions."""
+    """Map distributions and all their requirements to the installed versions."""
     found: dict[str, str] = {}
     waiting = list(names)
     while waiting:
@@ -79,9 +88,12 @@ def closure(names: Iterable[str]) -> dict[str, str]:
 
 
 def wheels(parts: Iterable[str]) -> list[str]:
-    """List what parts need beside torch, transformers and their own requirements, as it is installed here."""
-    # What the requirements of transformers require changes between releases: it is listed, though
-    # it may be there.
+    """List what parts need in addition to torch, transformers and their own requirements.
+
+    The versions are those that are installed here.
+    """
+    # The indirect requirements of transformers change between releases. They are listed, although
+    # they may already be installed there.
     given = {*closure(["torch"]), "transformers", *requirements("transformers")}
     needed = closure(name for part in parts for name in NEEDS[part].values())
     return [f"{name}=={version}" for name, version in sorted(needed.items()) if name not in given]

@@ -1,4 +1,4 @@
-"""What a device could compute, what it was asked to, and which attention kernels it took for that."""
+"""Measures use of a device: its peak, the operations it executes, and its attention kernels."""
 
 import contextlib
 from collections import Counter
@@ -17,15 +17,17 @@ from moa_data.moa.drafters import eagle3
 from moa_data.moa.nn import attention
 
 PEAK_TFLOPS = {
-    "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
-    "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0,
+    "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0,
+    "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0,
 }  # fmt: skip
-"""Words of a device's name -> the makers' figure for dense bfloat16 products, 10^12 operations a second; the first that
-fits counts."""
+"""Words of a device's name -> its maker's dense bfloat16 TFLOP/s. The first match counts."""
 
 
 def peak_flops(device: str | torch.device, given_tflops: float | None) -> float | None:
-    """Return the operations a second that a device could do; None where neither a figure nor a known name says it."""
+    """Return the peak operations per second of a device.
+
+    Returns None if no figure is given and the device's name is not known.
+    """
     if given_tflops:
         return given_tflops * 1e12
     words = set(device_name(device).replace("-", " ").split())
@@ -34,26 +36,27 @@ def peak_flops(device: str | torch.device, given_tflops: float | None) -> float 
 
 
 def device_name(device: str | torch.device) -> str:
-    """Return what the maker calls a CUDA device, and the kind of any other."""
+    """Return the maker's name of a CUDA device, and the type of any other device."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def synchronize(device: str | torch.device) -> None:
-    """Wait for all work that a CUDA device was given."""
+    """Wait for all queued work of a CUDA device."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Return the share of a device's peak that was used; None where the peak is not known."""
+    """Return the share of a device's peak that was used, or None if the peak is unknown."""
     return None if peak is None else flops / seconds / peak
 
 
 def body_flops(config: Any, lengths: Sequence[int]) -> int:
-    """Count the operations of the decoder layers over sequences of these lengths, padding and LM head left out.
+    """Count the operations of the decoder layers over sequences of these lengths.
 
-    Two for each weight of a matrix and token, and of attention those with the tokens that a token sees.
+    Padding and the LM head are not counted. Each weight of a matrix costs two operations per token,
+    and attention counts only the tokens that a token sees.
     """
     wide, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
     kv_wide = config.num_key_value_heads * head_dim
@@ -64,10 +67,10 @@ def body_flops(config: Any, lengths: Sequence[int]) -> int:
 
 
 def executed_flops(work: Callable[[], object]) -> int:
-    """Count the operations of the products that some work executes, also those that it makes a second time.
+    """Count the operations of the matrix products that some work executes, recomputation included.
 
-    Attention goes through plain products meanwhile, which are counted as if each query saw each key: what a fused or
-    compiled kernel skips does not show.
+    During the count, attention runs as plain matrix products, which are counted as if each query
+    saw each key. The work that a fused or compiled kernel skips is therefore counted.
     """
     flex = mock.patch.object(attention, "_takes_flex", return_value=False)
     with FlopCounterMode(display=False) as counter, flex, sdpa_kernel(SDPBackend.MATH):
@@ -78,7 +81,7 @@ def executed_flops(work: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def watched_attention() -> Iterator[Counter[str]]:
-    """Count the calls of each attention kernel while the context is open, by the kernel's name."""
+    """Count the calls of each attention kernel by name while the context is open."""
     found: Counter[str] = Counter()
     fused = F.scaled_dot_product_attention
 
@@ -113,9 +116,9 @@ def fused_kernel(
     enable_gqa: bool = False,
     **options: Any,
 ) -> str:
-    """Name the kernel that PyTorch's fused attention takes for these tensors, such as ``flash_attention``."""
+    """Name the kernel of PyTorch's fused attention for these tensors, e.g. ``flash_attention``."""
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # it casts them before the kernel is chosen
+    if torch.is_autocast_enabled(kind):  # Autocast casts them before PyTorch picks a kernel.
         q, k, v = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (q, k, v))
     choice = torch._fused_sdp_choice(q, k, v, attn_mask, enable_gqa=enable_gqa, **options)
     return SDPBackend(choice).name.lower()

@@ -1,4 +1,4 @@
-"""Runs a benchmark: its options, its figures as JSON on the screen, its record, and work in alternating turns."""
+"""Runs benchmarks: parses options, runs work in turns, prints JSON figures, writes records."""
 
 import argparse
 import json
@@ -20,14 +20,15 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 def parser_of(module: str, *positionals: str, **options: Any) -> argparse.ArgumentParser:
-    """Return a parser that describes a module, with options by their names.
+    """Return a parser with a module's docstring as its description.
 
     Args:
-        module: name of the module, whose docstring is the description.
-        positionals: names of the arguments without dashes, in order; ``?`` at the end lets one out,
-            ``+`` takes several, and ``*`` any number.
-        options: the name of an option -> its default, whose type it takes; a list takes several values, a type stands
-            for an option without default, and a dictionary holds the arguments of ``add_argument`` itself.
+        module: Name of the module.
+        positionals: Names of the positional arguments, in order. A name that ends with ``?`` is
+            optional, ``+`` takes one or more values, and ``*`` takes any number.
+        options: Name of an option -> its default, whose type the option takes. A list takes several
+            values. A type stands for an option without a default. A dictionary holds the arguments
+            of ``add_argument``.
     """
     parser = argparse.ArgumentParser(description=sys.modules[module].__doc__, formatter_class=_Help)
     for name in positionals:
@@ -49,7 +50,10 @@ def parser_of(module: str, *positionals: str, **options: Any) -> argparse.Argume
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the options; a single number of threads holds for torch from then on."""
+    """Parse the options.
+
+    A single number of threads is set as torch's number of threads.
+    """
     options = parser.parse_args()
     if isinstance(getattr(options, "threads", None), int):
         torch.set_num_threads(options.threads)
@@ -62,13 +66,14 @@ def run(
     *positionals: str,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure as the command line says; prints what was found and writes the record.
+    """Measure as the command line says, print the figures and write the record.
 
     Args:
-        name: of the record, or what names it by the options.
-        measure: takes the options and returns the record's contents, without settings and provenance.
-        positionals: see :func:`parser_of`.
-        options: likewise.
+        name: Name of the record, or a function that returns it for the options.
+        measure: Takes the options and returns the record's contents, without settings and
+            provenance.
+        positionals: See :func:`parser_of`.
+        options: See :func:`parser_of`.
     """
     parser = parser_of(measure.__module__, *positionals, **options)
     add_out_option(parser)
@@ -86,9 +91,11 @@ def in_turn(
     device: str = "cpu",
     on_the_wall: bool = False,
 ) -> dict[str, list[float]]:
-    """Seconds of each piece of work, run one after the other ``repeats`` times after a call that is not counted.
+    """Return the seconds of each piece of work. The pieces take turns ``repeats`` times.
 
-    Seconds of the process, not of the clock on the wall, where the work is on the CPU: others may use the machine too.
+    The first turn of each piece is not counted. Work on the CPU is measured in CPU seconds of the
+    process, because others may use the machine too, unless ``on_the_wall`` asks for wall-clock
+    time.
     """
     clock = time.process_time if device == "cpu" and not on_the_wall else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in works}
@@ -104,11 +111,11 @@ def in_turn(
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over runs."""
+    """Return the median of each figure over runs."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The median, and the quartiles below and above it."""
+    """Return the median, the lower quartile and the upper quartile."""
     found: list[float] = np.percentile(values, (50, 25, 75)).tolist()
     return found

@@ -1,4 +1,4 @@
-"""What is made for benchmarks: model folders with random weights, and manifests of stores."""
+"""Makes inputs of benchmarks: model folders with random weights, and manifests of stores."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ STD = 0.02
 
 
 def make_target(folder: Path, shape: str, n_layers: int | None = None, device: str = "cpu") -> None:
-    """Write a model folder with random weights, one file a layer, and a small tokenizer of its own.
+    """Write a model folder with random weights, one file per layer, and a small new tokenizer.
 
     Args:
-        device: the device that draws the weights, which decides which ones they are.
+        device: The device that draws the weights. The weights depend on it.
     """
     folder.mkdir(parents=True)
     rows = generate_corpus(N_TOKENIZER_CHATS, 1, seed=0).train
@@ -45,9 +45,11 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
     wide, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     narrow = wide * config.num_key_value_heads // config.num_attention_heads
     layer = {
-        "self_attn.q_proj": (wide, wide), "self_attn.k_proj": (narrow, wide), "self_attn.v_proj": (narrow, wide),
-        "self_attn.o_proj": (wide, wide), "mlp.gate_proj": (inner, wide), "mlp.up_proj": (inner, wide),
-        "mlp.down_proj": (wide, inner), "input_layernorm": (wide,), "post_attention_layernorm": (wide,),
+        "self_attn.q_proj": (wide, wide), "self_attn.k_proj": (narrow, wide),
+        "self_attn.v_proj": (narrow, wide), "self_attn.o_proj": (wide, wide),
+        "mlp.gate_proj": (inner, wide), "mlp.up_proj": (inner, wide),
+        "mlp.down_proj": (wide, inner), "input_layernorm": (wide,),
+        "post_attention_layernorm": (wide,),
     }  # fmt: skip
     files: list[dict[str, tuple[int, ...]]] = [
         {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
@@ -71,7 +73,10 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Draw a matrix on the generator's device, or give the ones of a norm: bfloat16, in host memory."""
+    """Draw a matrix on the generator's device, or make the ones of a norm.
+
+    The tensor is bfloat16, in host memory.
+    """
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     drawn = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
@@ -79,10 +84,13 @@ def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
 
 
 def recipe(
-    fields: tuple[FieldSpec, ...], lengths: Sequence[int], part_tokens: int = 1 << 40, codec: str = "lossless",
-    target: dict[str, Any] | None = None,
+    fields: tuple[FieldSpec, ...], lengths: Sequence[int], part_tokens: int = 1 << 40,
+    codec: str = "lossless", target: dict[str, Any] | None = None,
 ) -> tuple[StoreManifest, pa.Table]:  # fmt: skip
-    """Return manifest and plan of sequences of these lengths, of which all tokens but the first are answers."""
+    """Return the manifest and the plan of sequences of these lengths.
+
+    All tokens of a sequence except the first are response tokens.
+    """
     columns = {
         "sequence_id": [f"ffffffff{row:056x}" for row in range(len(lengths))],
         "source_row": pa.array(range(len(lengths)), pa.int64()),
@@ -92,7 +100,7 @@ def recipe(
     plan = plan_parts(pa.table(columns), part_tokens, ALIGNMENT_TOKENS)
     counts: dict[str, Any] = plan_counts(plan)
     manifest = StoreManifest(
-        fields=fields, target=target or {}, identities={}, extraction={}, codec=StoreCodec(codec, fields).describe(),
-        **counts,
+        fields=fields, target=target or {}, identities={}, extraction={},
+        codec=StoreCodec(codec, fields).describe(), **counts,
     )  # fmt: skip
     return manifest, plan

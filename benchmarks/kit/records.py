@@ -1,7 +1,7 @@
-"""Writes one JSON file for each measurement, with settings and provenance; nothing is overwritten.
+"""Writes one JSON file for each measurement, with settings and provenance. Nothing is overwritten.
 
-Figures that count are copied from there into benchmarks/results/*.json, the tables of docs/results/, and with them
-the commit and the machine that they were measured with::
+Figures that count are copied into benchmarks/results/*.json, the tables of docs/results/. This
+command adds the commit and the machine that they were measured with::
 
     python -m benchmarks.kit.records auto-policy RECORD ...
 """
@@ -20,20 +20,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def add_out_option(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the record."""
+    """Add the option for the record's folder."""
     parser.add_argument(
         "--out", type=Path, default=RUNS, help="folder of the record (default runs/benchmarks)"
     )
 
 
 def settings_of(options: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """Return the options that say what was measured, as JSON can hold them."""
+    """Return the options that describe the measurement, in types that JSON can hold."""
     values = {key: value for key, value in vars(options).items() if key not in {"out", *without}}
     return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
 
 def provenance() -> dict[str, Any]:
-    """Return the command, the commit, the versions and the time of this run, and the machine it runs on."""
+    """Return the command, commit, versions, time and machine of this run."""
     return collect_provenance() | {
         "cpu": _cpu_name(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -49,7 +49,7 @@ def _cpu_name() -> str | None:
 
 
 def write_record(folder: Path, name: str, document: dict[str, Any]) -> Path:
-    """Write a document and its provenance; returns the file."""
+    """Write a document and its provenance, and return the file."""
     found = provenance()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}-{found['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
@@ -58,10 +58,10 @@ def write_record(folder: Path, name: str, document: dict[str, Any]) -> Path:
 
 
 def sources(records: list[Path]) -> list[dict[str, Any]]:
-    """Return commit, day, processor, memory and torch of each record, each combination once.
+    """Return the distinct sources of records: commit, day, processor, memory and torch version.
 
     Raises:
-        ValueError: a record was measured outside a checkout, or with changes that no commit holds.
+        ValueError: A record was measured outside a checkout, or with uncommitted changes.
     """
     found: list[dict[str, Any]] = []
     for record in records:
@@ -84,7 +84,7 @@ def sources(records: list[Path]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Note in a file of results which commits and machines its figures are of."""
+    """Add the commits and machines of records to a file of results."""
     parser = argparse.ArgumentParser(
         description="Note in benchmarks/results/NAME.json where its figures come from."
     )
@@ -93,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     file = RESULTS / f"{options.name}.json"
     table = json.loads(file.read_text())
-    # Rows that earlier records gave stay, and so do their sources.
+    # Keep the sources of earlier records, because their rows stay in the table.
     known = table.get("sources", [])
     table["sources"] = known + [
         source for source in sources(options.records) if source not in known

@@ -35,7 +35,7 @@ COMPARED = {
     "DSpark on keys and values": ("#7c3aed", -7),
     "DFlash": ("#64748b", -3),
 }
-"""Drafters of the picture: colour, and by how much its name stands above its last point."""
+"""Drafters of the picture -> color, and the offset of the name above the last point."""
 
 
 COMPARED_TITLE = (
@@ -51,12 +51,15 @@ def main() -> None:
 
 
 def save(figure: Any, name: str) -> None:
-    """Write a figure; fixed metadata: equal figures give equal bytes."""
+    """Write a figure. The metadata is fixed, so that equal figures give equal bytes."""
     figure.savefig(IMAGES / name, dpi=200, metadata={"Software": None})
 
 
 def tokens_after_a_cut() -> Any:
-    """Draw how far clients wrote what the target would have: the share of cuts by the tokens right since the cut."""
+    """Draw how long clients continue correctly without a network.
+
+    The curve is the share of cuts after which at least that many tokens equal the target's.
+    """
     right = json.loads((RESULTS / "network-cuts.json").read_text())["right_each"]
     figure, axes = pyplot.subplots(figsize=(8.5, 3.4), layout="constrained")
     for drafter, (label, color, style) in CUTS.items():
@@ -86,7 +89,10 @@ def tokens_after_a_cut() -> Any:
 
 
 def drafters_by_tokens() -> Any:
-    """Draw what data buys: acceptance length by training tokens, a dot for each seed, a line through their means."""
+    """Draw acceptance length by training tokens.
+
+    There is a dot for each seed, and a line through the means of the seeds.
+    """
     rows = json.loads((RESULTS / "drafters-code-and-math-2.json").read_text())["rows"]
     figure, axes = pyplot.subplots(figsize=(8.5, 4.4), layout="constrained")
     for name, (color, above) in COMPARED.items():
@@ -99,8 +105,9 @@ def drafters_by_tokens() -> Any:
         for tokens, lengths in by_tokens.items():
             axes.plot([tokens] * len(lengths), lengths, "o", color=color, markersize=4)
         axes.annotate(
-            name.replace("Mixture of Attentions of", "of"), (max(by_tokens), means[-1]), (8, above - 3),
-            textcoords="offset points", color=color, weight="bold" if color == ACCENT else "normal",
+            name.replace("Mixture of Attentions of", "of"), (max(by_tokens), means[-1]),
+            (8, above - 3), textcoords="offset points", color=color,
+            weight="bold" if color == ACCENT else "normal",
         )  # fmt: skip
     axes.set(xscale="log", xlim=(0.5, 32), ylim=(1.8, 5.5))
     axes.set_xticks([0.57, 2, 8], ["0.57 M", "2.0 M", "8.0 M"])

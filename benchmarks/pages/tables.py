@@ -1,22 +1,32 @@
-"""Writes docs/results/, docs/leaderboard.md and the first table of docs/interop.md from benchmarks/results, by order.
+"""Writes docs/results/, docs/leaderboard.md and a table of docs/interop.md from benchmarks/results.
 
-    python -m benchmarks.pages.tables [--check]       --check writes nothing and fails if a page is not current
+    python -m benchmarks.pages.tables [--check]
 
-A file of figures is one table::
+--check writes nothing, and fails if a page is not up to date. A file of figures is one table::
 
-    {"order": 100, "title": "...", "text": "...",           where it stands, and what was measured how
-     "data": "...", "machine": "...", "measured": "...",     on what, and when
-     "caveats": ["..."],                                     what a reader could take it for and must not
-     "commands": {"eval": "moa-data eval ..."},              by name
+    {"order": 100, "title": "...", "text": "...",
+     "data": "...", "machine": "...", "measured": "...",
+     "caveats": ["..."],
+     "commands": {"eval": "moa-data eval ..."},
      "columns": {"length": {"title": "...", "form": "{:.2f}"}},
      "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
-     "page": "results/codecs",                               where it stands
-     "headlines": [{"what": "...", "row": 0, "column": "..."}],    its lines on the first page of results
-     "by": "target",                                         a table for each value of this column, if it is given
-     "more": [{"title": "...", "text": "...", "columns": {}}],    further tables of the same rows
-     "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
+     "page": "results/codecs",
+     "headlines": [{"what": "...", "row": 0, "column": "..."}],
+     "by": "target",
+     "more": [{"title": "...", "text": "...", "columns": {}}],
+     "sources": [{"commit": "...", "cpu": "...", ...}]}
 
-A value of three numbers is a figure with its 95 % interval. What else a file holds is for ``figures.py``.
+- ``order`` sorts the tables of a page. ``text`` says what was measured and how.
+- ``data``, ``machine`` and ``measured`` name the data, the machine and the date.
+- ``caveats`` are conclusions that a reader must not draw from the figures.
+- ``page`` is the page that shows the table.
+- ``headlines`` are the table's lines on the first page of results.
+- ``by`` is optional. It gives each value of a column a table of its own.
+- ``more`` are further tables of the same rows.
+- ``sources`` are the code and the machines, as records.py writes them.
+
+A value of three numbers is a figure with its 95 % interval. Other entries of a file are for
+``figures.py``.
 """
 
 import argparse
@@ -72,24 +82,28 @@ TOPICS = {
 }
 """Page of docs/results -> its heading."""
 IMAGE = {
-    "drafters": "![Tokens committed per target call by tokens of training](../images/drafters.png)\n"
+    "drafters": "![Tokens committed per target call by tokens of training]"
+    "(../images/drafters.png)\n"
 }
 INDEX = "results/index"
 PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
 PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD, "interop": ""}
 BEGIN, END = "<!-- by make figures -->\n", "<!-- end -->\n"
-"""What the tables of a page without a head lie between; the rest of it is written by hand."""
+"""Marks around the tables of a page without a head. The rest of such a page is written by hand."""
 Table = dict[str, Any]
 
 
 def load_tables(folder: Path = RESULTS) -> list[Table]:
-    """Read all files of figures, in the order of the page."""
+    """Read all files of figures, sorted by their order."""
     tables: list[Table] = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return sorted(tables, key=lambda table: int(table["order"]))
 
 
 def page(name: str, tables: list[Table]) -> str:
-    """Return a whole page as Markdown: the tables that belong to it, or on the first page their headlines."""
+    """Return a whole page as Markdown.
+
+    It has the tables that belong to the page. The first page of results has headlines instead.
+    """
     if name == INDEX:
         lines = [line for topic in TOPICS for table in tables for line in headlines(topic, table)]
         return PAGES[name] + "\n".join(lines) + "\n"
@@ -116,7 +130,7 @@ def headlines(topic: str, table: Table) -> list[str]:
 
 
 def form_of(table: Table, column: str) -> str:
-    """Return how values of a column are written."""
+    """Return the format of a column's values."""
     return next(
         str(part["columns"][column]["form"])
         for part in (table, *table.get("more", ()))
@@ -130,7 +144,7 @@ def anchor(title: str) -> str:
 
 
 def section(table: Table) -> str:
-    """Return one table with what it needs to be read."""
+    """Return one table with its text, caveats, sources and commands."""
     columns, rows = table["columns"], table["rows"]
     lines = [f"## {table['title']}", "", table["text"]]
     if by := table.get("by"):
@@ -171,25 +185,25 @@ def grid(columns: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def source_text(source: dict[str, Any]) -> str:
-    """Return which code and machine figures are of."""
+    """Describe the code and the machine of figures."""
     memory = f", {source['memory_gib']:g} GiB" if source["memory_gib"] else ""
     machine = f"{source['n_cpus']} CPUs ({source['cpu'] or 'unknown'}){memory}"
     return f"Code: commit {source['commit']}, {source['day']}, torch {source['torch']}, {machine}"
 
 
 def cell(value: Any, form: str) -> str:
-    """Return one value as text; three numbers are a figure and its interval."""
+    """Format one value. Three numbers are a figure and its interval."""
     if value is None:
         return ""
     if isinstance(value, list):
         middle, low, high = (form.format(number) for number in value)
         return f"{middle} ({low}{' to ' if value[1] < 0 else '-'}{high})"
-    # A word among numbers ("as above") has no form.
+    # The format does not apply to a word between numbers, such as "as above".
     return value if isinstance(value, str) and form != "`{}`" else form.format(value)
 
 
 def main() -> int:
-    """Write the page, or check it."""
+    """Write the pages, or check them."""
     parser = argparse.ArgumentParser(
         description="Write the pages of docs/ that show benchmarks/results."
     )

@@ -1,12 +1,14 @@
 """Serves the same prompts with ``moa-data serve`` and with vLLM on this machine's CPU, in turns.
 
-The servers are ours with each number of ``--threads``, vLLM as it is (it compiles the model) and eager. Streams of
-greedy tokens go to one at once, then to the next, while the others are stopped; a round is a turn of each, and no side
-always follows the same one. Ratios are of turns of a round. ``--vllm`` names the Python of an environment with vLLM's
-build for CPUs (``make test-engines`` makes one). ::
+The servers are ours with each number of ``--threads``, vLLM with its defaults (it compiles the
+model), and vLLM in eager mode. All streams of greedy tokens go to one server, then to the next,
+while the other servers are stopped. In a round, each server has one turn. The order changes, so
+that no server always follows the same one. Ratios are between turns of the same round. ``--vllm``
+names the Python of an environment with vLLM's build for CPUs (``make test-engines`` makes one).
+``--vllm-threads 0`` leaves the number of threads to vLLM. ::
 
-    python -m benchmarks.serving.beside_vllm --model MODEL --prompts CHATS --vllm PYTHON [--streams 8]
-        [--threads 1 2] [--vllm-threads 0]                         0: as many as vLLM takes by itself
+    python -m benchmarks.serving.beside_vllm --model MODEL --prompts CHATS --vllm PYTHON
+        [--streams 8] [--threads 1 2] [--vllm-threads 0]
 """
 
 import argparse
@@ -33,12 +35,15 @@ from moa_data.evaluation.prompts import load_prompts
 
 NAME = "target"
 STARTS_S = 400
-RESTS_S = 2.0  # before each turn
+RESTS_S = 2.0  # Pause before each turn.
 
 
 @contextlib.contextmanager
 def server(words: list[str], threads: int, log: Path) -> Iterator[tuple[str, int]]:
-    """Run a server with a ``--port`` of its own until it is not needed any more: its address and process."""
+    """Run a server on a free port while the context is open.
+
+    Yields its address and its process id.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     own = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -69,7 +74,7 @@ def server(words: list[str], threads: int, log: Path) -> Iterator[tuple[str, int
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds so far of a process and its children that live."""
+    """Return the CPU seconds so far of a process and its living children."""
     tree, total = [pid], 0.0
     while tree:
         one = tree.pop()
@@ -82,7 +87,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int, float]:
-    """Stream an answer: its text, its tokens and the seconds to the first piece."""
+    """Stream an answer. Returns its text, its tokens and the seconds to the first piece."""
     began, first, text, n_tokens = time.perf_counter(), 0.0, "", 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         async for line in response.aiter_lines():
@@ -100,7 +105,10 @@ async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, 
 async def turn(
     address: str, questions: list[str], n_tokens: int
 ) -> tuple[list[str], int, float, float]:
-    """Ask all at once: the texts, tokens, seconds, and the median seconds to a first piece."""
+    """Send all questions at once.
+
+    Returns the texts, the number of tokens, the seconds, and the median seconds to a first piece.
+    """
     settings = {
         "model": NAME,
         "max_tokens": n_tokens,
@@ -123,7 +131,7 @@ async def turn(
 
 
 def sides_of(options: argparse.Namespace) -> dict[str, tuple[list[str], int]]:
-    """Name the sides, ours first: the command of each, and its threads."""
+    """Return the name, the command and the number of threads of each server, ours first."""
     model = ["--model", str(options.model)]
     ours = [
         sys.executable,
@@ -156,7 +164,7 @@ def sides_of(options: argparse.Namespace) -> dict[str, tuple[list[str], int]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Take turns, after one of each that is not counted."""
+    """Let the servers take turns. The first round is not counted."""
     prompts = load_prompts(str(options.prompts), options.streams).prompts
     questions = [str(prompt.turns[0][-1]["content"]) for prompt in prompts]
     sides, texts = sides_of(options), dict[str, list[str]]()
@@ -168,8 +176,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
             for side, (words, threads) in sides.items()
         }
-        # For a second after its last answer vLLM asks again and again for more work, on a core that
-        # others would lack.
+        # For a second after its last answer, vLLM polls for more work and keeps a core busy. Stop
+        # the servers that are not measured.
         for _, pid in servers.values():
             os.killpg(pid, signal.SIGSTOP)
         for number in range(options.repeats + 1):
@@ -203,13 +211,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "texts_equal": {
             side: sum(map(operator.eq, own, texts["vllm"])) for side, own in texts.items()
         },
-        "turns": turns,  # the first is not counted
+        "turns": turns,  # The first turn is not counted.
     }
 
 
 if __name__ == "__main__":
     path = {"type": Path, "required": True}
     run(
-        "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128, repeats=11,
-        threads=[1, 2], vllm_threads=0, logs={"type": Path, "default": Path()},
+        "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128,
+        repeats=11, threads=[1, 2], vllm_threads=0, logs={"type": Path, "default": Path()},
     )  # fmt: skip

@@ -1,17 +1,24 @@
-"""Measures answers over emulated networks: an API's two modes beside clients that draft. Needs root.
+"""Measures answers over emulated networks: two modes of an API, and drafting clients. Needs root.
 
-Server and client are two processes in two network namespaces, joined by a network of the paper's conditions. Methods
-are ``api`` (OpenAI's API, plain decoding, streamed), ``api+DRAFTER`` (the server drafts, and streams), and MODE:DRAFTER
-of the drafting client (MODE: server or client; @int8 or @int4 behind it for a codec of the drafter's contexts). In each
-condition all methods take turns, in an order that is turned round each time, and answer the same prompts; what opens
-the connections is not counted.
+Server and client are two processes in two network namespaces. The network between them has the
+paper's conditions. The methods are:
 
-    python -m benchmarks.serving.network --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
-    python -m benchmarks.serving.network ... --conditions 4g --methods api,client:moa --sessions 1 --target-ms 25
-        --turns 1
+- ``api``: OpenAI's API streams plain decoding.
+- ``api+DRAFTER``: The server drafts, and streams.
+- MODE:DRAFTER: The drafting client. MODE is server or client. @int8 or @int4 after it selects a
+  codec for the drafter's contexts.
 
-Tokens/s are those of all sessions together. A gap is the time between two tokens of one session; tokens that come
-together have none between them. Bytes are those of IP packets. Both processes share this machine's processors.
+In each condition all methods take turns and answer the same prompts. The order is reversed each
+turn. Opening the connections is not measured.
+
+    python -m benchmarks.serving.network --model TARGET
+        --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
+    python -m benchmarks.serving.network ... --conditions 4g --methods api,client:moa --sessions 1
+        --target-ms 25 --turns 1
+
+Tokens/s are those of all sessions together. A gap is the time between two tokens of one session.
+There is no gap between tokens that arrive together. Bytes are those of IP packets. Both processes
+share this machine's processors.
 """
 
 import argparse
@@ -29,7 +36,7 @@ from moa_data.evaluation.report import ratio_with_interval
 
 METHODS = "api,api+moa,client:moa,client:eagle,client:independent,server:moa"
 PAIRS = (("client:moa", "client:eagle"), ("server:moa", "api"), ("server:moa", "api+moa"))
-"""Methods whose tokens/s are compared prompt by prompt, the first over the second."""
+"""Methods whose tokens/s are compared prompt by prompt: the first over the second."""
 
 
 MODELS: dict[str, Any] = {
@@ -37,11 +44,11 @@ MODELS: dict[str, Any] = {
     "prompts": {"type": Path, "required": True}, "n_prompts": 16, "max_new_tokens": 128, "seed": 0,
     "conditions": "wired,5g,4g,satellite", "target_ms": "0,8,25",
 }  # fmt: skip
-"""The options that say who answers what, over which networks, and the least times of a target call."""
+"""Options for the models, the prompts, the networks, and the minimum times of a target call."""
 
 
 def world_of(options: argparse.Namespace, condition: str, target_ms: float) -> World:
-    """Return both ends of a network, with the models that the options name."""
+    """Return a server and a client on both ends of a network, with the models of the options."""
     named = (drafter.partition("=") for drafter in options.drafters.split(","))
     drafters = {name: str(Path(run).absolute()) for name, _, run in named}
     return World(
@@ -50,7 +57,7 @@ def world_of(options: argparse.Namespace, condition: str, target_ms: float) -> W
 
 
 def chats_of(options: argparse.Namespace) -> tuple[list[str], list[Any]]:
-    """Ids and messages of the prompts."""
+    """Return the ids and messages of the prompts."""
     prompts = load_prompts(options.prompts, options.n_prompts).prompts
     chats = [
         [{"role": part["role"], "content": part["content"]} for part in prompt.turns[0]]
@@ -60,7 +67,10 @@ def chats_of(options: argparse.Namespace) -> tuple[list[str], list[Any]]:
 
 
 def figures(result: JSON, reference: list[str]) -> JSON:
-    """Sum up one run of one method; ``equal`` counts the texts that are those of the first method's first turn."""
+    """Summarize one run of one method.
+
+    ``equal`` counts the texts that equal those of the first method's first turn.
+    """
     answers = result["answers"]
     times = [answer["times_s"] for answer in answers]
     n = sum(map(len, times))
@@ -87,7 +97,7 @@ def figures(result: JSON, reference: list[str]) -> JSON:
 
 
 def summed(runs: list[JSON]) -> JSON:
-    """The median of each figure over turns, and the spread of tokens/s."""
+    """Return the median of each figure over turns, and the spread of tokens/s."""
     single = [
         {name: value for name, value in one.items() if not isinstance(value, list)} for one in runs
     ]
@@ -100,7 +110,7 @@ def summed(runs: list[JSON]) -> JSON:
 
 
 def compare(ids: list[str], runs: dict[str, list[JSON]]) -> JSON:
-    """Ratios of tokens/s of one session, with 95 % intervals over prompts."""
+    """Return the ratios of tokens/s of one session, with 95 % intervals over prompts."""
     ratios = {}
     for one, other in PAIRS:
         if one in runs and other in runs:
@@ -121,7 +131,7 @@ def compare(ids: list[str], runs: dict[str, list[JSON]]) -> JSON:
 def measure_cell(
     world: World, options: argparse.Namespace, chats: list[Any], n_sessions: int
 ) -> dict[str, list[JSON]]:
-    """Let all methods answer in turns; returns the figures of each."""
+    """Let all methods answer in turns, and return the figures of each."""
     methods = options.methods.split(",")
     runs: dict[str, list[JSON]] = {method: [] for method in methods}
     reference: list[str] = []
@@ -135,7 +145,7 @@ def measure_cell(
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each cell."""
+    """Measure each combination of network, target time and number of sessions."""
     options.out.mkdir(parents=True, exist_ok=True)
     ids, chats = chats_of(options)
     cells, summary = [], []

@@ -1,9 +1,13 @@
-"""The client process of network.py: answers prompts over the network in one of several ways, and times what comes.
+"""The client process of network.py, which answers prompts over the network and times the tokens.
 
-Reads one job a line, as JSON, from standard input, and writes its result as one line; lines with ``request`` in between
-ask for something, and ``count`` is answered by a line. A method is ``api`` (the HTTP server streams plain decoding),
-``api+DRAFTER`` (it speculates), or MODE:DRAFTER of the drafting client; modes are server and client.
-MODE:DRAFTER@CODEC has the contexts of the drafter sent in another codec than int8.
+It reads one job per line, as JSON, from standard input, and writes its result as one line. Lines
+with ``request`` before the result ask for something. A line on standard input answers the request
+``count``. The methods of a job are:
+
+- ``api``: The HTTP server streams plain decoding.
+- ``api+DRAFTER``: The HTTP server speculates with a drafter.
+- MODE:DRAFTER: The drafting client. The modes are server and client.
+- MODE:DRAFTER@CODEC: The drafter's contexts are sent in a codec other than int8.
 """
 
 import json
@@ -25,11 +29,13 @@ WARM_UP_TOKENS = 8
 
 
 class Shown:
-    """An answer's text as it is shown: when each piece of verified text came. A piece of a stream counts as a token.
+    """The text of an answer as it is shown, and when each piece of verified text arrived.
+
+    A piece of a stream counts as a token.
 
     Attributes:
-        updates: (seconds by ``time.monotonic``, characters of verified text so far).
-        changes: all that happened to tokens and link, for measurements of cuts.
+        updates: Pairs of seconds by ``time.monotonic`` and characters of verified text so far.
+        changes: All changes of tokens and link, for measurements of cuts.
     """
 
     def __init__(self) -> None:
@@ -41,12 +47,12 @@ class Shown:
         self.changes: list[JSON] = []
 
     def add_text(self, text: str) -> None:
-        """Take a piece of a stream."""
+        """Add a piece of a stream."""
         self.texts.append(text)
         self._verify(len(self.texts))
 
     def take(self, event: Event) -> None:
-        """Take an event of the drafting client."""
+        """Process an event of the drafting client."""
         now = time.monotonic()
         if isinstance(event, Tokens):
             self.texts += event.texts
@@ -75,7 +81,7 @@ class Shown:
 
 
 class Clients:
-    """Answers chats by every method; what was loaded and connected once is kept."""
+    """Answers chats by every method. Models that are loaded once are reused."""
 
     def __init__(self, settings: JSON) -> None:
         self._settings = settings
@@ -87,7 +93,7 @@ class Clients:
         return next(iter(self._models.values())).tokenizer
 
     def open(self, method: str) -> "ApiClient | DraftingClient":
-        """Make a client of a method."""
+        """Make a client for a method."""
         if method == "api" or method.startswith("api+"):
             _, _, drafter = method.partition("+")
             name = self._settings["served_names"][drafter] if drafter else "none"
@@ -100,7 +106,7 @@ class Clients:
         )
 
     def calls(self) -> float:
-        """Target calls of the server so far."""
+        """Return the target calls of the server so far."""
         with urllib.request.urlopen(f"{self._settings['http']}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
         return next(
@@ -116,10 +122,10 @@ class ApiClient:
         self._model, self._drafter = model, drafter
 
     def stream(self, messages: Any, max_new_tokens: int) -> Iterator[str]:
-        """Yield an answer's text as it comes."""
+        """Yield an answer's text as it arrives."""
         chunks: Any = self._client.chat.completions.create(
-            model=self._model, messages=messages, max_tokens=max_new_tokens, temperature=0, stream=True,
-            extra_body={"drafter": self._drafter},
+            model=self._model, messages=messages, max_tokens=max_new_tokens, temperature=0,
+            stream=True, extra_body={"drafter": self._drafter},
         )  # fmt: skip
         for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:
@@ -136,7 +142,7 @@ def answer(
     max_new_tokens: int,
     watch: Callable[[Shown], None] | None = None,
 ) -> Shown:
-    """Answer one chat; ``watch`` is called whenever something was shown."""
+    """Answer one chat. ``watch`` is called after each piece of text or event."""
     shown = Shown()
 
     def take(event: Event) -> None:
@@ -155,7 +161,10 @@ def answer(
 
 
 def token_times(tokenizer: Any, text: str, shown: Shown) -> list[float]:
-    """Seconds from the question to each token of the verified text: to the piece that brought its last character."""
+    """Return the seconds from the question to each token of the verified text.
+
+    A token arrives with the piece that contains its last character.
+    """
     ends = [
         end
         for _, end in tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)[
@@ -172,7 +181,10 @@ def token_times(tokenizer: Any, text: str, shown: Shown) -> list[float]:
 
 
 def run_table(clients: Clients, job: JSON) -> JSON:
-    """Answer chats in so many sessions at once; each session answers its chats one after another."""
+    """Answer chats in several concurrent sessions.
+
+    Each session answers its chats one after the other.
+    """
     n, chats = job["sessions"], job["chats"]
     found: list[JSON] = [{} for _ in chats]
     opened = [clients.open(job["method"]) for _ in range(n)]
@@ -191,7 +203,8 @@ def run_table(clients: Clients, job: JSON) -> JSON:
             errors.append(error)
             raise
 
-    for client in opened:  # the handshakes and first measurements are not counted
+    # Handshakes and first measurements are not counted.
+    for client in opened:
         answer(client, chats[0], WARM_UP_TOKENS)
     threads = [threading.Thread(target=session, args=(number,)) for number in range(n)]
     calls = clients.calls()
@@ -212,10 +225,13 @@ def run_table(clients: Clients, job: JSON) -> JSON:
 
 
 def run_cut(clients: Clients, job: JSON) -> JSON:
-    """Answer one chat whose network is cut when so many tokens are verified, for so many seconds."""
+    """Answer one chat while its network is cut.
+
+    Each cut of the job begins at a number of verified tokens, and lasts for some seconds.
+    """
     client = clients.open(job["method"])
     answer(client, job["chat"], WARM_UP_TOKENS)
-    # (tokens verified, seconds) of each
+    # Verified tokens at the beginning of each cut, and its seconds.
     cuts: list[list[float]] = [list(cut) for cut in job["cuts"]]
     timers: list[threading.Timer] = []
 
@@ -233,8 +249,9 @@ def run_cut(clients: Clients, job: JSON) -> JSON:
         timer.join()
     client.close()
     return {
-        "text": "".join(shown.texts), "tokens": shown.tokens, "began_s": shown.began_s, "updates": shown.updates,
-        "changes": shown.changes, "n_rolled_back": shown.n_rolled_back, "ended_s": time.monotonic(),
+        "text": "".join(shown.texts), "tokens": shown.tokens, "began_s": shown.began_s,
+        "updates": shown.updates, "changes": shown.changes, "n_rolled_back": shown.n_rolled_back,
+        "ended_s": time.monotonic(),
     }  # fmt: skip
 
 
@@ -248,13 +265,16 @@ def say(what: JSON) -> None:
 
 
 def count() -> None:
-    """Let the bytes so far be counted; only where nothing else is in flight."""
+    """Request a count of the bytes so far.
+
+    Nothing else may be in flight.
+    """
     say({"request": "count"})
     sys.stdin.readline()
 
 
 def main() -> None:
-    """Do jobs until standard input ends."""
+    """Run jobs until standard input ends."""
     clients = Clients(json.loads(sys.argv[1]))
     say({"ready": True})
     jobs: dict[str, Callable[[Clients, JSON], JSON]] = {"table": run_table, "cut": run_cut}

@@ -1,15 +1,20 @@
-"""Measures what happens to answers when the network goes silent in the middle of them, and comes back. Needs root.
+"""Measures answers when the network goes silent in the middle of them and comes back. Needs root.
 
-Packets are lost in the namespaces' network (see network.py), without a word to either side: the client finds out by
-itself, and also when they pass again. Complete cuts come when 10 and 50 % of an answer are verified, and last until the
-client has long come to the end of what it may write alone; random ones come at any token and last 0.05 to 2 s.
+Packets are lost in the network of the namespaces (see network.py), and neither side is told. The
+client detects by itself that packets are lost, and that they pass again. Complete cuts begin when
+10 and 50 % of an answer are verified. They last until long after the client has written all tokens
+that it may write alone. Random cuts begin at any token and last 0.05 to 2 s.
 
-    python -m benchmarks.serving.network_cuts --model TARGET --drafters moa=RUN,eagle=RUN --prompts CHATS
-        --conditions 4g
+    python -m benchmarks.serving.network_cuts --model TARGET --drafters moa=RUN,eagle=RUN
+        --prompts CHATS --conditions 4g
 
-For each method: seconds until the client went on alone, tokens that it wrote alone and how many of them were right
-before the first wrong one, tokens that were rolled back, seconds from the network's return to the first new verified
-text, and whether the final text is that of an answer without a cut.
+The figures of each method are:
+
+- seconds until the client continued alone
+- tokens that it wrote alone, and the number of correct tokens before the first wrong one
+- tokens that were rolled back
+- seconds from the network's return to the next verified text
+- whether the final text equals that of an answer without a cut
 """
 
 import argparse
@@ -28,7 +33,10 @@ SHARES = (0.1, 0.5)
 def cut_answer(
     world: World, method: str, chat: Any, max_new_tokens: int, cuts: list[tuple[int, float]]
 ) -> JSON:
-    """Answer a chat with cuts of (tokens verified, seconds); the result says when each began and ended."""
+    """Answer a chat with cuts, each given as verified tokens and seconds.
+
+    The result says when each cut began and ended.
+    """
     times: list[tuple[str, float]] = []
 
     def act(request: JSON) -> None:
@@ -47,7 +55,7 @@ def cut_answer(
 
 
 def complete_cut(result: JSON, reference: list[int]) -> JSON:
-    """Figures of an answer with one cut."""
+    """Return the figures of an answer with one cut."""
     (_, cut_s), (_, restored_s) = result["cut_times"]
     changes = [change for change in result["changes"] if change["at_s"] >= cut_s]
     alone = [change for change in changes if "alone" in change and change["at_s"] < restored_s]
@@ -65,13 +73,13 @@ def complete_cut(result: JSON, reference: list[int]) -> JSON:
 
 
 def median(values: list[Any]) -> float | None:
-    """The median of the values that there are."""
+    """Return the median of the values that are not None."""
     found = [value for value in values if value is not None]
     return round(statistics.median(found), 3) if found else None
 
 
 def summed(rows: list[JSON]) -> JSON:
-    """Sum up complete cuts of one method at one share."""
+    """Summarize the complete cuts of one method at one share of the answer."""
     return {
         "alone_after_s": median([row["alone_after_s"] for row in rows]),
         "alone_tokens": statistics.mean(row["alone_tokens"] for row in rows),
@@ -85,7 +93,7 @@ def summed(rows: list[JSON]) -> JSON:
 
 
 def cuts_of(world: World, method: str, chats: list[Any], options: argparse.Namespace) -> JSON:
-    """All cuts of one method, and their summary."""
+    """Make all cuts of one method, and summarize them."""
     chance, limit = random.Random(options.seed), options.max_new_tokens
     complete: dict[str, list[JSON]] = {f"{share:.0%}": [] for share in SHARES}
     at_random: list[JSON] = []

@@ -1,19 +1,20 @@
-"""Two network namespaces joined by TUN devices, between which a process carries real packets.
+"""Two network namespaces joined by TUN devices. A process carries real packets between them.
 
-Packets are delayed, dropped and queued as on a link of the given rate, so TCP's own handshake, congestion control,
-retransmission and back-off are what a program in there meets::
+Packets are delayed, dropped and queued as on a link of the given rate. A program in a namespace
+therefore runs TCP's own handshake, congestion control, retransmission and back-off::
 
     with Tunnel(CONDITIONS["4g"]) as tunnel:
         server = tunnel.start(["moa-data", "serve", "--host", tunnel.server_address], "server")
         client = tunnel.start(["curl", f"http://{tunnel.server_address}:8000/health"], "client")
         client.wait()
 
-Figures of ``wired``, ``5g`` and ``4g`` are those that the paper of the Mixture of Attentions drafter (arXiv 2410.03804)
-gives for its client-server experiments. A ping is a round trip, so each direction gets half of it. A delay "a +- b ms"
-is read as netem, which such figures are options of, reads it: normally distributed, drawn for each packet of each
-direction, so that the round trip is about twice as long.
+The figures of ``wired``, ``5g`` and ``4g`` are those of the client-server experiments in the paper
+of the Mixture of Attentions drafter (arXiv 2410.03804). A ping is a round trip, so each direction
+gets half of it. A delay "a +- b ms" has the meaning that it has as an option of netem: a normal
+distribution, drawn for each packet of each direction. The round trip is then about twice as long.
 
-Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), /dev/net/tun and iproute2. Nothing of it is seen outside the namespaces.
+Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), /dev/net/tun and iproute2. Nothing of the network is
+visible outside the namespaces.
 """
 
 import fcntl
@@ -45,16 +46,19 @@ _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _ADDRESSES: dict[Side, str] = {"client": "10.77.0.2", "server": "10.77.0.1"}
 _NAME = re.compile(r"moa-(\d+)-[0-9a-f]{8}-(client|server)")
 MAX_WAITING_S = 0.25
-"""A packet that would wait longer than this for the rate finds the queue full and is dropped."""
+"""A packet that would wait longer than this for the rate is dropped, because the queue is full."""
 _MTU = 1 << 16
 _BURST = 64
-"""Packets read of one device before the other gets its turn."""
+"""Maximum number of packets to read from one device before the other gets its turn."""
 
 
 def unavailable_because() -> str | None:
-    """Return what keeps this machine from making a tunnel, as one line, or None."""
+    """Return why this machine cannot make a tunnel, as one line, or None if it can."""
     if sys.platform != "linux" or not _TUN.exists():
-        return "there is no /dev/net/tun (Linux with the tun module; in a container, --device /dev/net/tun)"
+        return (
+            "there is no /dev/net/tun (Linux with the tun module; in a container, "
+            "--device /dev/net/tun)"
+        )
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -64,14 +68,15 @@ def unavailable_because() -> str | None:
 
 @dataclass(frozen=True)
 class Condition:
-    """A network whose directions are alike.
+    """A network with the same condition in both directions.
 
     Attributes:
-        rate_bits_s: bits per second, headers included; None for no limit.
-        delay_ms: mean delay of a packet, one way, without the time that the rate takes.
-        jitter_ms: standard deviation of the delay, which is normal, but never below 0. Packets keep their order, as
-            on the radio links of 4G and 5G, which hold back what overtook: a burst waits for its slowest packet.
-        loss: probability that a packet is lost, each packet for itself.
+        rate_bits_s: Bits per second, headers included. None means no limit.
+        delay_ms: Mean one-way delay of a packet, without the transmission time at the rate.
+        jitter_ms: Standard deviation of the delay, which is normally distributed but never below 0.
+            Packets keep their order, as on the radio links of 4G and 5G, which hold back packets
+            that overtook others. A burst therefore waits for its slowest packet.
+        loss: Probability that a packet is lost, independently of other packets.
     """
 
     rate_bits_s: float | None = None
@@ -81,24 +86,28 @@ class Condition:
 
 
 CONDITIONS = {
-    "none": Condition(),  # what this machine does by itself
-    "wired": Condition(50e6, 4.5),  # the paper: 50 Mbit/s and a ping (round trip) of 9 ms
-    # the paper, whose rate is taken as that of the wired network
+    # No emulated limits, only the speed of this machine.
+    "none": Condition(),
+    # Paper: 50 Mbit/s and a ping (round trip) of 9 ms.
+    "wired": Condition(50e6, 4.5),
+    # Paper. The rate is assumed to be that of the wired network.
     "5g": Condition(50e6, 10.0, 10.0, 0.001),
-    # the paper: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss
+    # Paper: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss.
     "4g": Condition(20e6, 21.0, 19.0, 0.001),
-    # not of the paper: a far network, a round trip of 100 ms
+    # Not in the paper: a distant network with a round trip of 100 ms.
     "satellite": Condition(20e6, 50.0, 5.0, 0.001),
 }
 """Networks by name."""
 
 
 class Line:
-    """When a packet arrives that enters one direction of an emulated network, if it does. Times in seconds.
+    """One direction of an emulated network. It computes when packets arrive and which are lost.
+
+    Times are in seconds.
 
     Args:
-        condition: rate, delay, jitter and loss.
-        seed: of delays and losses, which are the same for the same packets in the same order.
+        condition: Rate, delay, jitter and loss.
+        seed: Seed of delays and losses. They are the same for the same packets in the same order.
     """
 
     def __init__(self, condition: Condition, seed: int) -> None:
@@ -112,7 +121,7 @@ class Line:
         self._free_at = self._last_arrival = 0.0
 
     def waiting(self, now: float) -> float:
-        """Seconds that a packet which comes now waits until those before it are sent."""
+        """Return how many seconds a packet sent now waits for the packets before it."""
         return max(0.0, self._free_at - now)
 
     def is_lost(self) -> bool:
@@ -120,7 +129,7 @@ class Line:
         return self._loss > 0 and self._random.random() < self._loss
 
     def arrival(self, now: float, n_bytes: int, extra: float = 0.0) -> float:
-        """Send a packet and return when it arrives, not before those that were sent before it."""
+        """Send a packet and return its arrival time, never before that of earlier packets."""
         self._free_at = max(now, self._free_at) + n_bytes * self._seconds_per_byte
         delay = (
             max(0.0, self._random.gauss(self._delay, self._jitter)) if self._jitter else self._delay
@@ -131,7 +140,7 @@ class Line:
 
 @dataclass
 class PacketCounts:
-    """What happened to the packets of one direction."""
+    """Counts of packets in one direction, by their fate."""
 
     packets: int = 0
     n_bytes: int = 0
@@ -141,16 +150,16 @@ class PacketCounts:
 
 
 class Tunnel:
-    """A client's and a server's network namespace with an emulated network between them.
+    """The network namespaces of a client and a server, with an emulated network between them.
 
-    The server's address is the same in each tunnel; tunnels do not see each other.
+    The server's address is the same in each tunnel. Tunnels do not see each other.
 
     Args:
-        condition: the network.
-        seed: of delays and losses.
+        condition: Condition of the network.
+        seed: Seed of delays and losses.
 
     Raises:
-        RuntimeError: this machine, or this user, cannot make one.
+        RuntimeError: This machine or this user cannot make a tunnel.
     """
 
     server_address = _ADDRESSES["server"]
@@ -177,12 +186,12 @@ class Tunnel:
             with other:
                 self._shuttle = subprocess.Popen(arguments, pass_fds=fds, stdin=subprocess.DEVNULL)
             for device in devices:
-                # the shuttle's are the only ones now: when it ends, the devices vanish
+                # Only the shuttle holds the devices now. They vanish when it ends.
                 device.close()
             undo.callback(self._shuttle.wait)
-            undo.callback(self._control.close)  # which ends it
+            undo.callback(self._control.close)  # Closing the socket ends the shuttle.
             undo.callback(self._end_programs)
-            self.counts()  # it carries packets from here on
+            self.counts()  # The shuttle has answered, so it carries packets from now on.
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -192,12 +201,13 @@ class Tunnel:
         self.close()
 
     def start(self, arguments: Sequence[str], side: Side, **options: Any) -> subprocess.Popen[Any]:
-        """Start a program in a namespace; it is killed with the tunnel if it still runs.
+        """Start a program in a namespace. Closing the tunnel kills it if it still runs.
 
         Args:
-            arguments: the program and its arguments; what returns is its process, not that of a helper.
-            side: whose namespace.
-            options: of ``subprocess.Popen``.
+            arguments: The program and its arguments. The returned process is the program itself,
+                without a helper process.
+            side: The namespace to run it in.
+            options: Options of ``subprocess.Popen``.
         """
         command = ["ip", "netns", "exec", self.namespaces[side], *arguments]
         program = subprocess.Popen(command, **options)
@@ -205,19 +215,25 @@ class Tunnel:
         return program
 
     def cut(self) -> None:
-        """Lose every packet from now on, and those on their way."""
+        """Lose every packet from now on, and those in flight."""
         self._ask("cut")
 
     def restore(self) -> None:
-        """Carry packets again; connections come back when TCP sends again, which it does ever more rarely."""
+        """Carry packets again.
+
+        Connections recover when TCP sends again, which it does at growing intervals.
+        """
         self._ask("restore")
 
     def counts(self) -> dict[Literal["up", "down"], PacketCounts]:
-        """What happened to packets of each direction so far; bytes are those of IP packets, headers included."""
+        """Return the packet counts of each direction so far.
+
+        Bytes are those of IP packets, headers included.
+        """
         return self._ask("counts")
 
     def close(self) -> None:
-        """Kill what runs in the namespaces and delete them."""
+        """Kill all programs in the namespaces and delete the namespaces."""
         self._undo.close()
 
     def _ask(self, verb: str) -> dict[Literal["up", "down"], PacketCounts]:
@@ -232,7 +248,7 @@ class Tunnel:
 
     def _end_programs(self) -> None:
         for program in self._programs:
-            with program:  # closes its pipes
+            with program:  # The context closes its pipes.
                 program.kill()
 
     def _delete_namespaces(self) -> None:
@@ -241,7 +257,7 @@ class Tunnel:
 
 
 def sweep() -> None:
-    """Delete namespaces whose tunnel was killed, and end what still runs in them."""
+    """Delete namespaces of tunnels that were killed, and kill the programs in them."""
     for line in _ip("netns", "list").splitlines():
         found = _NAME.match(line)
         if found and not Path(f"/proc/{found[1]}").exists():
@@ -250,7 +266,7 @@ def sweep() -> None:
 
 @contextmanager
 def _device() -> Iterator[BinaryIO]:
-    """Make a TUN device; it vanishes with the last descriptor of it."""
+    """Make a TUN device. It vanishes when its last descriptor is closed."""
     with _TUN.open("r+b", buffering=0) as file:
         try:
             fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", b"moa%d", _IFF_TUN | _IFF_NO_PI))
@@ -270,7 +286,7 @@ def _place(device: BinaryIO, namespace: str, address: str) -> None:
 
 
 def _delete(namespace: str) -> None:
-    """Delete a namespace, if it exists, and kill what runs in it."""
+    """Kill all programs in a namespace and delete it, if it exists."""
     if not Path("/run/netns", namespace).exists():
         return
     for pid in _ip("netns", "pids", namespace).split():
@@ -280,7 +296,7 @@ def _delete(namespace: str) -> None:
 
 
 def _ip(*arguments: str) -> str:
-    """Run iproute2's command and return what it says."""
+    """Run iproute2's command and return its output."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(
@@ -289,13 +305,13 @@ def _ip(*arguments: str) -> str:
     return done.stdout
 
 
-# The process that carries packets between the two devices. It is handed both of them and one end of
-# a socket; when the other end is closed, whatever the reason, it ends and the devices vanish with
-# it.
+# The rest of this module is the process that carries packets between the two devices. It inherits
+# both devices and one end of a socket. When the other end is closed for any reason, the process
+# ends and the devices vanish.
 
 
 class _Carrier:
-    """One direction: reads packets of a device and writes them to the other when they arrive."""
+    """One direction: reads packets from a device and writes them to the other when they arrive."""
 
     def __init__(self, source: int, sink: int, condition: Condition, seed: int) -> None:
         self.source, self.counts = source, PacketCounts()
@@ -303,21 +319,21 @@ class _Carrier:
         self._flying: deque[tuple[float, bytes]] = deque()
 
     def take(self, is_cut: bool) -> None:
-        """Read what the device has; lose what the network loses."""
+        """Read the packets of the device, and drop those that the network loses."""
         for _ in range(_BURST):
             try:
                 packet = os.read(self.source, _MTU)
             except BlockingIOError:
                 return
             now = time.monotonic()
-            if packet[0] >> 4 != 4:  # the kernel's own chatter of IPv6
+            if packet[0] >> 4 != 4:  # The kernel sends IPv6 packets by itself.
                 continue
             if is_cut:
                 self.counts.cut += 1
             elif self._line.waiting(now) > MAX_WAITING_S:
                 self.counts.overflowed += 1
             else:
-                # A lost packet was sent: it takes its share of the rate.
+                # A lost packet is sent too, so it uses up some of the rate.
                 arrival, is_lost = self._line.arrival(now, len(packet)), self._line.is_lost()
                 if is_lost:
                     self.counts.lost += 1
@@ -325,7 +341,10 @@ class _Carrier:
                     self._flying.append((arrival, packet))
 
     def deliver(self) -> float | None:
-        """Write what has arrived; returns the seconds until the next packet does, None if there is none."""
+        """Write the packets that have arrived.
+
+        Returns the seconds until the next packet arrives, or None if no packet is in flight.
+        """
         while self._flying:
             arrival, packet = self._flying[0]
             left = arrival - time.monotonic()
@@ -338,7 +357,7 @@ class _Carrier:
         return None
 
     def drop(self) -> None:
-        """Lose what is on its way."""
+        """Lose all packets in flight."""
         self.counts.cut += len(self._flying)
         self._flying.clear()
 
@@ -348,8 +367,8 @@ def carry(
 ) -> None:
     """Carry packets until the control socket is closed.
 
-    Each message of the control socket is a verb, ``cut``, ``restore`` or ``counts``, and is answered by the counts of
-    both directions as JSON.
+    Each message of the control socket is a verb: ``cut``, ``restore`` or ``counts``. The answer
+    holds the counts of both directions as JSON.
     """
     carriers = {
         "up": _Carrier(client, server, condition, 2 * seed),
@@ -381,8 +400,8 @@ def carry(
 
 
 def main(control_fd: int, client: int, server: int, settings: str) -> None:
-    """Carry packets as a process of its own; settings are the condition and the seed as JSON."""
-    with suppress(PermissionError):  # a packet that is carried late is a wrong measurement
+    """Carry packets as a separate process. The settings are condition and seed as JSON."""
+    with suppress(PermissionError):  # A packet that is carried late distorts the measurement.
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     values = json.loads(settings)
     for device in (client, server):

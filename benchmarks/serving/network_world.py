@@ -1,4 +1,4 @@
-"""A server and a client process at the two ends of an emulated network, and what crosses it."""
+"""Runs a server and a client process on both ends of an emulated network, and counts bytes."""
 
 import json
 import subprocess
@@ -16,13 +16,13 @@ JSON = dict[str, Any]
 
 
 class World:
-    """A server behind a network and a client process before it, which runs jobs.
+    """A server and a client process with a network between them. The client runs jobs.
 
     Args:
-        model: the target's folder.
-        drafters: name -> a run of ``moa-data train``; the server calls it by its folder's name.
-        target_ms: the least time of a target call.
-        folder: for the logs of both processes.
+        model: The target's folder.
+        drafters: Name -> a run of ``moa-data train``. The server uses the folder's name.
+        target_ms: Minimum time of a target call.
+        folder: Folder for the logs of both processes.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class World:
             address = self._tunnel.server_address
             self._server = self._start(
                 "server", "-m", "moa_data", "serve", "--model", model, "--device", "cpu",
-                "--drafter", ",".join(drafters.values()), "--target-ms", str(target_ms), "--host", address,
-                "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT),
+                "--drafter", ",".join(drafters.values()), "--target-ms", str(target_ms),
+                "--host", address, "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT),
             )  # fmt: skip
             self._read(self._server)
             settings = {
@@ -68,10 +68,12 @@ class World:
             log.close()
 
     def run(self, job: JSON, on_request: Callable[[JSON], None] | None = None) -> JSON:
-        """Let the client process do a job; returns its result, with the bytes of IP packets that it took.
+        """Let the client process run a job.
+
+        Returns its result, with the bytes of the job's IP packets.
 
         Args:
-            on_request: called with what the client asks for meanwhile: lines that are no result.
+            on_request: Called with each request that the client sends before its result.
         """
         counted = []
         self._say(job)
@@ -93,12 +95,12 @@ class World:
         }
 
     def cut(self) -> float:
-        """Lose all packets; returns when, by the clock ``time.monotonic`` of all processes."""
+        """Lose all packets. Returns the time by ``time.monotonic``, which all processes share."""
         self._tunnel.cut()
         return time.monotonic()
 
     def restore(self) -> float:
-        """Carry packets again; returns when."""
+        """Carry packets again. Returns the time."""
         self._tunnel.restore()
         return time.monotonic()
 

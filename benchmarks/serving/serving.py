@@ -1,8 +1,8 @@
-"""Throughput of the serving engine: several sessions at once against the same sessions one after the other.
+"""Measures the throughput of the serving engine: sessions at once against one after the other.
 
-Each repeat runs the same prompts both ways in turns, in one process and with one engine, after a round of each that is
-not counted; whichever came first comes second in the next repeat. The texts of both must be equal token for token.
-With a drafter both are also measured with the server's own drafts. ::
+Each repeat runs the same prompts both ways, in one process and with one engine. The order of the
+two ways alternates, and the first repeat is not counted. The texts of both ways must be equal token
+for token. With a drafter, both ways are also measured with drafts of the server. ::
 
     python -m benchmarks.serving.serving --model MODEL --prompts CHATS [--drafter RUN] [--threads 2]
 """
@@ -25,7 +25,7 @@ from moa_data.serving.engine.sequence import Commit, Request, Work
 
 
 def complete(engine: Engine, requests: list[Request], work: Work) -> list[list[int]]:
-    """Run requests at once to their ends; returns the new tokens of each."""
+    """Run requests concurrently to their ends, and return the new tokens of each."""
     texts: list[list[int]] = [[] for _ in requests]
     ids = []
     for text, request in zip(texts, requests, strict=True):
@@ -45,7 +45,7 @@ def complete(engine: Engine, requests: list[Request], work: Work) -> list[list[i
 def tokens_per_s(
     engine: Engine, requests: list[Request], work: Work, at_once: bool
 ) -> tuple[float, list[list[int]]]:
-    """Run requests at once or one after the other."""
+    """Run requests at once or one after the other. Returns tokens/s and the texts."""
     began = time.perf_counter()
     if at_once:
         texts = complete(engine, requests, work)
@@ -61,7 +61,7 @@ def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int)
         texts = {}
         for at_once in (True, False) if repeat % 2 else (False, True):
             rate, texts[at_once] = tokens_per_s(engine, requests, work, at_once)
-            if repeat:  # the first one sets up kernels and buffers
+            if repeat:  # The first repeat sets up kernels and buffers.
                 rates[at_once].append(rate)
         if texts[True] != texts[False]:
             raise AssertionError("texts depend on what shares their calls")
@@ -78,7 +78,7 @@ def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     target = Target.load(options.model, getattr(torch, options.dtype), options.device)
     drafters = {}
     if options.drafter:
@@ -103,6 +103,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     needed = {"required": True}
     run(
-        "serving", measure, model=needed, prompts=needed | {"type": Path}, drafter=str, sessions=8, max_new_tokens=128,
-        repeats=7, threads=2, device="cpu", dtype="float32",
+        "serving", measure, model=needed, prompts=needed | {"type": Path}, drafter=str, sessions=8,
+        max_new_tokens=128, repeats=7, threads=2, device="cpu", dtype="float32",
     )  # fmt: skip

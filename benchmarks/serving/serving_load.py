@@ -1,16 +1,19 @@
 """Loads a server with good and bad clients at once for some minutes, and watches its memory.
 
-Drafting clients come over a network that is cut and resets its connections; others stream over HTTP, read slowly, leave
-in the middle, or send garbage to both ports. Attackers never read, say nothing, drip their bodies or leave in them, ask
-as a foreign web page would, send prompts of 1 MB, bodies of many wrong items, and stop strings as long as the answer.
-Every complete answer has to be the text of plain decoding, nobody else may be refused, and ``/health`` has to answer
-all the time. ::
+Drafting clients connect over a network that is cut and resets their connections. Other clients
+stream over HTTP, read slowly, leave in the middle of an answer, or send garbage to both ports.
+Attackers never read, send nothing, drip their bodies or disconnect in them, ask as a foreign web
+page would, and send prompts of 1 MB, bodies with many wrong items, and stop strings as long as the
+answer. Every complete answer must equal the text of plain decoding. No request of a good client may
+be refused, and ``/health`` must always answer. ::
 
-    python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE] [--minutes 10] [--tls]
+    python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE]
+        [--minutes 10] [--tls]
 
-Memory counts as flat if the server's mean in the last quarter of the time is at most 5 % and 8 MiB above that in the
-second. The exit code is 1 if it is not, if a text is wrong, if ``/health`` or one who did nothing wrong was not
-answered, if texts are held at the end, or if the server ended.
+Memory counts as flat if the server's mean in the last quarter of the time is at most 5 % and 8 MiB
+above the mean in the second quarter. The exit code is 1 in any of these cases: memory is not flat,
+a text is wrong, ``/health`` or a good client got no answer, the engine still holds texts at the
+end, or the server ended.
 """
 
 import argparse
@@ -54,9 +57,10 @@ from moa_data.tests.kit.proxy import Proxy
 N_TOKENS = 40
 QUESTIONS = [f"What is {n} plus {n + 3}, and why?" for n in range(8)]
 BEGINNINGS = (
-    b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )  # fmt: skip
-"""Of garbage: none, and those of both protocols."""
+"""Beginnings of garbage: nothing, or the first bytes of one of the two protocols."""
 LIMITS = (
     "limits.answer_s=20",
     "limits.write_s=5",
@@ -64,12 +68,12 @@ LIMITS = (
     "limits.body_s=5",
     "drafting.idle_s=20",
 )
-"""Of the server: short ones, so that each is reached often."""
+"""Limits of the server. They are short, so that clients often reach each of them."""
 CHAT = "/v1/chat/completions"
 
 
 class Server:
-    """``moa-data serve`` as a process of its own."""
+    """``moa-data serve`` as a separate process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         ports = []
@@ -86,10 +90,14 @@ class Server:
             self.ca, settings = make_certificates(options.out)
         self.tls = ssl.create_default_context(cafile=self.ca) if self.ca else None
         command = [
-            sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
-            "--port", str(self.port), "--grpc-port", str(self.grpc_port), "--device", "cpu",
+            sys.executable, "-m", "moa_data", "serve", "--model", options.model,
+            "--drafter", options.drafter, "--port", str(self.port),
+            "--grpc-port", str(self.grpc_port), "--device", "cpu",
             *(word for limit in LIMITS for word in ("--set", limit)),
-            *(word for name, file in settings.items() for word in (f"--{name.replace('_', '-')}", file)),
+            *(
+                word for name, file in settings.items()
+                for word in (f"--{name.replace('_', '-')}", file)
+            ),
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, text=True
@@ -98,7 +106,7 @@ class Server:
         self.process.stdout.readline()
 
     def sample(self) -> tuple[float, int, int]:
-        """MiB of memory, threads and open files."""
+        """Return the memory in MiB, the number of threads, and the number of open files."""
         folder = Path("/proc", str(self.process.pid))
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
         return (
@@ -108,18 +116,18 @@ class Server:
         )
 
     def stop(self) -> None:
-        """End it."""
+        """End the process."""
         with self.process:
             self.process.terminate()
         self._log.close()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where HTTP is."""
+        """Host and port of HTTP."""
         return "127.0.0.1", self.port
 
     def body(self, question: str, **changes: Any) -> dict[str, Any]:
-        """The body of a request for an answer."""
+        """Return the body of a request for an answer."""
         messages = [{"role": "user", "content": question}]
         return {
             "model": self.model,
@@ -134,7 +142,7 @@ class Server:
         return http.client.HTTPConnection(*self.address, timeout=300)
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a page."""
+        """Return the status and the text of a page."""
         with contextlib.closing(self._connection()) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -143,7 +151,7 @@ class Server:
     def request(
         self, question: str, stream: bool, headers: dict[str, str] | None = None, **changes: Any
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Ask over HTTP."""
+        """Send a question over HTTP."""
         connection = self._connection()
         body = json.dumps(self.body(question, stream=stream, **changes))
         connection.request(
@@ -152,7 +160,7 @@ class Server:
         return connection, connection.getresponse()
 
     def answer(self, question: str, **changes: Any) -> str:
-        """The whole answer to a question."""
+        """Return the complete answer to a question."""
         connection, response = self.request(question, stream=False, **changes)
         with contextlib.closing(connection):
             found = json.loads(response.read())
@@ -161,7 +169,7 @@ class Server:
             return str(found["choices"][0]["message"]["content"])
 
     def n_held(self) -> int:
-        """Texts that the engine holds."""
+        """Return the number of texts that the engine holds."""
         lines = self.get("/metrics")[1].splitlines()
         return next(
             round(float(line.split()[1]))
@@ -174,10 +182,11 @@ class Load:
     """Clients of all kinds, each in a thread, until they are told to end.
 
     Attributes:
-        counts: what happened, by kind of client.
-        wrong: texts that are not those of plain decoding, and answers to attackers that are no refusals.
-        refused: what clients got instead of an answer that had asked for nothing but that.
-        health_s: seconds that ``/health`` took, each time.
+        counts: Counts of events, by kind of client.
+        wrong: Texts that differ from plain decoding, and answers to attackers that are not
+            refusals.
+        refused: Errors that good clients got instead of an answer.
+        health_s: Seconds of each request to ``/health``.
     """
 
     def __init__(self, server: Server, model: DraftingModel, texts: dict[str, str]) -> None:
@@ -190,10 +199,11 @@ class Load:
         self._is_over, self._lock = threading.Event(), threading.Lock()
         self._proxy = Proxy(server.grpc_port, delay_s=0.002).__enter__()
         roles: list[tuple[Callable[[random.Random], None], int]] = [
-            (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
-            (self._break_network, 1), (self._ask_health, 1), (self._ask, 2), (self._never_read, 4),
-            (self._stay_silent, 3), (self._drip, 3), (self._leave_in_body, 2), (self._be_a_foreign_page, 1),
-            (self._send_long_prompt, 4), (self._send_long_stops, 1), (self._send_wrong_items, 2),
+            (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2),
+            (self._send_garbage, 2), (self._break_network, 1), (self._ask_health, 1),
+            (self._ask, 2), (self._never_read, 4), (self._stay_silent, 3), (self._drip, 3),
+            (self._leave_in_body, 2), (self._be_a_foreign_page, 1), (self._send_long_prompt, 4),
+            (self._send_long_stops, 1), (self._send_wrong_items, 2),
         ]  # fmt: skip
         self._threads = [
             threading.Thread(target=self._play, args=(role, 100 * number + one))
@@ -230,8 +240,8 @@ class Load:
             self.counts[what] += 1
 
     def _check(self, who: str, question: str, text: str) -> None:
-        # An answer may end within a character, which HTTP leaves out and the client shows as a
-        # replacement.
+        # An answer may end in the middle of a character. HTTP omits such a character, and the
+        # client shows a replacement character.
         if text.rstrip("\ufffd") != self._texts[question].rstrip("\ufffd"):
             with self._lock:
                 self.wrong.append((who, question, text))
@@ -288,7 +298,10 @@ class Load:
             self._is_over.wait(chance.random())
 
     def _ask(self, chance: random.Random) -> None:
-        """Whole answers, some with a temperature that is nearly none, or stop strings that never come."""
+        """Ask for complete answers.
+
+        Some requests have a temperature of nearly zero, or stop strings that never occur.
+        """
         question, began = chance.choice(QUESTIONS), time.monotonic()
         stops = [self._texts[question][-200:] + "!", "".join(chance.choices("ab", k=200))]
         changes: dict[str, Any] = chance.choice([{}, {}, {"temperature": 1e-308}, {"stop": stops}])
@@ -379,7 +392,7 @@ class Load:
 
 
 def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]:
-    """Sample the server's memory, threads and files for so long, or until it ends."""
+    """Sample the server's memory, threads and files until the time is over or the server ends."""
     samples, began = [], time.monotonic()
     while (now := time.monotonic() - began) < seconds and server.process.poll() is None:
         samples.append((round(now, 1), *server.sample()))
@@ -388,19 +401,19 @@ def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]
 
 
 def growth(samples: list[tuple[float, float, int, int]]) -> dict[str, Any]:
-    """Memory of the last quarter of the time beside that of the second, in MiB."""
+    """Compare the memory of the last quarter of the time with the second quarter, in MiB."""
     n = len(samples) // 4
     before, after = (
         statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:])
     )
     return {
-        "before_mib": round(before, 1), "after_mib": round(after, 1), "is_flat": after <= before * 1.05 + 8,
-        "threads": samples[-1][2], "files": samples[-1][3],
+        "before_mib": round(before, 1), "after_mib": round(after, 1),
+        "is_flat": after <= before * 1.05 + 8, "threads": samples[-1][2], "files": samples[-1][3],
     }  # fmt: skip
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum."""
+    """Return the median, the 99th percentile and the maximum."""
     ordered = sorted(seconds)
     picked = {"median": 0.5, "p99": 0.99, "max": 1.0}
     return {
@@ -410,7 +423,10 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 
 
 def wait_until_free(server: Server) -> int:
-    """Wait until no text is held, at most a minute; returns those that are held then."""
+    """Wait at most a minute until the engine holds no text.
+
+    Returns the number of texts that it still holds.
+    """
     limit = time.monotonic() + 60
     while (n_held := server.n_held()) and time.monotonic() < limit:
         time.sleep(0.5)
@@ -418,8 +434,8 @@ def wait_until_free(server: Server) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Load, watch, and sum up; ``is_good`` is false where anything went wrong."""
-    raise_file_limit()  # before the server starts, which inherits it
+    """Load the server, watch it, and sum up. ``is_good`` is false if anything went wrong."""
+    raise_file_limit()  # The server inherits the limit when it starts.
     model = DraftingModel.load(options.drafter, options.bundle)
     server = Server(options)
     try:

@@ -1,14 +1,15 @@
-"""Samples the memory of ``moa-data serve`` under a mixed load of well-behaved clients, to show where it ends.
+"""Samples the memory of ``moa-data serve`` under a mixed load of well-behaved clients.
 
-Eight clients take turns with pauses between their requests: short chats, long prompts, streams, sampled answers,
-several answers at once, streams that are left in the middle, and calls of ``/tokenize``. The load is modest on purpose:
-the question is which memory stays with the process, not how fast it answers. ::
+Eight clients send requests with pauses between them: short chats, long prompts, streams, sampled
+answers, several answers at once, streams that are abandoned in the middle, and calls of
+``/tokenize``. The load is deliberately modest. The question is how much memory the process keeps,
+not how fast it answers. ::
 
     python -m benchmarks.serving.serving_memory --model MODEL [--minutes 30] [--threads 1]
 
-The record holds the resident memory of the process: at the start, what the server said at its start that it would take,
-and the largest sample of each minute. The exit code is 1 if a sample is above what the server said, if a request was
-refused, or if the server ended.
+The record holds the resident memory of the process at its start, the maximum that the server
+announced at its start, and the largest sample of each minute. The exit code is 1 if a sample is
+above the announced maximum, if a request was refused, or if the server ended.
 """
 
 import argparse
@@ -44,11 +45,11 @@ WORDS = [
 ]
 SAMPLE_S = 5.0
 LONGEST_WORDS = 3000
-"""Words of the longest prompt; each is about one token."""
+"""Words of the longest prompt. Each word is about one token."""
 
 
 class Server:
-    """``moa-data serve`` as a process of its own."""
+    """``moa-data serve`` as a separate process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ class Server:
         return round(int(found[1]) * 1024 / 1e6, 1)
 
     def announced_mb(self) -> float:
-        """Return the memory that the server said it would take at most."""
+        """Return the maximum memory that the server announced."""
         found = re.search(r"memory: up to ([\d.]+) (MB|GB)", self._log_file.read_text())
         if found is None:
             raise SystemExit(f"{self._log_file} does not say what memory the server takes")
@@ -100,8 +101,8 @@ class Clients:
         self.counts: Counter[str] = Counter()
         self.refused: list[str] = []
         roles: list[Callable[[random.Random], None]] = [
-            self._ask_short, self._ask_short, self._ask_long, self._ask_several, self._stream, self._stream_long,
-            self._leave, self._tokenize,
+            self._ask_short, self._ask_short, self._ask_long, self._ask_several, self._stream,
+            self._stream_long, self._leave, self._tokenize,
         ]  # fmt: skip
         self._threads = []
         for seed, role in enumerate(roles):
@@ -190,7 +191,10 @@ class Clients:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Load a server, sample its memory, and sum up; ``is_good`` is false where anything went wrong."""
+    """Load a server, sample its memory, and sum up.
+
+    ``is_good`` is false if anything went wrong.
+    """
     server = Server(options)
     start_mb = server.resident_mb()
     clients = Clients(server)

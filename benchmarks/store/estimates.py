@@ -1,9 +1,11 @@
-"""Compares what `plan` and `train --dry-run` say beforehand with what extraction and training then take.
+"""Compares the estimates of `plan` and `train --dry-run` with real extraction and training.
 
-    python -m benchmarks.store.estimates OUT --model MODEL --dataset CHATS [--max-sequences 100] [--drafter eagle]
+    python -m benchmarks.store.estimates OUT --model MODEL --dataset CHATS [--max-sequences 100]
+        [--drafter eagle]
 
-Each step is a process of its own, so that its peak memory is its own: plan, extract, dry run, train. Time is that from
-the first forward to the last commit of an extraction, and from the first step of a training to its end.
+Each step (plan, extract, dry run, train) is a separate process, so that its peak memory is its own.
+The time of an extraction is from its first forward to its last commit. The time of a training is
+from its first step to its end.
 """
 
 import argparse
@@ -30,16 +32,16 @@ PARTS = ("plan", "extract", "dry-run", "train")
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def plan_part(config: ExtractConfig) -> dict[str, Any]:
-    """What a plan says."""
+    """Return the estimates of a plan."""
     plan = build_plan(config)
     batches = batches_of(plan.table, plan.forward.batch_tokens)
     largest = max(len(batch) * int(numbers(batch, "n_tokens").max()) for batch in batches)
-    memory = plan.forward.host_range(largest)  # before the timing, as the command does
+    memory = plan.forward.host_range(largest)  # The command does this before timing, too.
     seconds = estimate(plan)
     disk = plan.disk_ranges.values()
     return {
@@ -51,7 +53,7 @@ def plan_part(config: ExtractConfig) -> dict[str, Any]:
 
 
 def extract_part(config: ExtractConfig) -> dict[str, Any]:
-    """What an extraction takes."""
+    """Extract, and return what it took."""
     report = extract(config)
     return {
         "n_tokens": report.n_tokens,
@@ -62,13 +64,13 @@ def extract_part(config: ExtractConfig) -> dict[str, Any]:
 
 
 def dry_run_part(config: TrainConfig) -> dict[str, Any]:
-    """What a dry run says."""
+    """Return the estimates of a dry run."""
     plan = plan_run(config)
     return {"n_steps": [plan.n_steps, plan.n_steps]} | dataclasses.asdict(plan.cost)
 
 
 def train_part(config: TrainConfig) -> dict[str, Any]:
-    """What a training takes."""
+    """Train, and return what it took."""
     first_s: list[float] = []
 
     def note(n_done: int, _n_all: int, _text: str) -> None:
@@ -87,13 +89,14 @@ def train_part(config: TrainConfig) -> dict[str, Any]:
 def run_part(out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part in this process."""
     extraction = ExtractConfig.of(
-        model=options.model, dataset=options.dataset, out=str(out / "store"), max_sequences=options.max_sequences,
-        activations=tuple(options.activations.split(",")), codec=options.codec, device=options.device,
+        model=options.model, dataset=options.dataset, out=str(out / "store"),
+        max_sequences=options.max_sequences, activations=tuple(options.activations.split(",")),
+        codec=options.codec, device=options.device,
     )  # fmt: skip
     accelerator = "cpu" if options.device == "cpu" else "auto"
     training = TrainConfig.of(
-        store=str(out / "store"), out=str(out / "run"), drafter=options.drafter, max_steps=options.max_steps,
-        accelerator=accelerator,
+        store=str(out / "store"), out=str(out / "run"), drafter=options.drafter,
+        max_steps=options.max_steps, accelerator=accelerator,
     )  # fmt: skip
     if options.part in ("plan", "extract"):
         return plan_part(extraction) if options.part == "plan" else extract_part(extraction)
@@ -101,7 +104,10 @@ def run_part(out: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(planned: dict[str, Any], measured: dict[str, Any], what: str) -> list[dict[str, Any]]:
-    """A row for each figure: what was planned, what was measured, and whether it lies within."""
+    """Return a row for each figure.
+
+    A row has the estimated range, the measured value, and whether the value is within the range.
+    """
     rows = []
     for name, value in measured.items():
         low, high = planned[name]
@@ -111,11 +117,12 @@ def compare(planned: dict[str, Any], measured: dict[str, Any], what: str) -> lis
 
 
 def main() -> None:
-    """Run the parts one after the other, and print planned beside measured."""
+    """Run the parts one after the other, and print estimates beside measurements."""
     options = parsed(
         parser_of(
-            __name__, "out", model=str, dataset=str, max_sequences=100, activations="kv,hidden:last", codec="lossless",
-            drafter="moa", max_steps=20, device="cpu", threads=int, part={"choices": PARTS, "default": None},
+            __name__, "out", model=str, dataset=str, max_sequences=100,
+            activations="kv,hidden:last", codec="lossless", drafter="moa", max_steps=20,
+            device="cpu", threads=int, part={"choices": PARTS, "default": None},
         )
     )  # fmt: skip
     out = Path(options.out)

@@ -1,11 +1,14 @@
-"""Measures what extraction adds to the bare forward: wall time of both over the very same batches, in alternation.
+"""Measures what extraction adds to the bare forward. Both take turns on the same batches.
 
-The bare forward fills a key/value cache and throws it away; extraction gathers, compresses, checksums and writes all of
-it. Shares of the device's peak count the operations of the decoder layers on real tokens, for each of the two.
+The figures are wall time. The bare forward fills a KV cache and discards it. Extraction gathers,
+compresses, checksums and writes all of it. The device's utilisation is given for both. It counts
+the operations of the decoder layers on real tokens.
 
-    python -m benchmarks.store.extract --model MODEL --dataset CHATS [--max-sequences 400] [--repeats 3] [--codec int8]
-    python -m benchmarks.store.extract --shape llama-3-8b --layers 8 --max-sequences 64 --device cuda
-        random weights
+    python -m benchmarks.store.extract --model MODEL --dataset CHATS [--max-sequences 400]
+        [--repeats 3] [--codec int8]
+    # Random weights:
+    python -m benchmarks.store.extract --shape llama-3-8b --layers 8 --max-sequences 64
+        --device cuda
 """
 
 import argparse
@@ -36,7 +39,7 @@ from moa_data.pipeline.report import Timings
 
 
 def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
-    """The token ids [B, T] of every batch that extraction runs, padded on the right."""
+    """Return the token ids [B, T] of every batch of the extraction, padded on the right."""
     padded = []
     for part in range(plan.manifest.n_parts):
         for rows in batches(plan.table.filter(pc.field("part") == part), plan.forward.batch_tokens):
@@ -50,7 +53,7 @@ def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def forward_seconds(target: Target, padded: list[torch.Tensor]) -> float:
-    """Seconds of the bare forwards, from the first to the end of the last."""
+    """Return the seconds from the first bare forward to the end of the last one."""
     started = time.perf_counter()
     for tokens in padded:
         target.model.model(
@@ -61,7 +64,7 @@ def forward_seconds(target: Target, padded: list[torch.Tensor]) -> float:
 
 
 def make_input(folder: Path, options: argparse.Namespace) -> tuple[str, str]:
-    """Write a target of a shape with random weights, and chats whose answers fill whole sequences."""
+    """Write a target with random weights, and chats whose answers fill whole sequences."""
     make_target(folder / "model", options.shape, options.layers, pick_device(options.device))
     rows = generate_corpus(64, 1, seed=1).train
     words = json.dumps([row["messages"] for row in rows]).split()
@@ -76,7 +79,7 @@ def make_input(folder: Path, options: argparse.Namespace) -> tuple[str, str]:
 
 
 def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Alternate the bare forwards and the extraction."""
+    """Measure the bare forwards and the extraction in turns."""
     plan = build_plan(config.replaced(out=str(folder / "plan")))
     target = plan.forward.load_target()
     padded = padded_batches(plan)
@@ -104,7 +107,7 @@ def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
 
 
 def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) -> dict[str, Any]:
-    """Return the ratios of both sides, and where the time of the extractions goes."""
+    """Return the ratios of both sides, and the parts of the extractions' time."""
     extract_s = [run.extract_s for run in timings]
     ratios = [whole / bare for whole, bare in zip(extract_s, forward_s, strict=True)]
     return {
@@ -112,8 +115,8 @@ def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) ->
         "extract_over_forward_range": [min(ratios), max(ratios)],
         "forward_s": forward_s,
         "extract_s": extract_s,
-        # Where a run's time goes; the copies, the writer's thread and the encoders work beside the
-        # forwards.
+        # Parts of a run's time. The copies, the writer's thread and the encoders run in parallel
+        # with the forwards.
         "forwards_and_gathering_s": [run.forward_s for run in timings],
         "copies_s": [run.copy_s for run in timings],
         "encoders_cpu_s": [run.encode_s for run in timings],
@@ -127,7 +130,7 @@ def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) ->
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure on a target, or on one that is made."""
+    """Measure on the given target, or on a generated one."""
     if bool(options.model) != bool(options.dataset):
         raise SystemExit("--model and --dataset belong together")
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as name:
@@ -145,7 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "extract", measure, model=str, dataset=str, shape={"choices": SHAPES, "default": "tiny"}, layers=int,
-        max_sequences=400, max_length=2048, codec="lossless", device="auto", repeats=3, threads=int, work=Path,
-        peak_tflops=float,
+        "extract", measure, model=str, dataset=str, shape={"choices": SHAPES, "default": "tiny"},
+        layers=int, max_sequences=400, max_length=2048, codec="lossless", device="auto", repeats=3,
+        threads=int, work=Path, peak_tflops=float,
     )  # fmt: skip

@@ -1,12 +1,15 @@
-"""Measures training from a store in a bucket against the same store on a disk: waiting, requests and their price.
+"""Measures training from a store in a bucket against the same store on a disk.
 
-The store is copied to SeaweedFS on loopback, or to the server that AWS_ENDPOINT_URL names. Latency and bandwidth are
-put on in the client: each request waits so long before it is made, and all answers share one link. Each case trains the
-same drafter for one epoch with the same seed; the losses must agree bit for bit. "Waiting" is the share of the steps'
-time in which training waited for data. Prices are the list prices of S3 Standard (us-east-1), not what anybody paid:
-0.0004 USD for 1,000 reads, 0.005 USD for 1,000 writes or lists.
+The figures are the time spent waiting, the requests, and their price. The store is copied to
+SeaweedFS on loopback, or to the server in AWS_ENDPOINT_URL. The client adds latency and limits the
+bandwidth: each request first waits for the latency, and all answers share one link. Each case
+trains the same drafter for one epoch with the same seed, and the losses must agree bit for bit.
+"Waiting" is the share of the steps' time in which training waited for data. Prices are list prices
+of S3 Standard (us-east-1), not amounts that anybody paid: 0.0004 USD for 1,000 reads, and 0.005 USD
+for 1,000 writes or lists.
 
-    python -m benchmarks.store.object_store --store STORE [--latency-ms 20] [--gb-s 1.0] [--steps N] [--drafter eagle]
+    python -m benchmarks.store.object_store --store STORE [--latency-ms 20] [--gb-s 1.0]
+        [--steps N] [--drafter eagle]
 """
 
 import argparse
@@ -34,7 +37,10 @@ USD_PER_READ, USD_PER_WRITE = 0.0004 / 1000, 0.005 / 1000
 
 
 class Link:
-    """A network of some latency and bandwidth between this process and the server, which counts what crosses it."""
+    """A network with latency and limited bandwidth between this process and the server.
+
+    It counts the requests and bytes that cross it.
+    """
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
@@ -51,7 +57,7 @@ class Link:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the link before every request of this process."""
+        """Send every request of this process over the link."""
         real = ObjectStore._asked
 
         def asked(bucket: ObjectStore, name: str, request: Callable[[], Any]) -> Any:
@@ -80,12 +86,13 @@ def _kind(request: Callable[[], Any]) -> str:
 def trained(
     options: argparse.Namespace, store: str, out: Path, cache: Path | None
 ) -> dict[str, Any]:
-    """Train for an epoch; return what it took."""
+    """Train for an epoch, and return what it took."""
     report = train(
         TrainConfig.of(
             store=store, out=str(out), drafter=options.drafter, epochs=None if options.steps else 1,
-            max_steps=options.steps, validation_fraction=0.0, seed=1, cache_dir=None if cache is None else str(cache),
-            cache_gb=options.cache_gb, batch_size=options.batch_size,
+            max_steps=options.steps, validation_fraction=0.0, seed=1,
+            cache_dir=None if cache is None else str(cache), cache_gb=options.cache_gb,
+            batch_size=options.batch_size,
         )
     )  # fmt: skip
     return {
@@ -145,6 +152,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "object-store", measure, store={"type": Path, "required": True}, drafter="eagle", steps=int, batch_size=8,
-        latency_ms=20.0, gb_s=1.0, cache_gb=50.0,
+        "object-store", measure, store={"type": Path, "required": True}, drafter="eagle", steps=int,
+        batch_size=8, latency_ms=20.0, gb_s=1.0, cache_gb=50.0,
     )  # fmt: skip

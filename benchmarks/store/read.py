@@ -1,8 +1,9 @@
-"""Measures reading batches: this store against other formats, and against np.memmap of raw bfloat16, the ceiling.
+"""Measures reading batches from this store and from other formats.
 
-Every format holds the same sequences and fills the same padded batch in memory that is already there; what it reads is
-compared bit for bit before it is timed. Formats take turns in one process, so that a busy machine slows all of them:
-compare the ratios, which are taken turn by turn. MB are 10^6 bytes of raw bfloat16 without padding.
+The upper bound is np.memmap of raw bfloat16. Every format holds the same sequences and fills the
+same padded batch in preallocated memory. Before a format is timed, its values are compared bit for
+bit. The formats take turns in one process, so that a busy machine slows all of them. Compare the
+ratios, which are computed for each turn. MB are 10^6 bytes of raw bfloat16 without padding.
 
     python -m benchmarks.store.read --source STORE [--mb 300] [--batch 32] [--out FOLDER]
     python -m benchmarks.store.read --shape llama-3-8b --mb 500 --batch 8
@@ -23,7 +24,7 @@ from benchmarks.store.read_formats import FORMATS, Format, Out, Read
 
 CEILING = FORMATS[0].name
 CASES = ("random all", "random layer", "random hidden", "epoch all")
-"""Order and selection, with every file in the page cache."""
+"""Order of the sequences, and the fields. Every file is in the page cache."""
 
 Timing = dict[str, dict[str, list[float]]]
 
@@ -31,7 +32,7 @@ Timing = dict[str, dict[str, list[float]]]
 def batches(
     data: read_data.Data, case: str, batch: int, n_batches: int, turn: int
 ) -> list[np.ndarray]:
-    """The rows of each batch; a turn's random batches are the same for all formats."""
+    """Return the rows of each batch. Random batches of a turn are the same for all formats."""
     n = len(data.lengths)
     order = (
         np.arange(n)
@@ -43,7 +44,7 @@ def batches(
 
 
 def buffers(data: read_data.Data, what: str, batch: int) -> Out:
-    """A batch of the longest sequences, in memory that has been touched."""
+    """Allocate a batch of the longest sequences, in memory that has been touched."""
     rows, longest = min(batch, len(data.lengths)), int(data.lengths.max())
     kv_shape = (1, *data.kv.shape[2:]) if what == "layer" else data.kv.shape[1:]
     out = {"kv": (rows, longest, *kv_shape), "hidden/last": (rows, longest, data.hidden.shape[1])}
@@ -52,7 +53,10 @@ def buffers(data: read_data.Data, what: str, batch: int) -> Out:
 
 
 def cut(out: Out, data: read_data.Data, rows: np.ndarray) -> Out:
-    """The batch's own shape, at the beginning of the memory: sequences lie next to each other."""
+    """Return views of the batch's real shape at the beginning of the memory.
+
+    The sequences of a view are adjacent.
+    """
     longest = int(data.lengths[rows].max())
     small = {}
     for name, array in out.items():
@@ -62,7 +66,7 @@ def cut(out: Out, data: read_data.Data, rows: np.ndarray) -> Out:
 
 
 def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None:
-    """Refuses to time what reads something else."""
+    """Exit if a format reads wrong values."""
     for what in ("all", "layer", "hidden"):
         out = cut(buffers(data, what, len(rows)), data, rows)
         read(rows, what, out)
@@ -80,14 +84,14 @@ def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None
 
 
 def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:
-    """Bytes of the wanted values, without padding."""
+    """Return the bytes of the wanted values, without padding."""
     n_tokens = sum(int(data.lengths[part].sum()) for part in rows)
     kv, hidden, n_layers = int(data.kv[0].nbytes), int(data.hidden[0].nbytes), int(data.kv.shape[1])
     return n_tokens * {"all": kv + hidden, "layer": kv // n_layers, "hidden": hidden}[what]
 
 
 def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], out: Out) -> float:
-    """MB/s of raw values."""
+    """Read the batches, and return MB/s of raw values."""
     views = [cut(out, data, part) for part in rows]
     began = time.perf_counter()
     for part, view in zip(rows, views, strict=True):
@@ -98,7 +102,7 @@ def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], o
 def in_turns(
     formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace
 ) -> Timing:
-    """All formats in turn, ``options.turns`` times."""
+    """Read with all formats in turn, ``options.turns`` times."""
     places = {
         entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats
     }
@@ -107,7 +111,7 @@ def in_turns(
         _, what = case.split()
         out = buffers(data, what, options.batch)
         opened = {entry.name: entry.open(places[entry.name], data) for entry in formats}
-        for turn in range(options.turns + 1):  # the first one opens files and is not counted
+        for turn in range(options.turns + 1):  # The first turn opens files and is not counted.
             rows = batches(data, case, options.batch, options.batches, turn)
             for entry in formats if turn % 2 else reversed(formats):
                 read_data.read_all(places[entry.name])
@@ -118,7 +122,7 @@ def in_turns(
 
 
 def summarize(found: Timing) -> dict[str, dict[str, dict[str, float]]]:
-    """Medians over the turns; ratios are taken within each turn."""
+    """Return medians over the turns. Ratios are computed within each turn."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for case, formats in found.items():
         figures[case] = {}
@@ -176,7 +180,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        lambda options: f"read-{'store' if options.source else options.shape}", measure, source=Path, mb=300, batch=32,
-        shape={"choices": read_data.SHAPES, "default": "small"}, batches=2, turns=5, folder=Path,
+        lambda options: f"read-{'store' if options.source else options.shape}", measure,
+        source=Path, mb=300, batch=32, shape={"choices": read_data.SHAPES, "default": "small"},
+        batches=2, turns=5, folder=Path,
         cases={"nargs": "+", "choices": CASES, "default": list(CASES)}, formats={"nargs": "+"},
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Inputs of ``read.py``: the same sequences for every format, from a real store or drawn with the statistics of one."""
+"""Inputs of ``read.py``: the same sequences for every format.
+
+They come from a real store, or are drawn with the statistics of one.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +24,17 @@ SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}
 """Name -> (layers, KV heads, head dim, width) of drawn activations."""
 
 MEAN_TOKENS = 208
-"""Mean length of drawn sequences, that of GSM8K's chats."""
+"""Mean length of drawn sequences. It is that of GSM8K's chats."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences in the store's order, one after the other without padding.
+    """Sequences in the store's order, concatenated without padding.
 
     Attributes:
-        kv: bits [n_tokens, layers, KV heads, 2, head dim].
-        hidden: bits [n_tokens, width].
-        lengths: tokens of each sequence.
+        kv: Bits [n_tokens, layers, KV heads, 2, head dim].
+        hidden: Bits [n_tokens, width].
+        lengths: Tokens of each sequence.
     """
 
     kv: np.ndarray
@@ -40,19 +43,19 @@ class Data:
 
     @property
     def starts(self) -> np.ndarray:
-        """First token of each sequence."""
+        """Index of each sequence's first token."""
         first: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return first
 
     @property
     def fields(self) -> tuple[FieldSpec, FieldSpec]:
-        """Of the two arrays."""
+        """Fields of the two arrays."""
         n_layers, n_heads, _, head_dim = self.kv.shape[1:]
         return kv_field(n_layers, n_heads, head_dim), hidden_field("last", self.hidden.shape[1])
 
 
 def load(store: Path, n_bytes: int) -> Data:
-    """Takes the first sequences of a store, sorted as a store of their own would sort them."""
+    """Load the first sequences of a store, in the order that a new store would give them."""
     with ActivationStore(store) as source:
         token_bytes = source.fields["kv"].token_bytes + source.fields["hidden/last"].token_bytes
         n = int(np.searchsorted(np.cumsum(source.lengths.astype(np.int64)), n_bytes // token_bytes))
@@ -67,7 +70,10 @@ def load(store: Path, n_bytes: int) -> Data:
 
 
 def draw(shape: str, n_bytes: int) -> Data:
-    """Draws values whose scale differs by channel: their exponents have about 2.7 bits, as keys and values have."""
+    """Draw values with a different scale for each channel.
+
+    Their exponents have about 2.7 bits, like those of keys and values.
+    """
     n_layers, n_heads, head_dim, width = SHAPES[shape]
     rng = np.random.default_rng(0)
     n_tokens = n_bytes // (2 * (n_layers * n_heads * 2 * head_dim + width))
@@ -87,7 +93,10 @@ def draw(shape: str, n_bytes: int) -> Data:
 
 
 def write_store(data: Data, path: Path) -> None:
-    """Writes the sequences as a store, which keeps their order: they are sorted by length, and fill one part."""
+    """Write the sequences as a store.
+
+    The store keeps their order, because they are sorted by length and fill one part.
+    """
     fields = (tokens_field(), response_mask_field(), *data.fields)
     manifest, plan = recipe(fields, data.lengths.tolist(), target={"vocab_size": 32_000})
     with StoreWriter.create_or_resume(path, manifest, plan) as writer, writer.part(0) as out:
@@ -105,12 +114,12 @@ def write_store(data: Data, path: Path) -> None:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Every file below a folder."""
+    """List every file below a folder."""
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def read_all(folder: Path) -> None:
-    """Brings every file into the page cache."""
+    """Read every file, so that it is in the page cache."""
     buffer = bytearray(8 << 20)
     for path in files_below(folder):
         with open(path, "rb", buffering=0) as file:

@@ -1,7 +1,8 @@
 """The formats that ``read.py`` compares. Each fills the same padded batch from its own files.
 
-A format has ``write(data, folder)``, and ``open(folder, data)``, which returns ``read(rows, what, out)`` on fresh
-handles. ``what`` is "all" (keys, values, hidden states), "layer" (keys and values of the last layer) or "hidden".
+A format has ``write(data, folder)`` and ``open(folder, data)``. The latter opens the files and
+returns ``read(rows, what, out)``. ``what`` is "all" (keys, values, hidden states), "layer" (keys
+and values of the last layer) or "hidden".
 """
 
 import gzip
@@ -24,14 +25,14 @@ Read = Callable[[np.ndarray, str, Out], None]
 
 @dataclass(frozen=True)
 class Format:
-    """A format that takes part.
+    """A format in the comparison.
 
     Attributes:
-        name: in tables.
-        write: makes its files.
-        open: opens them afresh and returns what reads a batch.
-        shares: name of the format whose files it reads, if not its own.
-        needs: module that has to be installed.
+        name: Name in tables.
+        write: Writes the files.
+        open: Opens the files and returns a function that reads a batch.
+        shares: Name of the format whose files it reads, if it has none of its own.
+        needs: Module that must be installed.
     """
 
     name: str
@@ -42,12 +43,12 @@ class Format:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can take part."""
+        """Whether the format can be measured."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
 
 def place(out: np.ndarray, b: int, values: np.ndarray) -> None:
-    """Copies a sequence into a row of the batch and zeroes the padding."""
+    """Copy a sequence into a row of the batch, and zero the padding."""
     out[b, : len(values)] = values
     out[b, len(values) :] = 0
 
@@ -55,7 +56,7 @@ def place(out: np.ndarray, b: int, values: np.ndarray) -> None:
 def per_sequence(
     sequence: Callable[[int, str], tuple[np.ndarray | None, np.ndarray | None]],
 ) -> Read:
-    """Reads a batch one sequence after the other."""
+    """Return a function that reads a batch one sequence after the other."""
 
     def read(rows: np.ndarray, what: str, out: Out) -> None:
         for b, row in enumerate(rows.tolist()):
@@ -69,13 +70,13 @@ def per_sequence(
 
 
 def write_raw(data: Data, folder: Path) -> None:
-    """Two flat files."""
+    """Write two flat files."""
     data.kv.tofile(folder / "kv.u16")
     data.hidden.tofile(folder / "hidden.u16")
 
 
 def open_raw(folder: Path, data: Data) -> Read:
-    """np.memmap: the ceiling, nothing is decoded."""
+    """Open np.memmap, the upper bound. Nothing is decoded."""
     kv = np.memmap(folder / "kv.u16", np.uint16, "r", shape=data.kv.shape)
     hidden = np.memmap(folder / "hidden.u16", np.uint16, "r", shape=data.hidden.shape)
     starts, lengths = data.starts, data.lengths
@@ -88,7 +89,7 @@ def open_raw(folder: Path, data: Data) -> Read:
 
 
 def sequences(data: Data) -> Iterable[dict[str, torch.Tensor]]:
-    """The sequences as bfloat16 tensors."""
+    """Yield the sequences as bfloat16 tensors."""
     for start, n in zip(data.starts.tolist(), data.lengths.tolist(), strict=True):
         pair = {"kv": data.kv[start : start + n], "hidden": data.hidden[start : start + n]}
         yield {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in pair.items()}
@@ -97,7 +98,7 @@ def sequences(data: Data) -> Iterable[dict[str, torch.Tensor]]:
 def as_bits(
     tensors: dict[str, torch.Tensor], what: str
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The wanted arrays of a sequence, as bits."""
+    """Return the wanted arrays of a sequence, as bits."""
     kv, hidden = (
         tensors[name].view(torch.uint16).numpy() if name in tensors else None
         for name in ("kv", "hidden")
@@ -106,7 +107,7 @@ def as_bits(
 
 
 def write_pt_gz(data: Data, folder: Path) -> None:
-    """One gzipped .pt per sequence, as SpecForge writes them."""
+    """Write one gzipped .pt per sequence, as SpecForge does."""
     for row, tensors in enumerate(sequences(data)):
         with gzip.open(folder / f"{row}.pt.gz", "wb", compresslevel=6) as file:
             torch.save(
@@ -115,7 +116,7 @@ def write_pt_gz(data: Data, folder: Path) -> None:
 
 
 def open_pt_gz(folder: Path, data: Data) -> Read:
-    """torch.load of what gzip gives."""
+    """Load with torch.load from decompressed files."""
 
     def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         with gzip.open(folder / f"{row}.pt.gz", "rb") as file:
@@ -125,7 +126,7 @@ def open_pt_gz(folder: Path, data: Data) -> Read:
 
 
 def write_safetensors(data: Data, folder: Path) -> None:
-    """One .safetensors per sequence, as speculators writes them."""
+    """Write one .safetensors per sequence, as speculators does."""
     from safetensors.torch import save_file
 
     for row, tensors in enumerate(sequences(data)):
@@ -136,7 +137,7 @@ def write_safetensors(data: Data, folder: Path) -> None:
 
 
 def open_safetensors(folder: Path, data: Data) -> Read:
-    """safe_open: only what is wanted."""
+    """Read only the wanted values with safe_open."""
     from safetensors import safe_open
 
     def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -150,19 +151,19 @@ def open_safetensors(folder: Path, data: Data) -> Read:
 
 
 def write_ours(data: Data, folder: Path) -> None:
-    """The store."""
+    """Write the store."""
     write_store(data, folder / "store")
 
 
 def part_and_starts(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
-    """The one part of the store, and where its sequences begin and how long they are."""
+    """Return the only part of the store, and the starts and lengths of its sequences."""
     with ActivationStore(folder / "store") as store:
         first = store.sequences["first_token"].to_numpy()
         return folder / "store/parts", first, store.lengths.astype(np.int64)
 
 
 def open_ours(n_threads: int) -> Callable[[Path, Data], Read]:
-    """ActivationStore.read_batch."""
+    """Read with ActivationStore.read_batch."""
 
     def opened(folder: Path, data: Data) -> Read:
         store = ActivationStore(folder / "store")
@@ -181,7 +182,7 @@ def open_ours(n_threads: int) -> Callable[[Path, Data], Read]:
 
 
 def open_zarr(folder: Path, data: Data) -> Read:
-    """zarr-python."""
+    """Read with zarr-python."""
     import zarr
 
     part, first, lengths = part_and_starts(folder)
@@ -197,11 +198,11 @@ def open_zarr(folder: Path, data: Data) -> Read:
 
 
 def open_tensorstore(folder: Path, data: Data) -> Read:
-    """Tensorstore, all sequences of the batch under way at once."""
+    """Read with Tensorstore, all sequences of the batch concurrently."""
     import tensorstore as ts
 
     part, first, lengths = part_and_starts(folder)
-    # for indexes, not for whole batches
+    # The cache has room for the shard indexes, but not for whole batches.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 8 << 20}})
     arrays = {
         name: ts.open(

@@ -1,12 +1,14 @@
-"""Runs the main job at the shape of Llama-3-8B with random weights, on a CPU: every stage, its memory, time and bytes.
+"""Runs every stage at the shape of Llama-3-8B on a CPU: its memory, time and bytes.
 
     python -m benchmarks.store.real_shape OUT [--layers 32] [--tokens 512]
 
-A folder with Llama-3-8B's config.json and random bfloat16 weights (16 GB at 32 layers) is made in OUT, then: plan,
-extract, verify, audit, two training steps of every drafter at the sizes of the paper, and four tokens generated with
-each. Every stage is a process of its own, whose peak memory the kernel counts. Random weights show what a small target
-cannot: memory, bytes, files, widths and load times. They show no rate of compression and no acceptance. A machine of
-24 GB is enough; stages that have a record in OUT are not run again, and checkpoints are deleted after each training.
+The benchmark makes a folder with Llama-3-8B's config.json and random bfloat16 weights in OUT (16 GB
+at 32 layers). Then it runs plan, extract, verify, audit, two training steps of every drafter at the
+sizes of the paper, and generates four tokens with each drafter. Every stage is a separate process,
+whose peak memory the kernel counts. Random weights show figures that a small target cannot show:
+memory, bytes, files, widths and load times. They do not show compression ratios or acceptance. A
+machine with 24 GB is enough. Stages with a record in OUT do not run again. Checkpoints are deleted
+after each training.
 """
 
 import argparse
@@ -37,7 +39,7 @@ NEW_TOKENS = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """What one process took."""
+    """Time, memory and output of one process."""
 
     name: str
     seconds: float
@@ -50,10 +52,10 @@ def run_stage(name: str, command: list[str], log: Path, measured: Path | None = 
     """Run one process and wait for it.
 
     Args:
-        measured: folder whose bytes and files are counted afterwards.
+        measured: Folder whose bytes and files are counted afterwards.
 
     Raises:
-        SystemExit: the process failed; its output is in the log.
+        SystemExit: The process failed. Its output is in the log.
     """
     print(f"{name} ...", flush=True)
     started = time.perf_counter()
@@ -64,7 +66,8 @@ def run_stage(name: str, command: list[str], log: Path, measured: Path | None = 
     seconds, peak_gb = time.perf_counter() - started, usage.ru_maxrss * 1024 / 1e9
     if process.returncode:
         sys.exit(
-            f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; see {log}"
+            f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; "
+            f"see {log}"
         )
     found = [file for file in measured.rglob("*") if file.is_file()] if measured else []
     stage = Stage(name, seconds, peak_gb, sum(file.stat().st_size for file in found), len(found))
@@ -73,7 +76,7 @@ def run_stage(name: str, command: list[str], log: Path, measured: Path | None = 
 
 
 def stages(out: Path, options: argparse.Namespace) -> list[tuple[str, list[str], Path | None]]:
-    """List what is run: (name, command, folder to measure)."""
+    """List the stages as (name, command, folder to measure)."""
     cli = [sys.executable, "-m", "moa_data"]
     model, store, chats = str(out / "target"), str(out / "store"), str(out / "chats.jsonl")
     middle = sorted({min(2, options.layers - 1), options.layers // 2, max(options.layers - 3, 0)})
@@ -144,7 +147,7 @@ def generate_with_each(out: Path) -> None:
 
 
 def main() -> None:
-    """Run all stages and write what they took."""
+    """Run all stages and write their figures."""
     numbers = {"layers": 32, "tokens": 512, "sequences": 8, "codec": "lossless", "keep": False}
     options = parsed(parser_of(__name__, "out", part={"help": argparse.SUPPRESS}, **numbers))
     out = Path(options.out)

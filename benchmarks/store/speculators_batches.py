@@ -1,7 +1,8 @@
-"""Batches of speculators' own dataset and collation, from its own files and from stores of the same sequences.
+"""Measures speculators' own dataset and collation on its own files and on stores.
 
-Runs in an environment with speculators and this package. ``files`` is what ``export --format speculators`` wrote; the
-stores are the one that it was written from and copies of it with other codecs.
+It needs an environment with speculators and this package. All sides hold the same sequences.
+``files`` is the output of ``export --format speculators``. The stores are the one that was
+exported, and copies of it with other codecs.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from benchmarks.kit.harness import in_turn, quartiles, run
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Read all sequences in batches from each side in turn."""
-    # Only that environment has these.
+    # Only an environment with speculators has these modules.
     from hs_connectors import FileTransfer, HiddenStatesTransfer
     from speculators.train.data import ArrowDataset, CollateFn
 
@@ -60,5 +61,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "speculators-batches", measure, "files", "stores+", batch_size=8, repeats=5, max_length=2048, threads=1
+        "speculators-batches", measure, "files", "stores+", batch_size=8, repeats=5,
+        max_length=2048, threads=1
     )  # fmt: skip

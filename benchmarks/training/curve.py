@@ -1,12 +1,14 @@
-"""Fits acceptance length against training tokens on short runs, and says what it predicts for longer ones.
+"""Fits acceptance length against training tokens on short runs, and predicts it for longer ones.
 
-The expected acceptance length of held-out training chats, as runs report it, is fitted by ``a - b * tokens ** -c``
-(tokens in millions) over the runs of at most ``--up-to`` tokens; runs of as many steps are averaged. No test prompt is
-involved. ::
+Runs report the expected acceptance length on held-out training chats. It is fitted by ``a - b *
+tokens ** -c`` (tokens in millions) over the runs of at most ``--up-to`` tokens. Runs with the same
+number of steps are averaged. Test prompts are not used. ::
 
-    python -m benchmarks.training.curve OUT/96/run-moa-1-0 OUT/192/run-moa-1-0 OUT/5392/run-moa-0.5-0 ... [--up-to 1e6]
+    python -m benchmarks.training.curve OUT/96/run-moa-1-0 OUT/192/run-moa-1-0
+        OUT/5392/run-moa-0.5-0 ... [--up-to 1e6]
 
-Each run ends its own schedule: a point in the middle of a longer run, whose rate is still high, is not on the curve.
+Each run must have completed its own schedule. A point in the middle of a longer run is not on the
+curve, because its learning rate is still high.
 """
 
 import argparse
@@ -22,13 +24,13 @@ from benchmarks.kit.harness import run
 from moa_data.trainer.config import REPORT_FILE
 
 POWERS = np.geomspace(0.05, 4, 400)
-"""Values of c that are tried."""
+"""Candidate values of c."""
 
 Numbers = NDArray[np.float64]
 
 
 def fit(tokens: Numbers, lengths: Numbers) -> tuple[float, float, float]:
-    """Fit ``a - b * tokens ** -c`` by least squares; returns a, b and c."""
+    """Fit ``a - b * tokens ** -c`` by least squares, and return a, b and c."""
     found = []
     for power in POWERS:
         terms = np.stack([np.ones_like(tokens), -(tokens**-power)], axis=1)
@@ -40,7 +42,7 @@ def fit(tokens: Numbers, lengths: Numbers) -> tuple[float, float, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Fit the runs, and compare what that predicts with what longer runs reached."""
+    """Fit the runs, and compare the predictions with the results of longer runs."""
     by_steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for folder in options.runs:
         report = json.loads((Path(folder) / REPORT_FILE).read_text())

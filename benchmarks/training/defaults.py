@@ -1,15 +1,17 @@
-"""What `train` chooses by itself, against a search over learning rates and batches, at equal tokens.
+"""Compares the defaults of `train` with a search over learning rates and batches, at equal tokens.
 
-For each store and kind of drafter it trains once without settings, then with each batch, optimizer and factor of the
-learning rates, for as many epochs. All are judged by the expected acceptance length on the same held-out chats of the
-store. ::
+For each store and kind of drafter, the benchmark trains once without settings. Then it trains for
+as many epochs with each batch size, optimizer and factor of the learning rates. All runs are judged
+by the expected acceptance length on the same held-out chats of the store. ::
 
-    moa-data extract --model MODEL --dataset CHATS --out STORE --activations kv,hidden:last,hidden:layer:1,...
-    python -m benchmarks.training.defaults OUT --stores STORE ... [--drafters eagle] [--epochs 1] [--batches 4 8 16]
+    moa-data extract --model MODEL --dataset CHATS --out STORE
+        --activations kv,hidden:last,hidden:layer:1,...
+    python -m benchmarks.training.defaults OUT --stores STORE ... [--drafters eagle] [--epochs 1]
+        [--batches 4 8 16]
 
-Everything is kept in OUT, and running it again goes on from there: a run that was stopped is resumed, and one that is
-finished is not trained again. Several processes may share OUT, each with drafters of its own. OUT/defaults.json holds
-a row for each store and kind, of all runs that are there.
+Everything is kept in OUT, and a later call continues from there. It resumes runs that were stopped,
+and does not repeat finished runs. Several processes may share OUT if each trains different
+drafters. OUT/defaults.json holds a row for each store and kind, of all runs in OUT.
 """
 
 import json
@@ -26,16 +28,19 @@ from benchmarks.training.runs import trained
 from moa_data.trainer.config import RUN_FILE, TrainConfig
 
 RATES = {"learning_rate": 1e-4, "matrix_learning_rate": 2e-3, "peak_multiplier": 10.0}
-"""What the factors of the search multiply; the multiplier stays."""
+"""Learning rates that the factors of the search multiply. The peak multiplier is not changed."""
 
 
 def run_folder(options: Namespace, store: str, kind: str, name: str) -> Path:
-    """The folder of a run."""
+    """Return the folder of a run."""
     return Path(options.out) / f"{Path(store).name}-{kind}-{name}"
 
 
 def train_chosen(options: Namespace, store: str, kind: str) -> dict[str, Any]:
-    """Train without settings, or with the number of epochs alone; returns the report and what was chosen."""
+    """Train without settings, except for the epochs if they are given.
+
+    Returns the report, with the settings that `train` chose.
+    """
     out = run_folder(options, store, kind, f"chosen-{options.epochs or 'epochs'}")
     length = {"epochs": options.epochs} if options.epochs else {}
     report = trained(
@@ -53,20 +58,20 @@ def train_other(
     factor: float,
     batch: int,
 ) -> dict[str, Any]:
-    """Train with a batch, an optimizer and a factor of the learning rates; returns the report."""
+    """Train with a batch size, an optimizer and a factor of the rates. Returns the report."""
     out = run_folder(options, store, kind, f"{epochs:g}-{optimizer}-{factor:g}-{batch}")
     settings: dict[str, Any] = dict(RATES)
     for name in ("learning_rate", "matrix_learning_rate"):
         settings[name] = factor * RATES[name]
     config = TrainConfig.of(
-        store=store, out=str(out), drafter=kind, seed=options.seed, epochs=epochs, optimizer=optimizer,
-        batch_size=batch, **settings,
+        store=store, out=str(out), drafter=kind, seed=options.seed, epochs=epochs,
+        optimizer=optimizer, batch_size=batch, **settings,
     )  # fmt: skip
     return trained(config)
 
 
 def search(options: Namespace, store: str, kind: str) -> dict[str, Any]:
-    """Train what is not there yet for a store and a kind; returns the row."""
+    """Make all missing runs of a store and a kind of drafter, and return the row."""
     chosen = train_chosen(options, store, kind)
     settings, length = chosen["settings"], float(chosen["best_expected_acceptance_length"])
     epochs = float(settings["schedule"]["epochs"])
@@ -97,7 +102,7 @@ def search(options: Namespace, store: str, kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train what is not there yet, and write all rows."""
+    """Make all missing runs, and write all rows."""
     stores = {"nargs": "+", "required": True, "metavar": "STORE"}
     own = {
         "drafters": ["eagle", "eagle3", "moa"],

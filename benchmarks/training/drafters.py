@@ -1,19 +1,21 @@
-"""Every drafter at equal weights, steps, batches and data, on one store: which one commits most tokens a target call.
+"""Compares all drafters at equal weights, steps, batches and data, on one store.
 
-Each drafter is trained with two learning rates; the better one on held-out chats of the TRAINING data is kept, and
-trained again with the other seeds. The test prompts are decoded once with each kept run, with chains of several
-lengths, a chain that stops where a draft is unsure, and a tree. ::
+The question is which drafter commits the most tokens per target call. Each drafter is trained with
+two learning rates. The rate that is better on held-out chats of the TRAINING data is used with the
+other seeds, too. The test prompts are decoded with each chosen run: with chains of several lengths,
+with a chain that stops if a draft is unsure, and with a tree. ::
 
     moa-data extract --model MODEL --dataset TRAIN_CHATS --out STORE \
         --activations kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6
-    python -m benchmarks.training.drafters STORE MODEL TEST_CHATS OUT --target NAME --steps 340 --seeds 0 1
-        [--only eagle ...]                           also parts of Mixture of Attentions, see ABLATIONS; those through
-                                                     target layers need a store with --target-layers 3
-        [--set divergence=lk]                        other settings, in an OUT of their own
+    python -m benchmarks.training.drafters STORE MODEL TEST_CHATS OUT --target NAME --steps 340
+        --seeds 0 1 [--only eagle ...] [--set divergence=lk]
 
-Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and running it again goes on from there;
-several processes may share OUT, each with drafters of its own. OUT/drafters.json holds all rows that are there;
-``leaderboard.py`` measures tokens/s, on an idle machine.
+--only also takes variants of Mixture of Attentions, see ABLATIONS. Those that go through target
+layers need a store with --target-layers 3. --set changes settings, which needs a separate OUT.
+
+Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and a later call
+continues from there. Several processes may share OUT if each trains different drafters.
+OUT/drafters.json holds all rows in OUT. ``leaderboard.py`` measures tokens/s, on an idle machine.
 """
 
 import argparse
@@ -32,13 +34,13 @@ from moa_data.trainer.config import PRESETS, TrainConfig
 READ = (1, 3, 6)
 """Target layers whose outputs are read."""
 BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
-# DSpark's loss
+# The loss that DSpark was published with.
 PUBLISHED = {"forward_kl_weight": 0.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}
 DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK | PUBLISHED
 MOA: dict[str, Any] = {
-    "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235, "cross_attention_kv_heads": 1,
-    "cross_attention_mlp_width": 320, "layer_attention_heads": 4, "layer_attention_kv_heads": 2,
-    "layer_attention_mlp_width": 224,
+    "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
+    "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
+    "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224,
 }  # fmt: skip
 PAPER = (
     MOA
@@ -54,7 +56,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "eagle3": (
         "EAGLE-3",
-        {"drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024, "self_attention_mlp_width": 363},
+        {
+            "drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024,
+            "self_attention_mlp_width": 363,
+        },
     ),
     "moa": ("Mixture of Attentions", MOA),
     "moa-light": (
@@ -63,24 +68,40 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dflash": (
         "DFlash",
-        {"drafter": "dflash", "block_size": 11, "fused_layers": READ, "self_attention_mlp_width": 288} | BLOCK,
+        {
+            "drafter": "dflash", "block_size": 11, "fused_layers": READ,
+            "self_attention_mlp_width": 288,
+        } | BLOCK,
     ),
     "dspark": ("DSpark", DSPARK | {"fused_layers": READ, "self_attention_mlp_width": 174}),
     "block-kv": (
         "DSpark on keys and values",
-        DSPARK | {"context": "kv", "fused_layers": READ, "block_layers": 3, "self_attention_mlp_width": 130},
+        DSPARK | {
+            "context": "kv", "fused_layers": READ, "block_layers": 3,
+            "self_attention_mlp_width": 130,
+        },
     ),
     "block-kv-deep": (
         "DSpark on keys and values of later layers",
-        DSPARK | {"context": "kv", "fused_layers": (2, 4, 7), "block_layers": 3, "self_attention_mlp_width": 130},
+        DSPARK | {
+            "context": "kv", "fused_layers": (2, 4, 7), "block_layers": 3,
+            "self_attention_mlp_width": 130,
+        },
     ),
     "block-kv-six": (
         "DSpark on keys and values of six layers",
-        DSPARK | {"context": "kv", "fused_layers": (1, 2, 3, 5, 6, 7), "self_attention_mlp_width": 366},
+        DSPARK | {
+            "context": "kv", "fused_layers": (1, 2, 3, 5, 6, 7),
+            "self_attention_mlp_width": 366,
+        },
     ),
-    "block-memory": ("DSpark on a memory", DSPARK | {"context": "memory", "self_attention_mlp_width": 67}),
+    "block-memory": (
+        "DSpark on a memory",
+        DSPARK | {"context": "memory", "self_attention_mlp_width": 67},
+    ),
 }  # fmt: skip
-"""Name -> (title, settings): about 1.89 M weights each, heads and embeddings that a drafter trains included."""
+"""Name -> (title, settings). Each drafter has about 1.89 M weights, with its own head and
+embeddings."""
 ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "paper": ("MoA as in the paper", PAPER),
     "last-layer": (
@@ -112,11 +133,14 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         PAPER | {"target_layer_inference": 3},
     ),
 }
-"""Mixture of Attentions without one part each, or with another (``--only``): what each part gives."""
+"""Variants of Mixture of Attentions (``--only``). Each leaves out or replaces one part."""
 
 
 def train_config(options: argparse.Namespace, name: str, rate: float, seed: int) -> TrainConfig:
-    """The settings of a run; ``rate`` multiplies the learning rates of the preset small."""
+    """Return the settings of a run.
+
+    ``rate`` multiplies the learning rates of the preset small.
+    """
     out = str(options.out / f"run-{name}-{rate:g}-{seed}")
     settings = (DRAFTERS | ABLATIONS)[name][1] | settings_given(options.set)
     config = small_config(
@@ -131,12 +155,16 @@ def train_config(options: argparse.Namespace, name: str, rate: float, seed: int)
 
 
 def settings_given(changes: list[str]) -> dict[str, Any]:
-    """The settings ``NAME=VALUE`` by their names."""
+    """Parse settings of the form ``NAME=VALUE``."""
     return {name: yaml.safe_load(value) for name, value in (one.split("=", 1) for one in changes)}
 
 
 def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[float, float]]:
-    """Train with each rate; return the one with the longest expected acceptance on held-out training chats, and all."""
+    """Train with each learning rate.
+
+    Returns the rate with the longest expected acceptance length on held-out training chats, and the
+    lengths of all rates.
+    """
     found = {
         rate: float(
             trained(train_config(options, name, rate, options.seeds[0]))[
@@ -149,21 +177,22 @@ def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[flo
 
 
 def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
-    """Train with a seed and decode the test prompts: a row."""
+    """Train with a seed, decode the test prompts, and return a row."""
     config = train_config(options, name, rate, seed)
     training, run = trained(config), config.out
     title, _ = (DRAFTERS | ABLATIONS)[name]
     return {
-        "drafter": name, "title": title, "seed": seed, "rate": rate, "steps": options.steps, "run": run,
-        "set": options.set,
+        "drafter": name, "title": title, "seed": seed, "rate": rate, "steps": options.steps,
+        "run": run, "set": options.set,
         "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
-        "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
+        "expected_acceptance_length": training["best_expected_acceptance_length"],
+        "cpu_s": training.get("cpu_s"),
         "lengths": acceptance(options, report_name(title, options.target, seed), run),
     }  # fmt: skip
 
 
 def main() -> None:
-    """Train and measure what is not there yet, and write all rows that are."""
+    """Train and measure what is missing, and write all rows."""
     only = {
         "nargs": "+",
         "choices": [*DRAFTERS, *ABLATIONS],

@@ -1,15 +1,22 @@
-"""Drafters of targets of several families: as good as those of a Llama of equal size, trained on the same chats?
+"""Compares drafters of targets of several families with those of a Llama of equal size.
 
-Trains targets of families for so many steps, of equal widths and as many weights, extracts the same chats with each,
-trains drafters from the stores with equal settings, and decodes the same test prompts where that is asked for. ::
+The benchmark trains a target of each family for a number of steps, with equal widths and as many
+weights. It extracts the same chats with each target, and trains drafters from the stores with equal
+settings. With --decode it also decodes the same test prompts. ::
 
-    python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ... --targets llama:700 qwen3:850 ...
-        [--drafters moa eagle3] [--set fc_norm=true] [--decode]
+    python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ...
+        --targets llama:700 qwen3:850 ... [--drafters moa eagle3] [--set fc_norm=true] [--decode]
 
-Everything is kept in OUT, and running it again goes on from there. The record has the loss of each target on held-out
-chats, the entropy of its distributions there (nats a token of answers) and how far it looks back, the acceptance length
-of each drafter, and the one that training expects on chats that neither target nor drafter saw, also as a ratio to what
-a Llama of equal loss has, between those that are there: what a target writes itself repeats more or less, chats don't.
+Everything is kept in OUT, and a later call continues from there. The record has these figures:
+
+- the loss of each target on held-out chats, the entropy of its distributions there (nats per token
+  of answers), and how far it looks back
+- the acceptance length of each drafter, with --decode
+- the expected acceptance length on chats that neither target nor drafter saw, also as a ratio to
+  that of a Llama of equal loss, interpolated between the Llamas in the record
+
+The chats are the same for all targets. The texts that a target writes itself repeat to different
+degrees, so their acceptance lengths compare less well.
 """
 
 import argparse
@@ -43,15 +50,17 @@ SIZES: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {},  # Llama with norms of queries and keys
-    # The experts of a layer have as many weights as Llama's MLP; a token uses a quarter of them.
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
-    "olmo2": {},  # norms after attention and MLP in place of before
-    # of eight layers the sixth sees all
+    "qwen3": {},  # Like Llama, with norms of queries and keys.
+    # The experts of a layer have as many weights as Llama's MLP. A token uses a quarter of them.
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72,
+        "norm_topk_prob": True,
+    },
+    "olmo2": {},  # The norms are after attention and MLP instead of before.
+    # The sixth of the eight layers has full attention, the others have windows.
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},
-    # What parts Gemma from Llama, alone: windows, or their lack, and the scale of embeddings
-    # (``SCALES``).
-    # no token is out of sight
+    # The variants below isolate differences of Gemma and Llama: the windows, and the scale of the
+    # embeddings (``SCALES``). In wide variants the window covers all positions.
     "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
     "gemma3_text-unscaled": {"sliding_window": 32, "query_pre_attn_scalar": 48},
     "gemma3_text-wide-unscaled": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
@@ -60,9 +69,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ]},
     "llama-scaled": {},
 }  # fmt: skip
-"""Model type, and how it differs -> what its config has besides the sizes."""
+"""Model type, with a suffix for a variant -> settings of its config besides the sizes."""
 SCALES = {"scaled": SIZES["hidden_size"] ** 0.5, "unscaled": SIZES["hidden_size"] ** -0.5}
-"""What the embeddings are multiplied with in training, as Gemma's are by its model; the weights saved have it in."""
+"""Factors of the embeddings in training, like the one in Gemma's model code. Saved weights include
+the factor."""
 SEEN = 32
 
 
@@ -73,10 +83,11 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
     sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": config.hidden_size, "intermediate_size": 3 * config.hidden_size,
-        "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads, "head_dim": config.hidden_size // config.n_heads,
-        "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
+        "vocab_size": len(tokenizer), "hidden_size": config.hidden_size,
+        "intermediate_size": 3 * config.hidden_size, "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.hidden_size // config.n_heads, "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
     }  # fmt: skip
     found = AutoConfig.for_model(
         model_type.split("-")[0], **sizes, **FAMILIES[model_type], **special
@@ -98,7 +109,10 @@ class _Scaled(torch.nn.Module):
 
 
 def _scale_embeddings(model: Any, scale: float) -> None:
-    """Train embeddings that are scaled, as they are where they begin as small as others; saving makes them plain."""
+    """Train embeddings that are multiplied by a scale.
+
+    The trained weights have their usual initial size. Saving multiplies the scale into the weights.
+    """
     embeddings, save = model.get_input_embeddings(), model.save_pretrained
     parametrize.register_parametrization(embeddings, "weight", _Scaled(scale))
 
@@ -113,8 +127,9 @@ def _scale_embeddings(model: Any, scale: float) -> None:
 def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Measure a target on the answers of chats.
 
-    Returns its loss and the entropy of what it expects, in nats a token, and on how many of some tokens it would choose
-    the same if it saw only the ``SEEN`` tokens before.
+    Returns its loss and the entropy of its distributions, in nats per token. Also returns the share
+    of some tokens for which its choice stays the same if it sees only the first token and the last
+    ``SEEN`` ones.
     """
     from moa_data.moa.targets.live import Target
 
@@ -156,17 +171,20 @@ def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def called(*words: object) -> None:
-    """Run a command of Python, and end where it fails."""
+    """Run a Python module as a command, and stop if it fails."""
     subprocess.run([sys.executable, "-m", *map(str, words)], check=True)
 
 
 def own_folder(options: argparse.Namespace) -> str:
-    """The name of the folder of drafters of these steps and settings."""
+    """Return the name of the folder for drafters with these steps and settings."""
     return "-".join([str(options.steps), *options.set])
 
 
 def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, rate: float) -> float:
-    """Train a drafter that is not there yet; returns the length that it is expected to have on chats nobody saw."""
+    """Train a drafter unless it exists.
+
+    Returns its expected acceptance length on chats that neither target nor drafter saw.
+    """
     named, steps = own_folder(options), options.steps
     given = argparse.Namespace(
         store=str(own / "store"),
@@ -176,7 +194,7 @@ def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, ra
         validation_sequences=150,
     )
     trained(config := train_config(given, drafter, rate, seed))
-    # One step that moves nothing, and then the validation on nine tenths of another store.
+    # Take one step that changes nothing, and then validate on nine tenths of another store.
     given.store, given.out = str(own / "unseen"), own / "on-unseen" / named
     given.steps, given.validation_sequences = 1, 400
     given.set = [*options.set, f"init_from={config.out}", "validation_fraction=0.9"]
@@ -188,12 +206,12 @@ def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, ra
 def decoded(
     options: argparse.Namespace, own: Path, family: str, drafter: str, seed: int
 ) -> dict[str, Any]:
-    """Decode the test prompts with a drafter: its acceptance lengths by method."""
+    """Decode the test prompts with a drafter, and return its acceptance lengths by method."""
     out = own / "drafters" / own_folder(options)
     called(
-        "benchmarks.training.drafters", own / "store", own / "target", own.parent / "test.jsonl", out, "--target",
-        family, "--only", drafter, "--steps", options.steps, "--seeds", seed, "--rates", options.rate,
-        *(("--set", *options.set) if options.set else ()),
+        "benchmarks.training.drafters", own / "store", own / "target", own.parent / "test.jsonl",
+        out, "--target", family, "--only", drafter, "--steps", options.steps, "--seeds", seed,
+        "--rates", options.rate, *(("--set", *options.set) if options.set else ()),
     )  # fmt: skip
     lengths: dict[str, Any] = json.loads((out / f"row-{drafter}-{seed}.json").read_text())[
         "lengths"
@@ -202,7 +220,7 @@ def decoded(
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, extract and decode what is not there yet."""
+    """Train, extract and decode what is missing."""
     folder = options.folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     options_of_chats = argparse.Namespace(**{**vars(options), "out": folder})
@@ -227,8 +245,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ("unseen", "held_out.jsonl", len(held_out)),
         ):
             called(
-                "moa_data", "extract", "--model", own / "target", "--dataset", folder / file, "--out", own / name,
-                "--activations", fields, "--max-length", MAX_POSITIONS, "--max-sequences", n_chats,
+                "moa_data", "extract", "--model", own / "target", "--dataset", folder / file,
+                "--out", own / name, "--activations", fields, "--max-length", MAX_POSITIONS,
+                "--max-sequences", n_chats,
             )  # fmt: skip
         for drafter in options.drafters:
             row = {
@@ -243,7 +262,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 row["lengths"] = decoded(options, own, family, drafter, seed)
             rows.append(row)
     for row in rows:
-        # Of a Llama that has the same loss, between those of the same seed.
+        # Interpolate the length of a Llama with the same loss between Llamas of the same seed.
         same = [
             one for one in rows if one["family"] == "llama" and one["drafter"] == row["drafter"]
         ]
@@ -264,6 +283,7 @@ if __name__ == "__main__":
     named = {"nargs": "+", "required": True, "metavar": "FAMILY:STEPS"}
     changes = {"nargs": "+", "default": [], "metavar": "SETTING=VALUE"}
     run(
-        "families", measure, "folder", train=files, test=files, targets=named, drafters=["moa", "eagle3"], steps=300,
-        sequences=2500, seeds=[0], rate=1.0, seed=0, threads=1, set=changes, decode=FLAG,
+        "families", measure, "folder", train=files, test=files, targets=named,
+        drafters=["moa", "eagle3"], steps=300, sequences=2500, seeds=[0], rate=1.0, seed=0,
+        threads=1, set=changes, decode=FLAG,
     )  # fmt: skip

@@ -1,18 +1,21 @@
-"""Enters a drafter in the table of all drafters for one target, docs/leaderboard.md.
+"""Adds a drafter to docs/leaderboard.md, the table of all drafters for one target.
 
-Any drafter that this package can load will do: a run of `moa-data train`, or a folder in the layout of another program
-(docs/interop.md). It decodes the first test prompts greedily with chains of several lengths, a chain that stops where a
-draft is unsure, and a tree; every answer must equal plain decoding's. From cuts of answers it goes on alone. Tokens/s
-are those of one prompt at a time, plain decoding and the drafter in turns, so measure on an idle machine. Where a chain
-stops is chosen by tokens/s on held-out chats of the training data. ::
+The drafter may be anything that this package can load: a run of `moa-data train`, or a folder in
+the layout of another program (docs/interop.md). It decodes the first test prompts greedily with
+chains of several lengths, with a chain that stops if a draft is unsure, and with a tree. Every
+answer must equal that of plain decoding. The drafter also continues alone from cuts of answers.
+Tokens/s are measured one prompt at a time, plain decoding and the drafter in turns, so the machine
+must be idle. The threshold at which a chain stops is chosen by tokens/s on held-out chats of the
+training data. Without --held-out, a chain stops below 0.1. A drafter that is not a run needs
+--tokens, --seconds and --trained, because only runs record them. ::
 
-    python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "DSpark" --target gsm8k [--out OUT]
-        [--held-out CHATS]                           without it, a chain stops below 0.1
-        [--tokens N --seconds S --trained "how"]     of a drafter that is no run, which knows these itself
-    make figures                                     writes the page
+    python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "DSpark"
+        --target gsm8k [--out OUT] [--held-out CHATS] [--tokens N --seconds S --trained "how"]
+    # Write the page:
+    make figures
 
-Reports are kept in OUT, and only what they lack is measured. In the OUT of ``drafters.py`` the acceptance lengths of
-its drafters are already there.
+Reports are kept in OUT, and only missing ones are measured. In the OUT of ``drafters.py``, the
+acceptance lengths of its drafters already exist.
 """
 
 import argparse
@@ -37,49 +40,51 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain10": {"method": ("plain", "chain"), "draft_length": 10},
     "tree": {"method": ("plain", "tree"), "tree": "6x8x62"},
 }
-"""Key -> settings of its decoding."""
+"""Key -> settings for decoding."""
 STOPS = (0.05, 0.1, 0.2, 0.3, 0.4)
-"""Probabilities of acceptance below which a chain may stop."""
+"""Candidate probabilities of acceptance below which a chain stops."""
 DEFAULT_STOP = 0.1
 SPEED_LENGTH, STOPPED_LENGTH = 7, 10
-"""Drafts of the chains whose tokens/s are measured; of those that stop, at most."""
+"""Drafts of the chains whose tokens/s are measured, and the upper bound for chains that stop."""
 ALONE_TOKENS, ALONE_CUTS = 32, 3
 POSITIONS = (1, 2, 3, 5, 7, 10)
-"""Places in a chain of ten whose share of accepted drafts the table has."""
+"""Positions in a chain of ten for which the table shows the share of accepted drafts."""
 
 
 DECODING: dict[str, Any] = {
-    "target": {"required": True}, "n_prompts": 40, "batch_size": 10, "max_new_tokens": 128, "speed_prompts": 12,
-    "threads": 1, "device": "auto",
+    "target": {"required": True}, "n_prompts": 40, "batch_size": 10, "max_new_tokens": 128,
+    "speed_prompts": 12, "threads": 1, "device": "auto",
 }  # fmt: skip
-"""Options of how test prompts are decoded; a batch holds for all but tokens/s."""
+"""Options for decoding test prompts. The batch size does not apply to tokens/s."""
 
 
 def decoded(
     options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any
 ) -> dict[str, Any]:
-    """Return the report of decoding the test prompts, measured first if it is not there."""
+    """Return the report of decoding the test prompts. Measures first if it is missing."""
     values = {
-        "model": options.model, "prompts": options.prompts, "device": options.device, "n_prompts": options.n_prompts,
-        "max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size,
+        "model": options.model, "prompts": options.prompts, "device": options.device,
+        "n_prompts": options.n_prompts, "max_new_tokens": options.max_new_tokens,
+        "batch_size": options.batch_size,
     } | shape | own  # fmt: skip
     config = EvalConfig.of(drafter=(run,), out=str(options.out / f"{name}.json"), **values)
     found: dict[str, Any] = kept(config, evaluate)
     wrong = [row["method"] for row in found["methods"] if row["n_exact"] != row["n_answers"]]
     if wrong:
         sys.exit(
-            f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. See {config.out}."
+            f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. "
+            f"See {config.out}."
         )
     return found
 
 
 def report_name(name: str, target: str, seed: int | None) -> str:
-    """The beginning of the names of a drafter's reports."""
+    """Return the beginning of the names of a drafter's reports."""
     return f"{name}-{target}-{seed}".replace(" ", "-").lower()
 
 
 def lengths(report: dict[str, Any], method: str) -> list[float]:
-    """The acceptance length of a method, and its 95 % interval over prompts."""
+    """Return the acceptance length of a method, and its 95 % interval over prompts."""
     names: list[str] = []
     pairs: list[tuple[float, float]] = []
     for row in report["rows"]:
@@ -92,7 +97,7 @@ def lengths(report: dict[str, Any], method: str) -> list[float]:
 
 
 def acceptance(options: argparse.Namespace, name: str, run: str) -> dict[str, list[float]]:
-    """Decode the test prompts with all shapes; returns acceptance lengths by key."""
+    """Decode the test prompts with all shapes, and return acceptance lengths by key."""
     return {
         key: lengths(decoded(options, f"{name}-{key}", run, shape), shape["method"][1])
         for key, shape in SHAPES.items()
@@ -100,7 +105,10 @@ def acceptance(options: argparse.Namespace, name: str, run: str) -> dict[str, li
 
 
 def by_position(options: argparse.Namespace, name: str, run: str) -> str:
-    """The shares of target calls that accepted the draft at each of :data:`POSITIONS` of a chain of ten, in percent."""
+    """Return the share of target calls that accepted the draft at a position of a chain of ten.
+
+    The text lists the percentages of all :data:`POSITIONS`.
+    """
     report = decoded(options, f"{name}-chain10", run, SHAPES["chain10"])
     (found,) = [
         row["accepted_by_position"] for row in report["methods"] if row["method"] == "chain"
@@ -111,11 +119,15 @@ def by_position(options: argparse.Namespace, name: str, run: str) -> str:
 
 
 def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
-    """Let the drafter continue from cuts of the target's answers: tokens like the target's before another one."""
+    """Let the drafter continue alone from cuts of the target's answers.
+
+    Returns the number of tokens that equal the target's before the first different one.
+    """
     config = EvalConfig.of(
-        model=options.model, prompts=options.prompts, device=options.device, n_prompts=options.n_prompts,
-        batch_size=options.batch_size, drafter=(run,), out=str(options.out / f"{name}-alone.json"),
-        method=("plain",), disconnect=ALONE_TOKENS, cuts=ALONE_CUTS,
+        model=options.model, prompts=options.prompts, device=options.device,
+        n_prompts=options.n_prompts, batch_size=options.batch_size, drafter=(run,),
+        out=str(options.out / f"{name}-alone.json"), method=("plain",), disconnect=ALONE_TOKENS,
+        cuts=ALONE_CUTS,
     )  # fmt: skip
     writers = kept(config, evaluate)["disconnection"]["writers"]
     (found,) = [row["common_prefix"] for row in writers if row["writer"] != "target"]
@@ -130,7 +142,10 @@ def one_at_a_time(
     methods: tuple[str, ...],
     stop: float,
 ) -> dict[str, dict[str, Any]]:
-    """Decode prompts one at a time, plain and by methods in turns; returns what the report says of each method."""
+    """Decode prompts one at a time, with plain decoding and the methods in turns.
+
+    Returns the report's row of each method.
+    """
     shape = {
         "method": ("plain", *methods),
         "draft_length": SPEED_LENGTH,
@@ -142,7 +157,11 @@ def one_at_a_time(
 
 
 def chosen_stop(options: argparse.Namespace, name: str, run: str) -> float:
-    """Choose where chains stop: by tokens/s over plain decoding's on held-out chats of the training data."""
+    """Choose the probability of acceptance below which chains stop.
+
+    The choice has the best tokens/s relative to plain decoding, on held-out chats of the training
+    data.
+    """
     if options.held_out is None:
         return DEFAULT_STOP
     found = {
@@ -155,19 +174,26 @@ def chosen_stop(options: argparse.Namespace, name: str, run: str) -> float:
 
 
 def speeds(options: argparse.Namespace, name: str, run: str) -> dict[str, Any]:
-    """Decode one prompt at a time: tokens/s over plain decoding, and milliseconds of a round's drafts."""
+    """Decode one prompt at a time.
+
+    Returns tokens/s relative to plain decoding, and the milliseconds of a round's drafts.
+    """
     stop = chosen_stop(options, name, run)
     found = one_at_a_time(options, f"{name}-speed", run, options.prompts, ("chain", "tree"), stop)
     chain, stopped = found["chain"], found["tree"]
     return {
-        "speed": chain["ratio"], "draft_ms": 1000 * chain["draft_s"] / chain["n_target_calls"], "stop": stop,
-        "stopped": stopped["acceptance_length"], "stopped_drafts": stopped["n_drafted"] / stopped["n_target_calls"],
+        "speed": chain["ratio"], "draft_ms": 1000 * chain["draft_s"] / chain["n_target_calls"],
+        "stop": stop, "stopped": stopped["acceptance_length"],
+        "stopped_drafts": stopped["n_drafted"] / stopped["n_target_calls"],
         "stopped_speed": stopped["ratio"],
     }  # fmt: skip
 
 
 def main() -> None:
-    """Measure a drafter, and put its row in the place of an older one of the same name, target, tokens and seed."""
+    """Measure a drafter and add its row to the table.
+
+    The row replaces an earlier one with the same name, target, tokens and seed.
+    """
     words = {"trained": "", "out": Path("runs/leaderboard"), "name": {"required": True}} | DECODING
     known = {"tokens": int, "seconds": float, "commit": str, "seed": int, "held_out": str}
     options = parsed(parser_of(__name__, "model", "prompts", "drafter", **words, **known))
@@ -180,7 +206,8 @@ def main() -> None:
         "weights": sum(weight.numel() for weight in load_drafter(options.drafter).parameters()),
         "tokens": options.tokens or report.get("n_tokens_total"),
         "seconds": options.seconds or report.get("cpu_s") or None,
-        **acceptance(options, key, options.drafter), "by_position": by_position(options, key, options.drafter),
+        **acceptance(options, key, options.drafter),
+        "by_position": by_position(options, key, options.drafter),
         "alone": alone(options, key, options.drafter), **speeds(options, key, options.drafter),
         "commit": (options.commit or provenance()["git_sha"] or "")[:12],
         "trained": options.trained, "command": "enter",

@@ -1,10 +1,12 @@
-"""Compares a training step from a store with the same step online, where the target runs first.
+"""Compares a training step from a store with an online one, for which the target runs first.
 
-Both sides alternate in one process on the same batches: the store side waits for the loader and steps; the online side
-runs the target over the batch (all layers' KV and the last hidden state, as an online trainer needs them) and takes the
-same step. Reported are medians over the pairs with their quartiles, and the step's cost in target forwards.
+Both sides alternate in one process on the same batches. The store side waits for the loader and
+takes a step. The online side runs the target over the batch (KV of all layers and the last hidden
+state, as an online trainer needs them) and takes the same step. The figures are medians over the
+pairs with quartiles, and the cost of a step in target forwards.
 
-    python -m benchmarks.training.online_step STORE MODEL [--pairs 40] [--batch-size 8] [--threads 1] [drafter sizes]
+    python -m benchmarks.training.online_step STORE MODEL [--pairs 40] [--batch-size 8]
+        [--threads 1] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
         [--layer-groups 1] [--no-unrotated-keys]
 """
@@ -29,18 +31,21 @@ from moa_data.trainer.step import DrafterModule
 
 
 class DrafterStep:
-    """Forward, backward, clipping and optimizer of the training module, without a Lightning loop around it."""
+    """A step of the training module without a Lightning loop around it.
+
+    It runs the forward, the backward, clipping and the optimizer.
+    """
 
     def __init__(self, module: DrafterModule) -> None:
         self._module = module
-        # Outside a fit Lightning has nowhere to log to.
+        # Lightning's log methods fail outside of a fit.
         vars(module).update(
             log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None
         )
         self._optimizer = module.build_optimizer("32-true")
 
     def __call__(self, batch: Batch) -> float:
-        """Take one step; returns its seconds."""
+        """Take one step, and return its seconds."""
         start = time.perf_counter()
         loss = self._module.training_step(batch, 0)
         torch.autograd.backward(loss)
@@ -51,7 +56,10 @@ class DrafterStep:
 
 
 def run_target(target: Target, batch: Batch) -> float:
-    """Run the target as an online trainer would and put what it gives into the batch; returns the seconds."""
+    """Run the target as an online trainer would, and put its activations into the batch.
+
+    Returns the seconds.
+    """
     start = time.perf_counter()
     model: Any = target.model
     with torch.inference_mode():
@@ -65,7 +73,11 @@ def run_target(target: Target, batch: Batch) -> float:
 
 
 def _pair(stream: Any, step: DrafterStep, target: Target, online_first: bool) -> tuple[float, ...]:
-    """One batch on both sides: tokens, waiting, step from the store, target forward, step online."""
+    """Run one batch on both sides.
+
+    Returns its tokens, and the seconds of waiting, of the step from the store, of the target's
+    forward, and of the online step.
+    """
     start = time.perf_counter()
     batch = next(stream)
     wait_s = time.perf_counter() - start
@@ -97,12 +109,16 @@ def _figures(pairs: np.ndarray) -> dict[str, list[float]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the pairs, of which the first two are not counted; figures are medians and quartiles."""
+    """Run the pairs, and return medians and quartiles.
+
+    The first two pairs are not counted.
+    """
     keep_freed_memory()
     n_pairs = options.pairs + 2
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
         config = small_config(
-            options.store, folder, max_steps=n_pairs, batch_size=options.batch_size, **chosen(options)
+            options.store, folder, max_steps=n_pairs, batch_size=options.batch_size,
+            **chosen(options)
         )  # fmt: skip
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)

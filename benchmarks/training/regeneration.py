@@ -1,11 +1,13 @@
-"""Acceptance length of a drafter trained on a dataset's answers and on the target's own, at equal tokens.
+"""Compares training on a dataset's answers with training on the target's own, at equal tokens.
 
-Both stores hold the same questions, as many chats as give the same number of tokens; the same drafter is trained on
-each with every seed, and decodes the same held-out prompts.
+The figure is the drafter's acceptance length. Both stores hold the same questions, cut to the same
+number of tokens. The same drafter is trained on each store with every seed, and decodes the same
+held-out prompts.
 
-    python -m benchmarks.training.regeneration MODEL TRAIN_CHATS TEST_CHATS OUT --chats 400 --steps 150 --seeds 0 1
+    python -m benchmarks.training.regeneration MODEL TRAIN_CHATS TEST_CHATS OUT --chats 400
+        --steps 150 --seeds 0 1
 
-What is there in OUT is not made again. OUT/regeneration-*.json has the figures.
+Files that exist in OUT are not made again. OUT/regeneration-*.json has the figures.
 """
 
 import argparse
@@ -31,13 +33,17 @@ Rows = list[dict[str, Any]]
 
 
 def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
-    """Return the chats of both kinds: the same questions, of which the target answered all."""
+    """Return the chats of both kinds.
+
+    Both have the same questions: those that the target has answered.
+    """
     file = options.out / "answered.jsonl"
     regenerate(
         RegenerateConfig.of(
             model=options.model, dataset=options.train_chats, out=str(file), max_rows=options.chats,
-            max_new_tokens=options.max_new_tokens, max_length=options.max_length, batch_size=options.batch_size,
-            max_rejected_fraction=1, keep_cut=False, device=options.device,
+            max_new_tokens=options.max_new_tokens, max_length=options.max_length,
+            batch_size=options.batch_size, max_rejected_fraction=1, keep_cut=False,
+            device=options.device,
         )
     )  # fmt: skip
     own = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -48,7 +54,7 @@ def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
 def store_of(
     options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int | None = None
 ) -> int:
-    """Extract chats, up to a number of tokens; returns the tokens of the store."""
+    """Extract chats, up to a number of tokens. Returns the tokens of the store."""
     if n_tokens is not None:
         with ActivationStore(options.out / f"store-{kind}-all") as store:
             table = store.sequences.sort_by("source_row")
@@ -70,8 +76,8 @@ def store_of(
     out = options.out / f"store-{name}"
     extract(
         ExtractConfig.of(
-            model=options.model, dataset=str(file), out=str(out), activations=("hidden:last",), device=options.device,
-            max_length=options.max_length, max_rejected_fraction=1,
+            model=options.model, dataset=str(file), out=str(out), activations=("hidden:last",),
+            device=options.device, max_length=options.max_length, max_rejected_fraction=1,
         ),
         provenance=provenance(),
     )  # fmt: skip
@@ -80,21 +86,25 @@ def store_of(
 
 
 def measured(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
-    """Train a drafter on a kind of chats and decode the prompts with it; returns what both reported."""
+    """Train a drafter on a kind of chats, and decode the prompts with it.
+
+    Returns the reports of both.
+    """
     folder = str(options.out / f"run-{kind}-{seed}")
     given = {"seed": seed, "max_steps": options.steps, "validation_fraction": 0.0}
     config = small_config(str(options.out / f"store-{kind}"), folder, options.drafter, **given)
     training = trained(config)
     decoding = EvalConfig.of(
-        model=options.model, prompts=options.test_chats, drafter=(folder,), method=("plain", "chain"),
-        out=str(options.out / f"eval-{kind}-{seed}.json"), n_prompts=options.n_prompts, warmup=0,
-        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, device=options.device,
+        model=options.model, prompts=options.test_chats, drafter=(folder,),
+        method=("plain", "chain"), out=str(options.out / f"eval-{kind}-{seed}.json"),
+        n_prompts=options.n_prompts, warmup=0, max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size, device=options.device,
     )  # fmt: skip
     return {"training": training, "rows": kept(decoding, evaluate)["rows"]}
 
 
 def acceptance(rows: Rows) -> list[tuple[str, float, float]]:
-    """Prompt, tokens and target calls of each answer."""
+    """Return the prompt, the tokens and the target calls of each answer."""
     calls = [(row["prompt_id"], row["runs"]["chain"]["committed_per_call"]) for row in rows]
     return [(prompt, float(sum(each)), float(len(each))) for prompt, each in calls]
 
@@ -102,7 +112,11 @@ def acceptance(rows: Rows) -> list[tuple[str, float, float]]:
 def figures(
     found: dict[str, list[dict[str, Any]]], n_tokens: dict[str, int], seeds: Sequence[int]
 ) -> Rows:
-    """Return a row for each kind: acceptance length over all seeds and by seed, and its ratio to the dataset's."""
+    """Return a row for each kind of answers.
+
+    It has the acceptance length over all seeds and by seed, and its ratio to that of the dataset's
+    answers.
+    """
     values = {kind: [acceptance(one["rows"]) for one in runs] for kind, runs in found.items()}
     rows = []
     for kind, by_seed in values.items():
@@ -147,6 +161,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        "regeneration", measure, "model", "train_chats", "test_chats", "folder", chats=400, drafter="eagle", steps=150,
-        seeds=[0, 1], n_prompts=60, max_new_tokens=192, max_length=512, batch_size=16, threads=1, device="cpu",
+        "regeneration", measure, "model", "train_chats", "test_chats", "folder", chats=400,
+        drafter="eagle", steps=150, seeds=[0, 1], n_prompts=60, max_new_tokens=192, max_length=512,
+        batch_size=16, threads=1, device="cpu",
     )  # fmt: skip

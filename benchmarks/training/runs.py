@@ -1,6 +1,7 @@
-"""Trains and measures what is not there yet, so that a script that is run again goes on from where it was.
+"""Trains and measures what is missing, so that a script can be stopped and run again.
 
-Also the options of drafters and of training that benchmarks share, on top of the preset small.
+It also has the options of drafters and of training that benchmarks share, which change the preset
+small.
 """
 
 import argparse
@@ -33,16 +34,16 @@ SIZES = (
 
 FLAG = {"action": argparse.BooleanOptionalAction}
 SIZE_OPTIONS: dict[str, Any] = dict.fromkeys(SIZES, int)
-"""Options of the harness: a size of the drafter each."""
+"""Options of the harness, one for each size of the drafter."""
 TRAINING_OPTIONS: dict[str, Any] = {
-    "optimizer": str, "teacher_forced_weight": float, "cross_attention_drafts": FLAG, "layer_groups": int,
-    "unrotated_keys": FLAG,
+    "optimizer": str, "teacher_forced_weight": float, "cross_attention_drafts": FLAG,
+    "layer_groups": int, "unrotated_keys": FLAG,
 }  # fmt: skip
-"""Likewise, what decides what a step of training computes."""
+"""Options of the harness that determine the computation of a training step."""
 
 
 def chosen(options: argparse.Namespace) -> dict[str, Any]:
-    """Return those of these options that were given."""
+    """Return the shared options that were given."""
     values = vars(options)
     return {
         name: values[name]
@@ -52,16 +53,16 @@ def chosen(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def small_config(store: str, out: str, drafter: str = "moa", **named: Any) -> TrainConfig:
-    """Return the preset small with some settings changed, by their names."""
+    """Return the preset small with some settings changed by name."""
     values = PRESETS["small"] | {"store": store, "out": out, "drafter": {"kind": drafter}}
     return TrainConfig.merged([("", values)]).replaced(**named)
 
 
 def trained(config: TrainConfig) -> dict[str, Any]:
-    """Train, or go on training, unless the run is finished; returns its report.
+    """Train or resume training unless the run is finished, and return its report.
 
-    A run that was trained in one go has ``cpu_s`` too, processor seconds of its process, which other work on the
-    machine hardly changes.
+    The report of a run that was trained without interruption has ``cpu_s``, the CPU seconds of its
+    process. Other work on the machine hardly affects them.
     """
     out = Path(config.out)
     report = out / REPORT_FILE
@@ -94,7 +95,7 @@ def trained(config: TrainConfig) -> dict[str, Any]:
 
 
 def kept(config: Any, measure: Callable[..., Any]) -> dict[str, Any]:
-    """Return the report of these settings, measured first if it is not there."""
+    """Return the report for these settings. Measures first if the report is missing."""
     file = Path(config.out)
     wanted = json.loads(json.dumps(config.named()))
     if not file.is_file() or json.loads(file.read_text())["config"] != wanted:

@@ -1,12 +1,14 @@
-"""Measures what a training step of each drafter costs beside one of EAGLE-2, at the sizes of ``drafters.py``.
+"""Measures a training step of each drafter against one of EAGLE-2, at the sizes of ``drafters.py``.
 
-All drafters take a step on the same sequences in turns, on one thread; counted are processor seconds of that thread,
-which other work on the machine changes least, and the floating-point operations of its products. Reading is left out,
-for it runs beside the steps. With ``--default-sizes`` the drafters have the sizes that `train` gives them for the
-store's target. ``--parts`` tells how the seconds are shared among the parts of a step. ::
+All drafters take a step on the same sequences in turns, on one thread. The figures are CPU seconds
+of that thread, which other work on the machine affects least, and the floating-point operations of
+its matrix products. Reading is not counted, because it runs in parallel with the steps. With
+``--default-sizes``, the drafters have the sizes that `train` gives them for the store's target.
+``--parts`` splits the seconds among the parts of a step. ::
 
     python -m benchmarks.training.step_cost STORE [--steps 40] [--only eagle moa ...]
-    python -m benchmarks.training.step_cost STORE --default-sizes --parts --batch-size 4 --steps 4 --only eagle moa
+    python -m benchmarks.training.step_cost STORE --default-sizes --parts --batch-size 4 --steps 4
+        --only eagle moa
 """
 
 import argparse
@@ -38,7 +40,7 @@ COUNTED = 3
 
 
 class Parts:
-    """Processor seconds of the parts of a step, each of which ends with a mark."""
+    """CPU seconds of the parts of a step. Each part ends with a mark."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -49,13 +51,16 @@ class Parts:
         self._last = time.thread_time()
 
     def mark(self, name: str) -> None:
-        """Count the time since the last mark for a part that ends here."""
+        """Add the time since the last mark to the part that ends here."""
         now = time.thread_time()
         self.seconds[name] += now - self._last
         self._last = now
 
     def after(self, call: Callable[..., Any], name: str, backward: str = "") -> Callable[..., Any]:
-        """Make a function mark the end of a part, and the arrival of its result's gradient the end of another one."""
+        """Make a function mark the end of a part.
+
+        The arrival of the gradient of its result marks the end of another part.
+        """
 
         def marking(*args: Any, **settings: Any) -> Any:
             self.mark("other")
@@ -68,7 +73,7 @@ class Parts:
         return marking
 
     def watch(self, drafter: Any) -> None:
-        """Mark the parts of a Mixture of Attentions. The backward runs them in the opposite order."""
+        """Mark the parts of a Mixture of Attentions. The backward runs them in reverse order."""
         if isinstance(drafter, MoADrafter):
             own: dict[Any, tuple[str, str, str]] = {
                 drafter: ("encode_kv", "layer self-attention", "self-attention, backward"),
@@ -80,7 +85,7 @@ class Parts:
 
 
 class Side:
-    """A drafter, its optimizer, and the batches that it reads: the same sequences for every drafter."""
+    """A drafter with its optimizer and batches. All drafters read the same sequences."""
 
     def __init__(self, store: ActivationStore, name: str, options: argparse.Namespace) -> None:
         self.name, n_steps = name, options.steps + WARM_UP + COUNTED
@@ -106,7 +111,7 @@ class Side:
         self.n_operations: list[int] = []
 
     def step(self) -> None:
-        """Take one step and note its processor seconds."""
+        """Take one step, and record its CPU seconds."""
         batch = self._data.on_after_batch_transfer(next(self._batches), 0)
         began = time.thread_time()
         chunked_losses = losses.chunked_losses
@@ -121,7 +126,7 @@ class Side:
         self.n_tokens += batch.n_tokens
 
     def count(self) -> None:
-        """Take one step, and count its operations in place of its time."""
+        """Take one step, and count its operations instead of its time."""
         with FlopCounterMode(display=False) as counter:
             self.step()
         self.seconds.pop()
@@ -129,7 +134,7 @@ class Side:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Take the steps, and compare each drafter's with the first one's."""
+    """Take the steps, and compare each drafter with the first one."""
     keep_freed_memory()
     store = ActivationStore(options.store)
     names = [FIRST, *(name for name in options.only if name != FIRST)]

@@ -1,13 +1,14 @@
-"""Trains a small Llama chat target on real chats, and lays out the chats that benchmarks of its drafters need.
+"""Trains a small Llama chat target on real chats, and prepares chats for benchmarks of drafters.
 
-A target that saw code and grade-school mathematics for minutes is less regular than one of either: drafters don't
-exhaust it as soon. ::
+A target that has seen both code and grade-school mathematics for minutes is less predictable than
+one that has seen only one of them. Drafters do not reach their limit on it as soon. ::
 
     python -m benchmarks.training.target OUT --train CHATS ... --test CHATS ...
 
-Writes OUT/target (a Hugging Face folder, bfloat16), OUT/train.jsonl (shuffled), OUT/held_out.jsonl (chats of the
-training files that are in neither other file) and OUT/test.jsonl (the test files in turns). The same files, seed,
-threads and versions give the same target; OUT/target/training.json has its last loss.
+Writes OUT/target (a Hugging Face folder, bfloat16), OUT/train.jsonl (shuffled), OUT/held_out.jsonl
+(chats of the training files that are in neither other file) and OUT/test.jsonl (the test files,
+interleaved). The same files, seed, threads and versions give the same target.
+OUT/target/training.json has its last loss.
 """
 
 import argparse
@@ -31,26 +32,26 @@ SIZES: dict[str, Any] = {
     "n_heads": 6,
     "n_kv_heads": 2,
 }
-"""15.9 M weights."""
+"""Sizes of the target, which has 15.9 M weights."""
 HELD_OUT_SHARE = 0.05
 
 
 def chats(file: Path) -> list[dict[str, Any]]:
-    """Read a file of chats, one JSON object with ``messages`` a line."""
-    # str.splitlines would also cut at line separators inside a text
+    """Read a file of chats, with one JSON object with ``messages`` per line."""
+    # str.splitlines would also split at Unicode line separators inside a text.
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def write_chats(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Write chats, one a line."""
+    """Write chats, one per line."""
     file.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
 
 
 def lay_out(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Write the files of chats; returns those to train on."""
+    """Write the files of chats, and return the training chats."""
     rows = [row for file in options.train for row in chats(file)]
     random.Random(options.seed).shuffle(rows)
     n_held_out = int(HELD_OUT_SHARE * len(rows))
@@ -65,7 +66,7 @@ def lay_out(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Lay out the chats, and train unless the target is there."""
+    """Write the files of chats, and train unless the target exists."""
     files = {"type": Path, "nargs": "+", "required": True}
     numbers = {
         "steps": 700,
@@ -81,7 +82,8 @@ def main() -> None:
     config = DemoConfig(
         out=str(options.out), seed=options.seed, **SIZES,
         target_steps=options.steps, target_batch_tokens=options.batch_tokens,
-        target_matrix_learning_rate=options.matrix_learning_rate, target_learning_rate=options.learning_rate,
+        target_matrix_learning_rate=options.matrix_learning_rate,
+        target_learning_rate=options.learning_rate,
     )  # fmt: skip
     folder = options.out / "target"
 

@@ -1,15 +1,17 @@
-"""Measures one forward, backward and step of each drafter at the sizes of a real target.
+"""Measures one forward, backward and optimizer step of each drafter at the sizes of a real target.
 
-The target is a shape with random weights, by default Llama-3-8B's: a store of two long sequences with all layers' keys
-and values, the states that drafters read, the bundle of embeddings and LM head, and no target. Each drafter trains in a
-process of its own, on a CPU a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored
-sequences over and over. Reported are seconds and the peak memory (of the process; on a GPU, what torch allocated for
-the steps). The share of the device's peak counts all products that a step executes, attention as if each query saw each
-key; the kernels of attention are those of the last step.
+The target is a shape with random weights, by default Llama-3-8B's. Only its activations exist: a
+store of two long sequences with the keys and values of all layers, the states that drafters read,
+and the bundle of embeddings and LM head. Each drafter trains in a separate process, from the stored
+sequences over and over. On a CPU the micro-batch is one sequence. On other devices it is the one
+that a run would choose.
 
-    python -m benchmarks.training.train_step [--tokens 2048] [--drafters moa eagle3] [--layers 32] [--folder DIR]
-        [--threads 2]
-        [--does auto]
+The figures are seconds and peak memory (of the process, or on a GPU the memory that torch allocated
+for the steps). The utilisation of the device counts all matrix products that a step executes, and
+attention as if each query saw each key. The attention kernels are those of the last step.
+
+    python -m benchmarks.training.train_step [--tokens 2048] [--drafters moa eagle3] [--layers 32]
+        [--folder DIR] [--threads 2] [--does auto]
     python -m benchmarks.training.train_step --device cuda --steps 4
 """
 
@@ -64,7 +66,7 @@ N_SEQUENCES = 2
 
 
 def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
-    """Write drawn activations with the bundle of a drawn target."""
+    """Write random activations with the bundle of a random target."""
     rng, sizes = np.random.default_rng(0), target_sizes(config)
     wide, vocab_size = config.hidden_size, config.vocab_size
     reads = [
@@ -107,7 +109,10 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
 
 
 def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> TrainConfig:
-    """The settings of long runs, with what a batch of one sequence needs, and the precision of a run on the device."""
+    """Return the settings of long runs, changed for a batch of one sequence.
+
+    The precision is that of a run on the device.
+    """
     own: dict[str, Any] = {
         "optimizer": "adamw",
         "batch_size": 1,
@@ -123,7 +128,7 @@ def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> Tra
 
 
 def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Choose a micro-batch, and take the steps, in this process."""
+    """Choose a micro-batch and take the steps, in this process."""
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     device = torch.device(options.device)
@@ -162,9 +167,10 @@ def _steps(
     micro_batch: int,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Take the steps on one micro-batch, gradients and moments being there, and report the last.
+    """Take the steps on one micro-batch, and report the last one.
 
-    On a device of its own the operations of one sequence are counted before.
+    Gradients and optimizer moments exist before the steps. On a device other than the CPU, the
+    operations of one sequence are counted first.
     """
     module.to(device)
     module.frozen.to(device)
@@ -214,7 +220,7 @@ def _loss(module: DrafterModule, batch: Batch) -> torch.Tensor:
 
 
 def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Batch:
-    """Read a micro-batch as a run does, of the stored sequences over and over."""
+    """Read a micro-batch as a run does, repeating the stored sequences."""
     reader = BatchReader(
         data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device
     )
@@ -224,9 +230,10 @@ def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Bat
 
 
 def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
-    """Measure one drafter in a process of its own, for so many seconds at most.
+    """Measure one drafter in a separate process, within a time limit.
 
-    It comes from a server that has imported everything and computed nothing: neither CUDA nor OpenMP survive a fork.
+    The process is forked from a server that has imported everything and computed nothing, because
+    neither CUDA nor OpenMP survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -241,7 +248,7 @@ def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
         found = {"error": f"took longer than {limit_s:.0f} s"}
         process.kill()
     else:
-        with contextlib.suppress(EOFError):  # it ended without a word
+        with contextlib.suppress(EOFError):  # The process ended without a result.
             found = receiver.recv()
     process.join()
     return found or {"error": f"ended with exit status {process.exitcode}"}
@@ -250,7 +257,7 @@ def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
 def _send(sender: Connection, *arguments: Any) -> None:
     try:
         sender.send(measure_one(*arguments))
-    except Exception as error:  # noqa: BLE001  # one drafter that fails must not hide the others
+    except Exception as error:  # noqa: BLE001  # A failure must not hide the other drafters.
         traceback.print_exc()
         sender.send({"error": f"{type(error).__name__}: {error}"[:300]})
 
@@ -258,9 +265,10 @@ def _send(sender: Connection, *arguments: Any) -> None:
 def measure_each(
     folder: Path, options: argparse.Namespace, ends: float | None
 ) -> dict[str, dict[str, Any]]:
-    """Measure the drafters one after the other; each may take twice an equal share of the time that is left.
+    """Measure the drafters one after the other.
 
-    The first one compiles kernels that the others find in a cache.
+    Each may take twice its equal share of the remaining time, because the first one compiles
+    kernels that the others find in a cache.
     """
     steps: dict[str, dict[str, Any]] = {}
     for number, kind in enumerate(options.drafters):
@@ -272,7 +280,7 @@ def measure_each(
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Write the store, and measure the loader and each drafter in a process of its own."""
+    """Write the store, and measure each drafter in a separate process."""
     ends = time.perf_counter() + options.limit_s if options.limit_s else None
     with contextlib.ExitStack() as stack:
         folder = (
@@ -285,9 +293,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     record = run(
-        "train-step", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, tokens=2048, layers=int,
-        does={"choices": ("auto", "plain", "recompute"), "default": "auto"}, count_flops=False, device="cpu",
-        drafters={"nargs": "*", "choices": list(DRAFTERS), "default": list(DRAFTERS)}, micro_batch=int, steps=1,
-        threads=2, folder=Path, limit_s=float, peak_tflops=float,
+        "train-step", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, tokens=2048,
+        layers=int, does={"choices": ("auto", "plain", "recompute"), "default": "auto"},
+        count_flops=False, device="cpu",
+        drafters={"nargs": "*", "choices": list(DRAFTERS), "default": list(DRAFTERS)},
+        micro_batch=int, steps=1, threads=2, folder=Path, limit_s=float, peak_tflops=float,
     )  # fmt: skip
     sys.exit(any("error" in found for found in record["steps"].values()))
