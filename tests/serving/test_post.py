@@ -1,4 +1,4 @@
-"""Calls that come together wake an event loop once, in their order, each for itself."""
+"""Calls posted together wake an event loop once and run in order. An error affects one of them."""
 
 import asyncio
 import threading
