@@ -122,7 +122,8 @@ def test_wrong_words_are_refused_in_one_line_and_the_usage_names_every_option() 
 def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; *gpu_report) echo table;; esac\n'
+        '#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; '
+        "*gpu_report) echo table;; esac\n"
     )
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--tiny"]
@@ -141,7 +142,8 @@ def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Pa
 def test_what_a_part_lacks_is_said_before_its_first_step(tmp_path: Path, part: str) -> None:
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; *) echo ran;; esac\n'
+        '#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; '
+        "*) echo ran;; esac\n"
     )
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--part", part]

@@ -50,10 +50,10 @@ def arguments(tmp_path: Path) -> list[str]:
         tmp_path / "chats.jsonl", [chat("hello", "an answer"), chat("why", "an answer")]
     )
     return [
-        "leaderboard.py", str(model), str(prompts), str(drafter), "--name", "Random", "--target",
-        "tiny",
-        "--held-out", str(prompts), "--tokens", "7", "--seconds", "8", "--out",
-        str(tmp_path / "out"),
+        "leaderboard.py", str(model), str(prompts), str(drafter), "--name", "Random",
+        "--target", "tiny",
+        "--held-out", str(prompts), "--tokens", "7", "--seconds", "8",
+        "--out", str(tmp_path / "out"),
         "--n-prompts", "2", "--batch-size", "2", "--speed-prompts", "1", "--max-new-tokens", "6",
     ]  # fmt: skip
 

@@ -85,8 +85,7 @@ def test_options_have_the_types_of_their_defaults(
     )["figures"]["seen"]
     assert seen == {
         "store": "STORE", "runs": ["a", "b"], "n_prompts": 3, "rates": [1.0, 2.0],
-        "folder": Path("x"), "fast": True,
-        "kind": None, "out": tmp_path,
+        "folder": Path("x"), "fast": True, "kind": None, "out": tmp_path,
     }  # fmt: skip
     (file,) = tmp_path.glob("kind-3-*.json")
     record = json.loads(file.read_text())

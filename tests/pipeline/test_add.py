@@ -49,8 +49,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(target_folder: Path, stores: Path, tmp_path: Path) -> ExtractConfig:
     return ExtractConfig.of(
         model=str(target_folder), dataset=str(stores / "chats.jsonl"), out=str(tmp_path / "store"),
-        max_length=128,
-        device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
+        max_length=128, device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
     )  # fmt: skip
 
 
@@ -125,7 +124,10 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(
     begun(config)
     (Path(config.out) / "commits/part-00001.json").unlink()  # This part is still to be extracted.
     before, wanted = read_tree(config.out), config.replaced(activations=NEW, target_layers=1)
-    command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
+    command = (
+        f"moa-data add {config.out} --model MODEL "
+        "--activations hidden:layer:0,hidden:layer:1 --target-layers 1"
+    )
     with pytest.raises(OptionInvalid, match=command):
         extract(wanted)
     assert read_tree(config.out) == before

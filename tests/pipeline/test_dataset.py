@@ -423,7 +423,10 @@ def test_saved_datasets_are_read_without_their_caches(tmp_path: Path) -> None:
 
 GOOD = [json.dumps(row) for row in random_chats(60)]
 DEEP = "[" * 100_000 + "]" * 100_000
-SURROGATE = '{"messages": [{"role": "user", "content": "a \\ud800"}, {"role": "assistant", "content": "b"}]}'
+SURROGATE = (
+    '{"messages": [{"role": "user", "content": "a \\ud800"}, '
+    '{"role": "assistant", "content": "b"}]}'
+)
 DEEP_TOOLS = SURROGATE.replace(" \\ud800", "").replace(
     '{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1
 )

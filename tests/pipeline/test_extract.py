@@ -297,8 +297,10 @@ def test_the_bytes_do_not_depend_on_the_process(config: ExtractConfig) -> None:
         out = elsewhere(config, f"store-{seed}").out
         settings = config.named() | {"out": out}
         code = (
-            "import torch; torch.set_num_threads(1); from moa_data.pipeline.config import ExtractConfig; "
-            f"from moa_data.pipeline.extract import extract; extract(ExtractConfig.of(**{settings!r}))"
+            "import torch; torch.set_num_threads(1); "
+            "from moa_data.pipeline.config import ExtractConfig; "
+            "from moa_data.pipeline.extract import extract; "
+            f"extract(ExtractConfig.of(**{settings!r}))"
         )
         environment = os.environ | {"PYTHONHASHSEED": str(seed), "HF_HUB_OFFLINE": str(seed % 2)}
         subprocess.run(

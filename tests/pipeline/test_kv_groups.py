@@ -226,7 +226,7 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(
             )
             rows = np.arange(2)
             inputs = reader.batch(rows, store.lengths[rows], NO_DRAWS).inputs
-            # For a GPU, the reader packs the codes and the device decodes them.
+            # A GPU packs and decodes the values itself, so the reader must not.
             reader._decodes = False
             there = (
                 reader.batch(rows, store.lengths[rows], NO_DRAWS)
@@ -326,8 +326,7 @@ def test_what_a_store_says_of_its_values(
         (
             {
                 "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4, "head_dim": 128,
+                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
             },
             48 * 4 * (128 + 128) * 2,  # 98,304, Qwen3-30B-A3B
         ),
@@ -336,8 +335,7 @@ def test_what_a_store_says_of_its_values(
                 "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168,
                 "num_attention_heads": 128,
                 "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-                "qk_nope_head_dim": 128,
-                "v_head_dim": 128, "q_lora_rank": 1536,
+                "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536,
             },
             61 * (512 + 64) * 2,  # 70,272
         ),

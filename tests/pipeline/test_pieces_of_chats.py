@@ -408,12 +408,15 @@ def test_other_spellings_of_the_same_chat_keep_the_row(extra: dict[str, Any]) ->
 
 
 PRINTS = (
-    "  {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "  {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     "{{ 'CALL' ~ c.id ~ c.type ~ c.function.name }}"
-    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ c.function.arguments if c.function.arguments is string "
+    "else c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Arguments of calls as texts or as objects, behind white space that Jinja takes away."""
+"""Renders arguments of calls that are texts or objects. Jinja strips the leading white space."""
 
 
 @pytest.mark.parametrize(
@@ -474,9 +477,11 @@ def test_keys_of_a_message_that_the_template_reads_are_shown() -> None:
 
 CALLING = (
     "{% if tools %}{{ 'TOOLS ' ~ TOOL_TEXT }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     "{% set a = c.function.arguments %}{{ CALL_TEXT }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WHOLE_CALL = "'CALL ' ~ c.function.name ~ ' ' ~ a | tojson"
 WHOLE_TOOLS = "(tools | tojson)"
@@ -536,7 +541,8 @@ def test_a_call_that_the_template_changes_rejects_its_row(arguments: Any, call: 
         ({"b": 3, "B2": 1, "a": 2, "b c": 4}, "c.function.name ~ (a | tojson(sort_keys=true))"),
         (
             {"n": 3},
-            "c.function.name ~ (a | items | first | join) ~ ('' if (a.values() | first) > 2 else ' is small')",
+            "c.function.name ~ (a | items | first | join) "
+            "~ ('' if (a.values() | first) > 2 else ' is small')",
         ),
         ({"b": True, "a": 0, "": 1}, "c.function.name ~ (a | dictsort)"),
         ({"n": 'a "quoted"\n“text”'}, WHOLE_CALL),
@@ -705,10 +711,13 @@ def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
 
 
 ASKS_OF_CONTENT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is not defined %}{{ 'nothing' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is not defined %}{{ 'nothing' }}"
     "{% elif m.content == '' %}{{ 'empty' }}{% else %}{{ m.content }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 

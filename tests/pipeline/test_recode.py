@@ -117,7 +117,7 @@ def test_audit_allows_a_codec_its_error_and_no_more(
 def test_the_format_document_decodes_transform_codes(
     lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str
 ) -> None:
-    """The document's code does not import this package; it reads the reader's keys and values."""
+    """The code of the document, without this package, decodes the same keys and values."""
     if array == "kv/codes":
         monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
     recode(lossless, "transform:3@all", tmp_path / "small")
@@ -153,7 +153,7 @@ SOURCES = {
         "hidden/last": ("kv", "hidden/layer_1"),
     },
 }  # fmt: skip
-"""Codec -> what its hidden states are predicted from."""
+"""Codec -> the fields that each hidden state is predicted from."""
 HIDDEN = ("hidden/last", "hidden/layer_0", "hidden/layer_1")
 
 

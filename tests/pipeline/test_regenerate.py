@@ -112,7 +112,7 @@ def kill(folder: str, settings: str, every: str) -> None:
 
 
 def read(config: RegenerateConfig) -> dict[int, list[str]]:
-    """Return row -> the texts of its chat."""
+    """Map each row to the texts of its chat."""
     rows = [json.loads(line) for line in Path(config.out).read_text(encoding="utf-8").splitlines()]
     return {row["row"]: [message["content"] for message in row["messages"]] for row in rows}
 
@@ -334,11 +334,9 @@ def test_the_target_asks_itself(
 def arguments_of(config: RegenerateConfig) -> list[str]:
     return [
         "regenerate", "--model", str(config.model), "--self-prompted", str(config.self_prompted),
-        "--out", config.out,
-        "--question-tokens", "12",
-        "--batch-size", str(config.batch_size), "--max-new-tokens", "6", "--max-length",
-        str(MAX_POSITIONS),
-        "--device", "cpu",
+        "--out", config.out, "--question-tokens", "12",
+        "--batch-size", str(config.batch_size), "--max-new-tokens", "6",
+        "--max-length", str(MAX_POSITIONS), "--device", "cpu",
     ]  # fmt: skip
 
 

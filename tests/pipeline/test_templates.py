@@ -44,8 +44,14 @@ from moa_data.tests.kit.templates import (
 
 CHAT = chat("hi", "ho")["messages"]
 TIMED = "{{ 'Now ' + strftime_now('%A %d %B %Y, %H:%M:%S') }}" + LLAMA3_TEMPLATE
-LLAMA31_DATE = '{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}{{ date_string }}'
-DATED = "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}{{ date_string }}"
+LLAMA31_DATE = (
+    '{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}'
+    "{{ date_string }}"
+)
+DATED = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
+    "{{ date_string }}"
+)
 
 
 def on_day(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
@@ -70,9 +76,10 @@ def templated(config: ExtractConfig, model: Path) -> Any:
     return with_template
 
 
-@pytest.mark.parametrize("template",
-                         [TIMED, LLAMA32_DATE + LLAMA31_TEMPLATE, "{% set strf = strftime_now %}"
-                                      "{{ strf('%Y') }}" + LLAMA3_TEMPLATE])  # fmt: skip
+@pytest.mark.parametrize("template", [
+    TIMED, LLAMA32_DATE + LLAMA31_TEMPLATE,
+    "{% set strf = strftime_now %}{{ strf('%Y') }}" + LLAMA3_TEMPLATE,
+])  # fmt: skip
 def test_tokens_and_prompts_are_those_of_one_day(
     monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
@@ -225,11 +232,11 @@ def test_a_template_that_does_not_end_is_refused_or_its_rows_are(macro: str, end
     assert not isinstance(tokenize_chat(guarded, chat("short", "b")["messages"], 100), Rejection)
 
 
-@pytest.mark.parametrize("fault",
-                         ["{% if messages | length != 1 %}{{ 1 // (messages | length - 2) }}{% endif %}",
-                                   "{{ messages[0].content.index('z') }}",
-                                   "{{ messages[0]['content'].no.way }}",
-                                   "{% if messages | length != 1 %}{{ [][7].upper() }}{% endif %}"])  # fmt: skip
+@pytest.mark.parametrize("fault", [
+    "{% if messages | length != 1 %}{{ 1 // (messages | length - 2) }}{% endif %}",
+    "{{ messages[0].content.index('z') }}", "{{ messages[0]['content'].no.way }}",
+    "{% if messages | length != 1 %}{{ [][7].upper() }}{% endif %}",
+])  # fmt: skip
 def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
     template = ChatTemplate(build_tokenizer(fault + LLAMA3_TEMPLATE))
     rejected(tokenize_chat(template, CHAT, 100), RejectReason.TEMPLATE_FAILED)
@@ -321,7 +328,10 @@ def responses(family: str, row: Any) -> list[str]:
     return marked_texts(tokenizer_of(family), tokenized(family, row))
 
 
-QWEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo"}}\n</tool_call><|im_end|>'
+QWEN_CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo"}}\n'
+    "</tool_call><|im_end|>"
+)
 LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "São Paulo"}}<|eot_id|>'
 
 
@@ -432,15 +442,15 @@ LONG = [{"role": "system", "content": "Be long."}, *SAID]
          RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 1"),
         ("llama3.1", ROW | {"messages": [ASKS, CALLS | {"tool_calls": [CALL, CALL]}]},
          RejectReason.TEMPLATE_FAILED, "single tool-calls"),
-        *(("qwen2.5", ROW | {"tools": tools}, RejectReason.MALFORMED_TOOLS, detail) for tools,
-          detail in (
+        *(("qwen2.5", ROW | {"tools": tools}, RejectReason.MALFORMED_TOOLS, detail)
+          for tools, detail in (
             ("You can look up the weather.", "got str"), ({"name": "f"}, "got dict"),
             (["f"], "tool 0 is str"),
             ([{"description": "no name"}], "tool 0 is dict with description"),
             ([{"name": "f", "parameters": {"default": float("nan")}}], "tool 0 is dict"),
         )),
-        *(("qwen2.5", calling(call), RejectReason.MALFORMED_TOOL_CALLS,
-           "message 1") for call in NO_CALLS),
+        *(("qwen2.5", calling(call), RejectReason.MALFORMED_TOOL_CALLS, "message 1")
+          for call in NO_CALLS),
         ("qwen2.5", {"messages": [ASKS | {"tool_calls": [CALL]}, ANSWERS]},
          RejectReason.MALFORMED_TOOL_CALLS, "user"),
         ("qwen2.5", {"messages": LONG, "system": "Be brief."}, RejectReason.TWO_SYSTEM_TEXTS, ""),
@@ -529,7 +539,8 @@ def test_special_tokens_are_refused_in_every_text(token: str) -> None:
 def test_added_tokens_that_the_template_writes_are_refused_and_paired_tags_are_text() -> None:
     """In DeepSeek-R1, the markers of turns are not special tokens."""
     template = (
-        "{{ bos_token }}{% for m in messages %}{{ '<｜' + m['role'].capitalize() + '｜>' + m['content'] }}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}"
+        "{{ '<｜' + m['role'].capitalize() + '｜>' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
     )
     tokenizer = build_tokenizer(template)

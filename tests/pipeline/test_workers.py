@@ -343,7 +343,10 @@ def test_the_exit_code_of_a_worker_says_whether_the_others_go_on(code: int, is_l
 
 
 def test_the_command_of_a_worker_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    code = "import time\nfrom moa_data.commands.signals import begin_command, end_with_input, watch_signals\n"
+    code = (
+        "import time\n"
+        "from moa_data.commands.signals import begin_command, end_with_input, watch_signals\n"
+    )
     code += (
         "watch_signals()\nbegin_command()\nend_with_input()\nprint(flush=True)\ntime.sleep(60)\n"
     )

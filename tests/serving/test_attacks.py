@@ -84,7 +84,7 @@ def check_innocent(server: LiveServer, target: Target) -> None:
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
-# Attackers. Each one gets a server, and a stack that keeps its connections open.
+# Attackers: each one gets a server, and a stack that keeps its connections open
 
 
 def say(data: bytes, n: int = 8) -> Callable[[LiveServer, ExitStack], None]:
@@ -342,7 +342,7 @@ def test_a_client_that_leaves_during_its_body_is_one_line(
     assert [vars(record)["facts"]["status"] for record in caplog.records] == [499]
 
 
-# Random requests.
+# Random requests
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -406,7 +406,7 @@ def test_fuzz_left_the_server_well(server: LiveServer, target: Target) -> None:
     check_innocent(server, target)
 
 
-# gRPC.
+# gRPC
 
 
 def test_silent_connections_of_grpc_end(target: Target) -> None:

@@ -27,8 +27,8 @@ def test_a_short_load_of_good_and_bad_clients(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "benchmarks.serving.serving_load", "--model", str(folder),
         "--drafter",
-        str(tmp_path / "drafter"), "--bundle", str(tmp_path / "store"), "--minutes", "0.3", "--out",
-        str(tmp_path),
+        str(tmp_path / "drafter"), "--bundle", str(tmp_path / "store"), "--minutes", "0.3",
+        "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]

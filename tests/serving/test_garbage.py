@@ -70,7 +70,8 @@ GARBAGE: dict[str, list[bytes]] = {
         b"GET /health HTTP/1.1\r\nhost: a\r\nx: \xff\xfe\r\n\xff: a\r\n\r\n"
     ],
     "an upgrade": [
-        b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
+        b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\n"
+        b"upgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
     ],
     "another version": [b"GET / HTTP/7.9\r\nhost: a\r\n\r\n"],
     "HTTP/0.9": [b"GET /\r\n"],

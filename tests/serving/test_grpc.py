@@ -66,7 +66,7 @@ def talk(server: Server) -> Iterator[Talk]:
         yield talk
 
 
-# Verify.
+# Verify
 
 
 def test_verify_chains(talk: Talk, answer: list[int]) -> None:
@@ -115,7 +115,7 @@ def test_what_is_committed_answers_a_verify_that_is_sent_again(
     assert (found.start, list(found.tokens), found.n_accepted) == (N + 5, truth[5:9], 3)
 
 
-# Runs.
+# Runs
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -174,7 +174,7 @@ def test_any_order_of_requests_gives_the_plain_text(
     assert not session or server.counts.n_sessions
 
 
-# Contexts.
+# Contexts
 
 
 def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
@@ -291,7 +291,7 @@ def test_contexts_that_are_gone_are_made_again(
                     talk.verify(opened.n_committed)
 
 
-# Cuts and restarts.
+# Cuts and restarts
 
 
 def test_a_server_that_is_ahead_tells_what_the_client_lacks(
@@ -362,7 +362,7 @@ def refused(server: Server, *opened: Any, metadata: Any = (), **settings: Any) -
         return failure_of(talk)
 
 
-# The handshake.
+# The handshake
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int
         assert list(talk.verify(N + 5, answer[N + 5 : N + 7]).tokens) == answer[N + 5 : N + 8]
 
 
-# Access.
+# Access
 
 
 def test_bearer_tokens(target: Target, answer: list[int]) -> None:
@@ -483,7 +483,7 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
                 )
 
 
-# Invalid messages.
+# Invalid messages
 
 
 @pytest.mark.parametrize(
@@ -606,7 +606,7 @@ def test_fuzzed_messages(
     check_health(server, answer)
 
 
-# Limits.
+# Limits
 
 
 def test_sessions_of_a_client_and_of_all(target: Target) -> None:
@@ -726,7 +726,7 @@ def test_who_reads_nothing_is_sent_away(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-# Time.
+# Time
 
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
@@ -802,7 +802,7 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
         assert 5 < len(endless.text) < 90
 
 
-# Errors of the engine.
+# Errors of the engine
 
 
 def test_a_text_that_fails_is_opened_again(

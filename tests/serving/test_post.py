@@ -1,4 +1,7 @@
-"""Calls posted together wake an event loop once and run in order. An error affects one of them."""
+"""Calls posted together wake an event loop once and run in order.
+
+An error in one of them does not affect the others.
+"""
 
 import asyncio
 import threading

@@ -134,9 +134,9 @@ def start_writers(place: str, endpoint: str, n: int) -> list[subprocess.Popen[st
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> None:
-    """Kill writers 50 times.
+    """Kill processes 50 times.
 
-    Each time, one of two racing writers is killed. After every fifth kill the server is killed too
+    Most kills hit one of two racing writers. After every fifth of them, the server is killed too
     and restarted.
     """
     local, chance = recipe.write(tmp_path / "local"), random.Random(7)

@@ -38,8 +38,7 @@ def test_training_from_a_bucket_with_a_cache(
                 store=store, out=str(tmp_path / name), drafter="eagle", epochs=1, batch_size=4,
                 micro_batch_size=4,
                 validation_fraction=0.0, accelerator="cpu", seed=3,
-                cache_dir=None if cache is None else str(cache),
-                cache_gb=0.1,
+                cache_dir=None if cache is None else str(cache), cache_gb=0.1,
             )
         )  # fmt: skip
         weights = load_file(next((tmp_path / name / "drafter").glob("*.safetensors")))

@@ -50,8 +50,7 @@ def test_a_large_target_with_much_data_gets_what_is_published() -> None:
     found = chosen_for(LARGE)
     expected = {
         "epochs": 1, "optimizer": "adamw", "learning_rate": 3e-5, "peak_multiplier": 20,
-        "warmup_steps": 50,
-        "decay_steps": 6250, "batch_size": 32,
+        "warmup_steps": 50, "decay_steps": 6250, "batch_size": 32,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
 
@@ -98,8 +97,7 @@ GIVEN = {
     "epochs": 3.0, "max_steps": 77, "optimizer": "adamw", "learning_rate": 7e-5,
     "matrix_learning_rate": 7e-3,
     "peak_multiplier": 3.0, "warmup_steps": 7, "decay_steps": 70, "batch_size": 3,
-    "validation_fraction": 0.5,
-    "validate_every": 9, "log_every": 6,
+    "validation_fraction": 0.5, "validate_every": 9, "log_every": 6,
 }  # fmt: skip
 
 

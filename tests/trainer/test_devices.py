@@ -41,7 +41,7 @@ DRAFTERS: dict[str, dict[str, Any]] = SIZES | {
     "dflash on a memory": {"context": "memory", "block_layers": 1, "block_size": 8},
 }
 MOST_OFF = 1e-5
-"""Of the loss of each step and of each weight tensor, in its norm."""
+"""Largest relative difference of the loss of each step, and of the norm of each weight tensor."""
 MOST_OFF_OF_WAY = 1e-3
 """Largest difference of a weight tensor, relative to its distance from its initial value.
 

@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"block_layers": 1, "fused_layers": (0, 1, 2)},
     "independent": {},
 }
-"""Sizes with which a drafter of a kind fits the layouts of other programs."""
+"""Sizes that let each kind of drafter fit the layouts of other programs."""
 
 
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:

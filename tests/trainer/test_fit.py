@@ -284,7 +284,7 @@ def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_
     assert run(moved, out, **settings, resume=True).n_steps == 4
 
 
-# A run that continues beyond its end, or starts with the weights of another run.
+# A run that continues beyond its end, or starts with the weights of another run
 
 
 def test_a_longer_run_equals_one_that_was_that_long_from_the_start(

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = SIZES | {
     "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
 }
 N_STEPS = 3
-# Waits of one step: its batch, forward, backward, clipping and optimizer.
+# Most waits of one step, with its batch, forward, backward, clipping and optimizer.
 MAX_WAITS = 4
 MAX_LAUNCHES = {
     "moa": 585, "eagle": 226, "eagle3": 577, "dspark": 375, "dflash": 325, "glide": 243,

@@ -289,7 +289,7 @@ def test_blocks_of_rows_are_orthogonalised_each() -> None:
     weight = torch.nn.Parameter(torch.zeros(20, 12))
     weight.grad = torch.randn(20, 12)
     Muon([weight], lr=1.0, block_rows=8).step()
-    # The first Nesterov direction is a multiple of the gradient, and orthogonalization ignores the
+    # The first Nesterov direction is a multiple of the gradient, and orthogonalising ignores the
     # scale.
     for block, grad in zip(weight.detach().split(8), weight.grad.split(8), strict=True):
         torch.testing.assert_close(-block, orthogonalize(grad[None])[0], rtol=1e-4, atol=1e-4)

@@ -24,7 +24,10 @@ SECTION = PAGE.split("## Choosing sequences by an index")[1].split("\n## ")[0]
 # The lines after each example collect the sequences that it reads, for comparison with the store:
 # their positions and the bits of their last hidden states.
 READ = {
-    "duckdb": "found = [(i, batch['hidden/last'][b, :store.lengths[i]]) for b, i in enumerate(chosen.tolist())]",
+    "duckdb": (
+        "found = [(i, batch['hidden/last'][b, :store.lengths[i]]) "
+        "for b, i in enumerate(chosen.tolist())]"
+    ),
     "polars": (
         "rows = pl.read_parquet('index.parquet')['row'].to_list()\n"
         "found = [(rows.index(r), hidden[r : r + n]) for r, n in chosen.iter_rows()]\n"

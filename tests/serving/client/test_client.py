@@ -46,7 +46,7 @@ def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
     return DraftingClient(address, model(name), **{"timeouts": HASTY} | settings)
 
 
-# Modes, drafters, sampling and codecs.
+# Modes, drafters, sampling, codecs
 
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer", "eagle", "independent"]))
@@ -100,7 +100,7 @@ def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
             )
 
 
-# Without a network.
+# Without a network
 
 
 def test_writes_offline_and_takes_back(server: Server) -> None:
@@ -228,7 +228,7 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
         )
 
 
-# Refusals.
+# Refusals
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["accepts and is silent", "nobody"])
@@ -309,7 +309,7 @@ def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         connected.chat(chat)
 
 
-# Saved answers.
+# Saved answers
 
 SAVED = SavedAnswer(
     "s", (5, 6, 7), 2, 40, SamplingConfig(0.5, 0.9), 3, "", ({"role": "user", "content": "🙂"},)

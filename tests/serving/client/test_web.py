@@ -28,7 +28,10 @@ from moa_data.serving.client.session import (
 )
 from moa_data.serving.client.web import ChatPage
 
-SENTENCE = "The sky looks blue because air scatters short waves of sunlight far more strongly than long ones."
+SENTENCE = (
+    "The sky looks blue because air scatters short waves of sunlight "
+    "far more strongly than long ones."
+)
 WORDS = SENTENCE.split()
 GUESSED = ["At", "dusk", "the", "light", "goes", "further", "and", "reds", "are", "left"]
 CORRECTED = ["At", "dusk", "its", "path", "is", "longer"]
@@ -224,7 +227,10 @@ def test_closing_ends_the_streams() -> None:
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-FLAGS = "no-sandbox disable-gpu disable-background-networking disable-component-update disable-sync no-first-run"
+FLAGS = (
+    "no-sandbox disable-gpu disable-background-networking disable-component-update "
+    "disable-sync no-first-run"
+)
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ class World:
         )
         return Session(tokens, len(PROMPT), settings, texts(), name)
 
-    # The actions.
+    # The actions
 
     def connect(self) -> None:
         if not self.is_up:

@@ -62,7 +62,7 @@ def test_steps_attend_as_parts_by_themselves(
 def test_a_step_is_the_same_whatever_shares_its_call() -> None:
     """Values are equal to the last bit.
 
-    They depend neither on the longest sequence of the call nor on the number of heads.
+    That holds for any length of the longest sequence in the call, and with many heads too.
     """
 
     def rows(lengths: list[int], n_heads: int) -> torch.Tensor:

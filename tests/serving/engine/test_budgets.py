@@ -42,7 +42,7 @@ BUDGETS: list[tuple[str, dict[str, Any], int, int]] = [
 The default is a chain of 4.
 """
 MAX_MORE = 160
-"""Launches that a step with 8 texts has beyond those of a step with one."""
+"""Launches of a step with 8 sequences beyond those of a step with one."""
 MAX_MORE_SAMPLED = 480  # Each sequence has a distribution of its own.
 
 

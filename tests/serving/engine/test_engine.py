@@ -354,8 +354,7 @@ def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any)
     eagle = teach(build("eagle", target.model), target, PROMPTS[:4], 30)
     engine = engine_for(
         target, {"moa": taught, "eagle": eagle}, tree="3", kv_tokens=192, max_drafts=8,
-        prefill_chunk=16,
-        max_sequences=3,
+        prefill_chunk=16, max_sequences=3,
     )  # fmt: skip
     readers: dict[Any, tuple[int, Reader]] = {}
     done = 0
@@ -412,7 +411,7 @@ def test_idle_texts_give_up_their_memory_first(target: Target) -> None:
         run(engine)
     busy = add(engine, range(4, 64), 20)
     engine.set_work(busy.id, Work.PLAIN)
-    for _ in range(8):  # Then it needs a third of the four blocks.
+    for _ in range(8):  # After 8 steps it needs three of the four blocks.
         engine.step()
     held = {id_: sequence.kv.n_blocks for id_, sequence in engine._sequences.items()}
     assert held[idle[0].id] == 0, "the least recently served of the idle ones"

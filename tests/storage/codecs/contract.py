@@ -143,14 +143,14 @@ class CodecContract:
     error: float
     """Largest relative error (L2) of a sequence."""
     unknown: tuple[str, ...] = ()
-    """Names like the codec's that are refused."""
+    """Names similar to the codec's that must be refused."""
     slice_atol: float = 0.0
     """Largest difference between a decoded slice and that slice of the whole.
 
     Matrix products of other sizes round differently.
     """
     min_group_bytes = 1024
-    """Bytes of a group of layers from which its codes lie in pieces."""
+    """Size of a group of layers in bytes; from this size on, its codes are stored in pieces."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -249,7 +249,7 @@ class LossyContract(CodecContract):
     """Tests of a codec that changes the values it stores."""
 
     torch_differs: float = 0.0
-    """Share of codes that torch may round to another neighbour than NumPy does."""
+    """Largest share of codes that torch may round differently from NumPy."""
 
     @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])
     def test_rows_have_the_promised_sizes_and_decode_within_the_error(
@@ -329,7 +329,7 @@ class LossyContract(CodecContract):
                 assert codes.keys() == needed | {array.name for array in codec.arrays_read()}
                 values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
                 self.equal(values, store.read(2, field, tokens=slice(70, 100)))
-                # Fields of a batch share the codes that both are decoded from.
+                # In a batch, a field shares the codes of the field that it is predicted from.
                 batch = store.read_batch([2, 0], [TOKENS, *fields], layers=[-1], decoded=False)
                 for row, i in enumerate([2, 0]):
                     rows = {name: array[row] for name, array in batch.items()}

@@ -156,7 +156,7 @@ def test_a_component_far_above_the_others_is_not_clipped() -> None:
     assert options.error[0].min() < 1e-6 * (sample[:, 0] ** 2).mean()
 
 
-# Codes in bytes, and runs of bytes in pieces.
+# Codes in bytes, and runs of bytes in pieces
 
 
 @given(

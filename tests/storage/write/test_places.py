@@ -266,7 +266,7 @@ def trees(recipe: Recipe, folder: Path, n: int) -> list[dict[str, bytes]]:
 CHANGING = ("put_if_absent", "replace", "put", "copy", "delete")
 """Requests that change a bucket."""
 N_PUTS = 3
-"""Uploads of the part of the tests' store, and as many copies."""
+"""Number of uploads for the part of these tests, and of copies."""
 STEPS = {
     "an upload": (1, False), "the record": (N_PUTS, False), "a copy": (N_PUTS + 1, True),
     "half": (N_PUTS + 2, True),
