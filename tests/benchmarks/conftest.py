@@ -1,4 +1,4 @@
-"""Imports files of benchmarks/ as the others there do."""
+"""Import files of benchmarks/ like benchmarks do among themselves."""
 
 import importlib
 from collections.abc import Callable
@@ -12,6 +12,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a file of benchmarks/ by its name there."""
+    """Returns a function that imports a file of benchmarks/ by its name."""
     monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(f"benchmarks.{name}")

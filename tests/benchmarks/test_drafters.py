@@ -1,4 +1,4 @@
-"""Every benchmark can be imported, and the drafters that are compared have equal weights."""
+"""Every benchmark can be imported, and the drafters in comparisons have equal weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +25,8 @@ def test_every_file_can_be_imported_and_says_what_it_measures(
 
 def test_drafters_have_equal_weights(benchmark: Callable[[str], ModuleType]) -> None:
     target = LlamaConfig(
-        vocab_size=4096, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2,
+        vocab_size=4096, hidden_size=384, intermediate_size=1152, num_hidden_layers=8,
+        num_attention_heads=6, num_key_value_heads=2,
     )  # fmt: skip
     drafters = benchmark("training.drafters")
     for name, (_, settings) in (drafters.DRAFTERS | drafters.ABLATIONS).items():

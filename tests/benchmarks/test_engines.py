@@ -1,4 +1,4 @@
-"""The table of drafters in other engines: what is counted, what is said of one that refuses, and where it stands."""
+"""The table of drafters in other engines: rounds, quoted refusals, and rows of earlier runs."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_rounds_are_those_of_transformers_and_a_refusal_is_quoted(
     assert "vllm_length" not in row
     assert table["caveats"][-1] == "Of `dflash` vLLM says: *no such method*"
     assert table["columns"]["transformers_rounds"]["title"].startswith("Rounds, transformers 5.")
-    # Rows of drafters that are not measured again stay, with what was said of them.
+    # Rows of drafters that are not measured again stay, with their texts.
     engines.write_table(file, [{"drafter": "eagle", "here_rounds": 3}], {"vllm": "9"}, [])
     again = json.loads(file.read_text())
     assert again["rows"] == [{"drafter": "eagle", "here_rounds": 3}, row]

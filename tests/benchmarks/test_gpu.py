@@ -31,7 +31,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def positive(found: dict[str, Any], *names: str) -> None:
-    """Check that figures are there, finite and above 0."""
+    """Check that the figures exist, are finite and are above 0."""
     for name in names:
         values = found[name] if isinstance(found[name], list) else [found[name]]
         assert values, name
@@ -50,7 +50,8 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
             json.loads(file.read_text())
         )
     assert {name: len(found) for name, found in records.items()} == {
-        "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1, "decode-graphs": 1,
+        "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1,
+        "decode-graphs": 1,
     }  # fmt: skip
     for name in ("tests", "train-tests"):
         assert "<testsuite " in (out / f"{name}.xml").read_text()
@@ -121,7 +122,8 @@ def test_wrong_words_are_refused_in_one_line_and_the_usage_names_every_option() 
 def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; *gpu_report) echo table;; esac\n'
+        '#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; '
+        "*gpu_report) echo table;; esac\n"
     )
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--tiny"]
@@ -140,7 +142,8 @@ def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Pa
 def test_what_a_part_lacks_is_said_before_its_first_step(tmp_path: Path, part: str) -> None:
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; *) echo ran;; esac\n'
+        '#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; '
+        "*) echo ran;; esac\n"
     )
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--part", part]
@@ -196,7 +199,10 @@ def test_a_step_writes_a_record_that_the_table_reads(
 
 @pytest.mark.slow
 def test_decoding_needs_no_more_than_its_wheels(benchmark: Callable[[str], ModuleType]) -> None:
-    """What only training needs is hidden; of the tests for a device all that runs here is their imports."""
+    """Packages that only training needs are hidden.
+
+    Of the tests for a device, only the imports run here.
+    """
     preflight = benchmark("gpu.preflight")
     hidden = set(preflight.NEEDS["train"]) - set(preflight.NEEDS["decode"]) | {"matplotlib"}
     root = Path(__file__).parents[2]
@@ -210,7 +216,8 @@ def test_decoding_needs_no_more_than_its_wheels(benchmark: Callable[[str], Modul
         sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
         sys.exit(pytest.main(["-q", "-o", "addopts=", "-p", "pytest_timeout", *sys.argv[1:]]))
     """
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # zarr has a plugin
+    # zarr installs a pytest plugin.
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for words in (["--collect-only", "tests/gpu/test_decoding.py"], ["tests/moa/nn/test_masks.py"]):
         command = [sys.executable, "-c", code, *words]
         done = subprocess.run(

@@ -1,4 +1,7 @@
-"""One command enters a drafter in the leaderboard, with every column, and refuses one whose answers are others."""
+"""One command enters a drafter in the leaderboard, with every column.
+
+It refuses a drafter with which the target's answers change.
+"""
 
 import json
 import shutil
@@ -32,7 +35,7 @@ def leaderboard(
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """The command line of a random drafter of blocks of three for a random target."""
+    """Return the command line for a random target and a random drafter of blocks of three."""
     tokenizer, model, drafter = build_byte_tokenizer(), tmp_path / "model", tmp_path / "drafter"
     special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     build_text_model(vocab_size=len(tokenizer), initializer_range=0.3, **special).save_pretrained(
@@ -47,8 +50,10 @@ def arguments(tmp_path: Path) -> list[str]:
         tmp_path / "chats.jsonl", [chat("hello", "an answer"), chat("why", "an answer")]
     )
     return [
-        "leaderboard.py", str(model), str(prompts), str(drafter), "--name", "Random", "--target", "tiny",
-        "--held-out", str(prompts), "--tokens", "7", "--seconds", "8", "--out", str(tmp_path / "out"),
+        "leaderboard.py", str(model), str(prompts), str(drafter), "--name", "Random",
+        "--target", "tiny",
+        "--held-out", str(prompts), "--tokens", "7", "--seconds", "8",
+        "--out", str(tmp_path / "out"),
         "--n-prompts", "2", "--batch-size", "2", "--speed-prompts", "1", "--max-new-tokens", "6",
     ]  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""A connection between two namespaces survives a cut of the emulated network between them; needs root."""
+"""A connection between two namespaces survives a cut of the emulated network.
+
+The test needs root.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Every stage runs at the widths of Llama-3-8B; two layers of it are enough to see that each does."""
+"""Every stage runs at the widths of Llama-3-8B. Two of its layers are enough to show that."""
 
 import json
 import subprocess
@@ -31,5 +31,5 @@ def test_two_layers_at_the_real_widths(tmp_path: Path) -> None:
         kind: answer for kind, _, answer in (line.partition(": ") for line in answers if line)
     }
     assert set(DRAFTERS) <= set(tokens)
-    # a drafter changes speed, never the answer
+    # A drafter changes the speed, never the answer.
     assert len({tokens[kind] for kind in DRAFTERS}) == 1

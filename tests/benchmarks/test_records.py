@@ -1,4 +1,7 @@
-"""Options, figures and record of a benchmark, and what is kept of where figures come from."""
+"""Options, figures and record of a benchmark.
+
+A file of results says where its figures come from.
+"""
 
 import argparse
 import json
@@ -14,7 +17,7 @@ import pytest
 def record(
     records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any
 ) -> Path:
-    """Write a record, of a commit and a clean checkout unless said otherwise."""
+    """Write a record; by default it names a commit and a clean checkout."""
     known = (
         records.collect_provenance() | {"git_sha": "0123456789abcdef", "git_dirty": False} | found
     )
@@ -81,8 +84,8 @@ def test_options_have_the_types_of_their_defaults(
         lambda given: f"kind-{given.n_prompts}", measure, "store", "runs+", **options
     )["figures"]["seen"]
     assert seen == {
-        "store": "STORE", "runs": ["a", "b"], "n_prompts": 3, "rates": [1.0, 2.0], "folder": Path("x"), "fast": True,
-        "kind": None, "out": tmp_path,
+        "store": "STORE", "runs": ["a", "b"], "n_prompts": 3, "rates": [1.0, 2.0],
+        "folder": Path("x"), "fast": True, "kind": None, "out": tmp_path,
     }  # fmt: skip
     (file,) = tmp_path.glob("kind-3-*.json")
     record = json.loads(file.read_text())

@@ -1,4 +1,7 @@
-"""docs/results says what benchmarks/results holds, and every figure there has a command that exists."""
+"""docs/results shows the figures of benchmarks/results.
+
+Every row has a command that exists.
+"""
 
 import json
 import shlex
@@ -42,7 +45,10 @@ def test_every_row_has_a_command_that_exists(path: Path) -> None:
 
 
 def test_the_readme_quotes_the_figures() -> None:
-    """Its table, cell by cell: means over seeds of chains of 7, a star where there is one seed, and tokens/s."""
+    """Compare the README's table cell by cell.
+
+    A cell has the mean over seeds for chains of 7 and the tokens/s. A star marks means of one seed.
+    """
     results = ROOT / "benchmarks" / "results"
     rows = json.loads((results / "drafters-code-and-math-2.json").read_text(encoding="utf-8"))[
         "rows"
@@ -79,7 +85,7 @@ def test_the_readme_quotes_the_figures() -> None:
 
 
 def test_speeds_that_were_measured_again_stand_on_one_page() -> None:
-    """Acceptance does not age, but tokens/s of older code would contradict those of today's."""
+    """Acceptance lengths stay valid, but older tokens/s would contradict those of today's code."""
     rows = json.loads(
         (ROOT / "benchmarks" / "results" / "leaderboard.json").read_text(encoding="utf-8")
     )["rows"]

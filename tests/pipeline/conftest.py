@@ -1,4 +1,4 @@
-"""A tiny target and chats for it."""
+"""A tiny target, and chats for it."""
 
 import shutil
 from pathlib import Path
@@ -12,26 +12,27 @@ from moa_data.tests.kit.models import write_target
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama target in bfloat16 with a Llama-3-like template; read only."""
+    """A Llama target in bfloat16 with a template like Llama 3's. Tests must not change it."""
     return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
 def model(target_folder: Path, tmp_path: Path) -> Path:
-    """A copy of the target, to be changed."""
+    """A copy of the target that a test may change."""
     return Path(shutil.copytree(target_folder, tmp_path / "model"))
 
 
 @pytest.fixture
 def chats_file(tmp_path: Path) -> Path:
-    """24 chats as jsonl."""
+    """24 chats in a jsonl file."""
     return write_jsonl(tmp_path / "chats.jsonl", random_chats(24))
 
 
 @pytest.fixture
 def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConfig:
-    """An extraction of the chats in several parts, with the state that enters the last layer."""
+    """An extraction of the chats into several parts, with the inputs of the last layer."""
     return ExtractConfig.of(
-        model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
+        model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"),
+        max_length=128, device="cpu",
         target_layers=1, part_tokens=512, batch_tokens=256, compute_dtype="float32",
     )  # fmt: skip

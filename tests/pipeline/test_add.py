@@ -1,4 +1,7 @@
-"""Adding fields gives the bytes of one extraction of all fields, whatever interrupts it; the old fields keep theirs."""
+"""Adding fields gives the bytes of one extraction of all fields, whatever interrupts it.
+
+The old fields keep their bytes.
+"""
 
 import dataclasses
 import json
@@ -33,7 +36,10 @@ OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidde
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the chats, in which the stores that several tests start from or compare with are made once."""
+    """A folder with the chats and with the stores that several tests use.
+
+    Tests copy these stores or compare with them, so each is made only once.
+    """
     folder = tmp_path_factory.mktemp("stores")
     write_jsonl(folder / "chats.jsonl", random_chats(14))
     return folder
@@ -42,8 +48,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(target_folder: Path, stores: Path, tmp_path: Path) -> ExtractConfig:
     return ExtractConfig.of(
-        model=str(target_folder), dataset=str(stores / "chats.jsonl"), out=str(tmp_path / "store"), max_length=128,
-        device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
+        model=str(target_folder), dataset=str(stores / "chats.jsonl"), out=str(tmp_path / "store"),
+        max_length=128, device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
     )  # fmt: skip
 
 
@@ -57,13 +63,13 @@ def made_once(config: ExtractConfig, **changes: Any) -> Path:
 
 
 def begun(config: ExtractConfig) -> dict[str, bytes]:
-    """Put a store of the old fields to ``config.out``; return its files."""
+    """Put a store of the old fields at ``config.out``; return its files."""
     shutil.copytree(made_once(config), config.out)
     return read_tree(config.out)
 
 
 def fresh(config: ExtractConfig, **changes: Any) -> dict[str, bytes]:
-    """The files of one extraction of all fields."""
+    """Return the files of one extraction of all fields."""
     return read_tree(made_once(config, activations=NEW, target_layers=1, **changes))
 
 
@@ -88,7 +94,8 @@ def test_the_store_becomes_the_one_of_a_single_extraction(
     assert plan.raw_bytes == plan.n_stored_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
     assert "(128 bytes per token)" in plan.describe()
     calls: list[tuple[int, int, str]] = []
-    Path(config.dataset).rename(f"{config.dataset}.away")  # the tokens are in the store
+    # The tokens are in the store, so the dataset is not needed.
+    Path(config.dataset).rename(f"{config.dataset}.away")
     report = add(
         addition(config),
         progress=lambda *call: calls.append(call),
@@ -115,9 +122,12 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(
     config: ExtractConfig,
 ) -> None:
     begun(config)
-    (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
+    (Path(config.out) / "commits/part-00001.json").unlink()  # This part is still to be extracted.
     before, wanted = read_tree(config.out), config.replaced(activations=NEW, target_layers=1)
-    command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
+    command = (
+        f"moa-data add {config.out} --model MODEL "
+        "--activations hidden:layer:0,hidden:layer:1 --target-layers 1"
+    )
     with pytest.raises(OptionInvalid, match=command):
         extract(wanted)
     assert read_tree(config.out) == before
@@ -146,7 +156,8 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     assert FrozenTarget.load(Path(config.out) / "target", 1).n_layers == 1
     after = read_tree(config.out)
     assert {name for name in after if after[name] != before[name]} == {
-        "README.md", "commits/store.json", "commits/target.json", "store.json", "target/frozen.safetensors",
+        "README.md", "commits/store.json", "commits/target.json", "store.json",
+        "target/frozen.safetensors",
     }  # fmt: skip
     assert after == fresh(config)
     assert add(bundle).n_parts_done == 0
@@ -154,7 +165,7 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
 
 
 def interrupt_at(phase: str, n_parts: int = -1) -> Callable[[int, int, str], None]:
-    """Press Ctrl-C in a phase, in the one of adding once so many parts are committed."""
+    """Press Ctrl-C in a phase; in the phase of adding once ``n_parts`` parts are committed."""
 
     def progress(_done: int, _total: int, message: str) -> None:
         if message.startswith(phase) and (
@@ -250,7 +261,7 @@ def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path)
     shutil.rmtree(config.out)
     add(addition(config, store=str(tmp_path / "int8")))
     expected = fresh(config, codec="int8")
-    for name in ("README.md", "texts.arrow"):  # `recode` writes none
+    for name in ("README.md", "texts.arrow"):  # `recode` does not write these files.
         expected.pop(name)
     assert read_tree(tmp_path / "int8") == expected
 

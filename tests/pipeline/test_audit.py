@@ -1,4 +1,4 @@
-"""An audit passes on the target a store was made from and finds what was changed."""
+"""An audit passes with the target that the store was made from, and finds changed values."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every job that writes or reads a store does the same to one in a bucket as to one on a disk."""
+"""Every job that writes or reads a store treats one in a bucket like one on a disk."""
 
 import shutil
 from collections.abc import Iterator
@@ -35,8 +35,10 @@ def endpoint(moto_server: str) -> Iterator[str]:
 def config(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtractConfig:
     folder = tmp_path_factory.mktemp("buckets")
     return ExtractConfig.of(
-        model=str(target_folder), dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(10))),
-        out=str(folder / "store"), max_length=64, device="cpu", target_layers=1, part_tokens=256, batch_tokens=128,
+        model=str(target_folder),
+        dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(10))),
+        out=str(folder / "store"), max_length=64, device="cpu", target_layers=1, part_tokens=256,
+        batch_tokens=128,
         activations=("hidden:last",),
     )  # fmt: skip
 
@@ -49,7 +51,7 @@ def local(config: ExtractConfig) -> Path:
 
 @pytest.fixture(scope="module")
 def remote(config: ExtractConfig, endpoint: str) -> RemotePath:
-    """The same store in a bucket, which was interrupted once and gone on with."""
+    """The same store in a bucket. Its extraction was interrupted once and resumed."""
     config = config.replaced(out=f"{empty_place(endpoint)}/store")
 
     def interrupt(done: int, total: int, message: str) -> None:
@@ -111,7 +113,7 @@ def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Pa
 def test_add_writes_to_a_bucket(
     config: ExtractConfig, local: Path, endpoint: str, tmp_path: Path
 ) -> None:
-    # Copies, since other tests compare with the stores as they were extracted.
+    # The addition changes copies, since other tests compare with the stores as extracted.
     on_disk = shutil.copytree(local, tmp_path / "store", ignore=shutil.ignore_patterns("*.lock"))
     in_bucket = copy_up(on_disk, f"{empty_place(endpoint)}/store")
     for place in (str(on_disk), str(in_bucket)):

@@ -1,4 +1,7 @@
-"""The card is what the Hub expects, equal for equal stores, and its snippets run."""
+"""The card has the form that the Hub expects, and its snippets run.
+
+Equal stores have equal cards.
+"""
 
 import re
 from pathlib import Path

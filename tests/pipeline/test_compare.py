@@ -1,4 +1,4 @@
-"""What `compare` says of two stores: errors by layer, and next-token distributions."""
+"""`compare` reports how two stores differ: errors by layer, and next-token distributions."""
 
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,8 @@ def test_the_teachers_divergence_is_that_of_the_stored_states(lossless: Path, sm
     ]
     log_p, log_q = (own.log_softmax(-1) for own in logits)
     assert found.teacher is not None
-    assert found.teacher.n_positions == found.n_tokens  # a small store is compared at each position
+    # A store this small is compared at every position.
+    assert found.teacher.n_positions == found.n_tokens
     assert found.teacher.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
     agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
     assert found.teacher.top1_agreement == pytest.approx(float(agreement))
@@ -118,7 +119,7 @@ def test_the_target_continues_from_stored_keys_and_values(
         expected = torch.from_numpy(to_float32(store.read(2, HIDDEN_LAST), "bfloat16"))[
             len(kv) // 2 :
         ]
-    # bfloat16 rounds keys and values
+    # Keys and values are rounded to bfloat16.
     torch.testing.assert_close(states, expected, atol=0.05, rtol=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Files, splits and columns of a dataset become the chats that they are; a bad row is one counted row."""
+"""Files, splits and columns of a dataset are read as chats. A bad row is counted as one row."""
 
 import hashlib
 import json
@@ -91,7 +91,7 @@ def test_encodings_of_other_programs_give_the_same_rows(
     path = tmp_path / f"chats{suffix}"
     path.write_bytes(text.encode(encoding))
     assert [row for _, row in ChatSource(str(path), None).rows()] == rows
-    path.write_bytes(text.encode(encoding)[:-3])  # the end of a download is missing
+    path.write_bytes(text.encode(encoding)[:-3])  # The end of a download is missing.
     with (
         pytest.raises(DatasetError) if encoding.startswith(("utf-16", "utf-32")) else nullcontext()
     ):
@@ -99,7 +99,7 @@ def test_encodings_of_other_programs_give_the_same_rows(
 
 
 def test_utf_16_in_the_midst_of_utf_8_is_a_bad_row(tmp_path: Path) -> None:
-    """As PowerShell's >> appends to a file."""
+    """PowerShell's >> appends such text to a file."""
     line = json.dumps({"messages": CHAT}) + "\n"
     path = tmp_path / "chats.jsonl"
     path.write_bytes(line.encode() + line.encode("utf-16-le") + b"\n" + line.encode())
@@ -296,7 +296,7 @@ datasets = pytest.importorskip("datasets")
 
 
 def folder(path: Path, names: Sequence[str]) -> str:
-    """Files with one row each, which says where it stands."""
+    """Write files of one row each; the row holds the name of its file."""
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps({"at": name}) + "\n")
@@ -365,8 +365,9 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     ("names", "split", "found", "said"),
     [
         (MIXED, None, MIXED, ""),
-        (MIXED, "more", MIXED[-1:], ", split more (1 of 5 files)"),  # a folder of that very name
-        (TRAIN, None, TRAIN, ", split train"),  # the only one
+        # a folder with the name of the split
+        (MIXED, "more", MIXED[-1:], ", split more (1 of 5 files)"),
+        (TRAIN, None, TRAIN, ", split train"),  # the only split
         (
             TRAIN,
             "train_sft",
@@ -391,7 +392,10 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
 def test_files_that_are_read_of_a_folder(
     tmp_path: Path, names: list[str], split: str | None, found: list[str] | None, said: str
 ) -> None:
-    """``said`` of the dataset, or where ``found`` is None of the error."""
+    """The description of the dataset contains ``said``.
+
+    If ``found`` is None, it is the error message that contains ``said``.
+    """
     dataset = folder(tmp_path, names)
     if found is None:
         with pytest.raises(DatasetError, match=said):
@@ -419,7 +423,10 @@ def test_saved_datasets_are_read_without_their_caches(tmp_path: Path) -> None:
 
 GOOD = [json.dumps(row) for row in random_chats(60)]
 DEEP = "[" * 100_000 + "]" * 100_000
-SURROGATE = '{"messages": [{"role": "user", "content": "a \\ud800"}, {"role": "assistant", "content": "b"}]}'
+SURROGATE = (
+    '{"messages": [{"role": "user", "content": "a \\ud800"}, '
+    '{"role": "assistant", "content": "b"}]}'
+)
 DEEP_TOOLS = SURROGATE.replace(" \\ud800", "").replace(
     '{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1
 )
@@ -446,7 +453,7 @@ def plan_of(target: Path, dataset: Path, tmp_path: Path, **options: Any) -> Extr
 
 
 def write_lines(path: Path, rows: list[str]) -> Path:
-    """Write rows that are JSON or should be."""
+    """Write lines of text. Most of them are JSON; some are meant to be broken."""
     path.write_bytes(("\n".join(rows) + "\n").encode("utf-8", "surrogateescape"))
     return path
 
@@ -488,7 +495,8 @@ def test_plain_chats_give_the_plan_they_always_gave(
 def test_an_arrow_row_that_is_no_text_is_one_bad_row(tmp_path: Path, suffix: str) -> None:
     contents = [b"hi", b"caf\xe9", b"ho"]
     buffers = pa.array(contents, pa.binary()).buffers()
-    texts = pa.Array.from_buffers(pa.string(), 3, buffers)  # unchecked, as other writers leave it
+    # The buffers are not validated; other writers produce such files.
+    texts = pa.Array.from_buffers(pa.string(), 3, buffers)
     roles = pa.array(["assistant"] * 3)
     messages = pa.ListArray.from_arrays(
         [0, 1, 2, 3], pa.StructArray.from_arrays([roles, texts], ["role", "content"])
@@ -539,7 +547,7 @@ def test_a_broken_json_list_counts_as_lines(tmp_path: Path) -> None:
     assert all(
         isinstance(row, UnreadableRow) for _, row in list(ChatSource(str(path), None).rows())[:-1]
     )
-    path.write_text("\n".join(GOOD) + "\n")  # lines under another name
+    path.write_text("\n".join(GOOD) + "\n")  # the same lines under the name of a JSON list
     assert len(list(ChatSource(str(path), None).rows())) == 60
     path.write_text("[1]\n[2]\n")
     assert [row for _, row in ChatSource(str(path), None).rows()] == [[1], [2]]

@@ -1,4 +1,4 @@
-"""What a plan says an extraction takes is what it then takes, and what it leaves open is chosen for the machine."""
+"""A plan's estimates hold for the extraction. Defaults are chosen for the machine."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ from moa_data.tests.kit.models import write_target
 
 @pytest.fixture(scope="module")
 def wide_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose layers are wide enough to compress as real ones do."""
+    """A target whose layers are wide enough to compress like those of real models."""
     sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
     return write_target(tmp_path_factory.mktemp("wide"), **sizes)
 
@@ -55,7 +55,7 @@ def test_the_planned_bits_leave_out_the_bases(config: ExtractConfig) -> None:
         build_plan(config.replaced(codec=codec)) for codec in ("transform:1", "transform:1,tokens")
     )
     assert plain.disk_ranges["parts"] == predicted.disk_ranges["parts"]
-    # features of tokens
+    # The codec that predicts from tokens stores features of each token.
     assert predicted.disk_ranges["codec/"][1] - plain.disk_ranges["codec/"][1] == 2 * 400 * 32
     text = plain.describe()
     assert "codec/ " in text
@@ -73,7 +73,7 @@ def test_an_extraction_takes_the_planned_memory(config: ExtractConfig, wide_targ
     assert before + plan.forward.weight_bytes < least < most
     Path("/proc/self/clear_refs").write_text("5")
     extract(config)
-    # This process has memory left from other tests, so the least says nothing here.
+    # This process still holds memory of other tests, so it may need less than the lower bound.
     assert before <= peak_memory() <= most
 
 
@@ -93,7 +93,7 @@ def test_the_memory_of_workers_and_of_what_a_codec_learns(
 def test_the_slowest_and_the_fastest_of_three_batches_bound_the_time(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = iter([100.0, 2.0, 1.0, 4.0])  # seconds a token; the first run warms up
+    rates = iter([100.0, 2.0, 1.0, 4.0])  # Seconds per token. The first run only warms up.
     lengths: list[int] = []
 
     def run_fake(_forwards: Any, table: Any, _disk: Path) -> Timings:
@@ -114,7 +114,8 @@ def test_the_slowest_and_the_fastest_of_three_batches_bound_the_time(
     [
         (True, "bfloat16", "bfloat16", "bfloat16"),
         (False, "bfloat16", "bfloat16", "float32"),
-        (True, "float32", "bfloat16", "float32"),  # rounded weights would be another target
+        # Rounding the weights would make it another target.
+        (True, "float32", "bfloat16", "float32"),
         (True, "bfloat16", "float32", "float32"),
     ],
 )
@@ -160,6 +161,6 @@ def test_plan_advises_what_to_store_and_to_train(config: ExtractConfig) -> None:
     assert planned.exit_code == 0, planned.output
     lines = dict(line.split(None, 1) for line in planned.stdout.splitlines())
     assert lines["drafter"].startswith("train --drafter eagle: ")
-    # 3 layers of 2 heads of 8 keys and 8 values, and a hidden state of 32.
+    # A token has 3 layers of 2 heads with 8 keys and 8 values, and a hidden state of width 32.
     assert lines["activations"].endswith("with kv a token takes 4 times the bytes.")
     assert lines["time"].endswith(" for forwards, encoding and writing")

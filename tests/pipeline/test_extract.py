@@ -1,4 +1,7 @@
-"""The store holds what a plain forward gives; whatever ends a run or damages a store, the bytes come out the same."""
+"""The store holds the values of a plain forward.
+
+The bytes are the same whatever ends a run or damages the store.
+"""
 
 import errno
 import json
@@ -52,7 +55,7 @@ def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
 
 
 def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> None:
-    # one sequence per forward, so that every bit can agree
+    # Each forward has one sequence, so that the values agree bit for bit.
     config = config.replaced(batch_tokens=1)
     report = extract(config, provenance={"argv": ["x"]})
     assert report.n_parts == report.n_parts_done > 1
@@ -87,7 +90,7 @@ def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> No
 def test_the_bundle_is_cut_from_the_loaded_target_in_the_dtype_of_its_weights(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float32 holds bfloat16 weights without loss: a second target in memory would be for nothing."""
+    """float32 holds bfloat16 weights exactly, so no second target needs to be loaded."""
     extract(config.replaced(compute_dtype="bfloat16"))
     bundle = Path(config.out) / "target"
     assert FrozenTarget.load(bundle, 1, None).lm_head_weight.dtype == torch.bfloat16
@@ -123,7 +126,8 @@ def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
         assert done == total > 30_000  # bytes of the weights
     told = [call for call in calls if call[2].startswith("extract")]
     assert told[0] == (0, report.n_tokens, "extract 0/1 parts")
-    assert len({done for done, _, _ in told}) > 5  # within the one part
+    # The single part reports its progress several times.
+    assert len({done for done, _, _ in told}) > 5
     assert told[-1] == (report.n_tokens, report.n_tokens, "extract 1/1 parts")
 
 
@@ -132,7 +136,7 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
 ) -> None:
     extract(config)
     before = read_tree(config.out)
-    # of which any number gives the same bytes
+    # The number of encoding threads does not change the bytes.
     extract(elsewhere(config).replaced(encode_threads=3))
     assert read_tree(elsewhere(config).out) == before
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
@@ -165,7 +169,7 @@ KEPT = r"\d of \d parts are committed in .*Run the same command again"
             StorageUnavailable,
             r"No space left while writing .*run the same command again",
         ),
-        # 0 proves the target
+        # Call 0 runs a few tokens to check the target.
         (forwards_module, "capture", 1, KeyboardInterrupt(), Interrupted, KEPT),
         (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, KEPT),
     ],
@@ -210,7 +214,7 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
 
 
 def shard_weights(folder: Path) -> Path:
-    """Split the weights into two files with an index; returns the second one."""
+    """Split the weights into two files with an index; return the second file."""
     whole = folder / "model.safetensors"
     weights, weight_map = load_file(whole), dict[str, str]()
     for number, names in enumerate((list(weights)[::2], list(weights)[1::2]), start=1):
@@ -259,7 +263,7 @@ def test_a_target_whose_values_are_not_finite_leaves_nothing(
 def test_a_store_of_another_target_without_parts_is_begun_anew(
     config: ExtractConfig, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of it nothing is used: no sequences, no bundle, and not what the codec learned."""
+    """Nothing of it is reused: neither sequences nor bundle, nor what its codec has learned."""
     config = config.replaced(codec="transform:3", activations=("hidden:last",))
     other = config.replaced(model=str(model))
     spoil_weights(model / "model.safetensors", 0.5)
@@ -287,14 +291,16 @@ def test_the_bytes_do_not_depend_on_the_network(
 
 @pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_process(config: ExtractConfig) -> None:
-    """Ten processes with other seeds of hashes, with and without a network."""
+    """Run ten processes with different hash seeds, with and without a network."""
     trees = []
     for seed in range(10):
         out = elsewhere(config, f"store-{seed}").out
         settings = config.named() | {"out": out}
         code = (
-            "import torch; torch.set_num_threads(1); from moa_data.pipeline.config import ExtractConfig; "
-            f"from moa_data.pipeline.extract import extract; extract(ExtractConfig.of(**{settings!r}))"
+            "import torch; torch.set_num_threads(1); "
+            "from moa_data.pipeline.config import ExtractConfig; "
+            "from moa_data.pipeline.extract import extract; "
+            f"extract(ExtractConfig.of(**{settings!r}))"
         )
         environment = os.environ | {"PYTHONHASHSEED": str(seed), "HF_HUB_OFFLINE": str(seed % 2)}
         subprocess.run(
@@ -310,7 +316,7 @@ CHANGES = {
     "tokenizer": ("tokenizer.json", b"\n", b"\n "),
     "template": ("chat_template.jinja", b"\n\n", b"\n "),
 }
-"""What changes -> a file of the target, and the bytes that are replaced in it; None for its last bit."""
+"""Key of an identity -> file of the target, and bytes to replace in it (None: its last bit)."""
 
 
 def test_a_changed_target_is_refused_by_name(config: ExtractConfig, model: Path) -> None:
@@ -336,7 +342,7 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
     folder = tmp_path / "target"
     model = build_text_model("llama")
     with torch.no_grad():
-        # finite, and the sums of products are not
+        # The weights are finite, but sums of products with them overflow.
         model.model.layers[2].self_attn.v_proj.weight[:] = 3e38
     model.save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
@@ -351,8 +357,8 @@ KILLS: dict[str, tuple[Any, ...]] = {
     "manifest": (backend, "put_if_absent", 2),
     "bundle": (forwards_module, "save_target_bundle", 1, True),
     "mid_part": (part_writer.ArrayWriter, "write", 40),
-    # After plan, manifest and seven folders' own files come the commits: of the target, then of the
-    # parts.
+    # Calls before this one write the plan, the manifest and the metadata of seven folders. Then
+    # come the commits of the target and of each part.
     "before_commit": (backend, "put_if_absent", 11),
     "after_commit": (backend, "put_if_absent", 12, True),
 }
@@ -402,7 +408,7 @@ def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(
     def commit_meanwhile(_done: int, _total: int, message: str) -> None:
         nonlocal n_told
         n_told += message.startswith("extract")
-        if n_told == 2:  # the first batch has been computed
+        if n_told == 2:  # The first batch has been computed.
             commit.write_bytes(content)
 
     timings = extract(config, progress=commit_meanwhile).timings
@@ -452,7 +458,7 @@ def test_a_repair_whose_target_cannot_be_loaded_drops_nothing(
 def test_a_repair_on_a_full_disk_goes_on(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Damaged parts are missing until their turn, and what is missing is work for any run."""
+    """Each damaged part is dropped when its turn comes. Any run extracts missing parts."""
     store, whole = extracted(config)
     n_damaged = 4
     for part in range(n_damaged):

@@ -1,6 +1,7 @@
-"""Extraction by several processes, or with Ray on two machines of one host, ends in the bytes of one process.
+"""Extraction by several processes, or with Ray on two machines of one host.
 
-Workers that are lost or added meanwhile, and other commands on the same store, change nothing.
+It gives the bytes of one process. Workers that are lost or added meanwhile, and other commands on
+the same store, do not change that.
 """
 
 import json
@@ -25,7 +26,7 @@ from moa_data.tests.kit.stores import read_tree
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # Ray has many
+    pytest.mark.filterwarnings("ignore"),  # Ray causes many warnings.
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers by /proc"),
 ]
 _WAIT_S = 1200.0
@@ -34,7 +35,7 @@ _SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
-    # these machines share their cores, so that who spins takes them from others
+    # These machines share their cores: threads that spin would take cores from the others.
     "OMP_WAIT_POLICY": "PASSIVE",
 }  # fmt: skip
 
@@ -48,7 +49,7 @@ def kept_sigterm() -> Iterator[None]:
 
 
 class Machines:
-    """Machines of a Ray cluster on this host: a head that computes nothing, and others of one core each."""
+    """A Ray cluster on this host: a head without CPUs, and further machines of one core each."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
@@ -60,7 +61,7 @@ class Machines:
         self.address = str(self._cluster.address)
 
     def have(self, n_nodes: int) -> None:
-        """Add or kill machines until there are so many."""
+        """Add or kill machines until there are ``n_nodes``, not counting the head."""
         while len(self._nodes) > n_nodes:
             self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
         while len(self._nodes) < n_nodes:
@@ -83,7 +84,7 @@ def machines() -> Iterator[Machines]:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, chats for about 80 parts, and a whole store of them by one process."""
+    """A target, chats for about 80 parts, and the complete store that one process makes of them."""
     folder = tmp_path_factory.mktemp("ray")
     target, chats = (
         write_target(folder / "target"),
@@ -98,7 +99,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Runs:
-    """Runs `moa-data extract` on one store, in processes of their own."""
+    """Runs `moa-data extract` on one store, each time in a new process."""
 
     def __init__(self, room: Path, out: Path, machines: Machines | None = None) -> None:
         self.room, self.out, self._is_ray = room, out, machines is not None
@@ -115,9 +116,10 @@ class Runs:
         self._command = [sys.executable, "-m", "moa_data", "extract", *files, *options, *ray]
 
     def start(self, n_workers: int = 2, n_parts: int = 0) -> subprocess.Popen[str]:
-        """Start a command, and wait for the commits of so many parts."""
+        """Start a command, and wait until ``n_parts`` parts are committed."""
         running = subprocess.Popen(
-            [*self._command, "--workers", str(n_workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*self._command, "--workers", str(n_workers)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
             env={**os.environ, **_ENVIRONMENT},
         )  # fmt: skip
         wait_for(lambda: len(self.commits()) >= n_parts or running.poll() is not None, _WAIT_S)
@@ -125,7 +127,7 @@ class Runs:
         return running
 
     def finish(self, running: subprocess.Popen[str], before: dict[str, int]) -> tuple[str, str]:
-        """Every byte is that of one process, and no part that had its commit was done again."""
+        """Wait for a command; check that it gives one process's bytes and keeps earlier commits."""
         out, said = running.communicate(timeout=_WAIT_S)
         assert running.returncode == 0, said
         assert read_tree(self.out) == read_tree(self.room / "whole")
@@ -134,7 +136,10 @@ class Runs:
         return out, said
 
     def workers(self, running: subprocess.Popen[str]) -> list[int]:
-        """Process ids of the workers: tasks of Ray that have a store open, or children of the command."""
+        """Return the process ids of the workers.
+
+        They are tasks of Ray that have a store open, or children of the command.
+        """
         if self._is_ray:
             return tasks()
         return list(
@@ -142,7 +147,7 @@ class Runs:
         )
 
     def commits(self) -> dict[str, int]:
-        """The moment of each part's commit: one that was done again has another."""
+        """Return when each part was committed. The time changes if the part is committed again."""
         return {
             path.name: path.stat().st_mtime_ns
             for path in (self.out / "commits").glob("part-*.json")
@@ -153,7 +158,7 @@ class Runs:
 
 
 def tasks() -> list[int]:
-    """Process ids of tasks of Ray that have a store open."""
+    """Return the process ids of Ray tasks that have a store open."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -167,7 +172,7 @@ def tasks() -> list[int]:
 @pytest.fixture
 def ray_runs(machines: Machines, room: Path, tmp_path: Path) -> Runs:
     machines.have(2)
-    wait_for(lambda: not tasks(), _WAIT_S)  # of the test before
+    wait_for(lambda: not tasks(), _WAIT_S)  # Tasks of the previous test may still run.
     return Runs(room, tmp_path / "store", machines)
 
 
@@ -238,8 +243,8 @@ def test_commands_at_once_share_the_parts(runs: Runs) -> None:
     runs.finish(second, {})
     records = runs.records()
     assert sum(record["n_parts_done"] for record in records) == len(runs.commits())
-    # Such small parts: a process has up to four in flight, which the others take when nothing else
-    # is left.
+    # With parts this small, a process has up to four in flight. The other one takes them too when
+    # no other part is left.
     assert sum(record["n_parts_late"] for record in records) <= 8
     n_tokens = json.loads((runs.out / "store.json").read_text())["n_tokens"]
     assert sum(record["timings"]["n_tokens"] for record in records) == n_tokens

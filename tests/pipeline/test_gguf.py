@@ -1,4 +1,4 @@
-"""A store made from a GGUF file is that of its folder, and belongs to that file."""
+"""A store made from a GGUF file equals that of the model's folder, and belongs to that file."""
 
 import hashlib
 import shutil

@@ -1,4 +1,7 @@
-"""Stores and drafters go to a Hub on this machine and come back byte for byte, whatever breaks on the way."""
+"""Stores and drafters go to a Hub on this machine and come back byte for byte.
+
+Failures on the way do not change that.
+"""
 
 import errno
 import os
@@ -18,7 +21,7 @@ from moa_data.tests.kit.hub import Hub, serving
 from moa_data.tests.kit.refusals import refusing
 from moa_data.tests.kit.stores import read_tree
 
-# of the client's own calls
+# This warning is about the Hub client's own calls.
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
 NAME = "me/activations"
 

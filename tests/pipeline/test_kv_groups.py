@@ -1,4 +1,7 @@
-"""Targets whose layers do not cache alike, from extraction to decoding, and what others read of their stores."""
+"""Targets whose layers cache different shapes, from extraction to decoding.
+
+Other programs read their stores too.
+"""
 
 import json
 import re
@@ -45,7 +48,8 @@ GROUPS: dict[str, dict[str, tuple[tuple[int, ...], KVShape]]] = {
     "deepseek_v3": {"kv/latent": ((0, 1, 2, 3), KVShape(1, 16, 8))},
     "glm4_moe_lite": {"kv/latent": ((0, 1, 2, 3), KVShape(1, 16, 8))},
     "gemma4_text": {
-        "kv/sliding_attention": ((0,), KVShape(2, 16, 16)), "kv/full_attention": ((1,), KVShape(1, 24, 24)),
+        "kv/sliding_attention": ((0,), KVShape(2, 16, 16)),
+        "kv/full_attention": ((1,), KVShape(1, 24, 24)),
     },
     "qwen3_next": {"kv/full_attention": ((3,), KVShape(2, 16, 16))},
     "qwen3_5_text": {"kv/full_attention": ((3,), KVShape(2, 16, 16))},
@@ -85,7 +89,7 @@ def test_what_is_captured_is_the_models_own_cache(name: str) -> None:
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
-    """A folder with a target, and a store of it."""
+    """A folder with a target and a store made from it."""
     folder, name = tmp_path_factory.mktemp(request.param), request.param
     write_family(folder / "model", name, vocab_size_per_layer_input=400)
     extract(config_of(folder))
@@ -185,7 +189,7 @@ def test_tensorstore_reads_them_as_the_page_on_the_format_says(made: tuple[str, 
         for index, layer in enumerate(layers):
             kept: Any = cache.layers[layer]
             for own, cached in ((keys, kept.keys), (values, kept.values)):
-                # layers with a window keep the last tokens only
+                # Layers with a window cache only the last tokens.
                 last = own[-cached.shape[2] :, index].swapaxes(0, 1)
                 np.testing.assert_allclose(last, cached[0].numpy(), rtol=1e-2, atol=1e-3)
 
@@ -207,7 +211,7 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(
     plain = generate_batch(target, [prompt], max_new_tokens=12)[0].tokens
     for one in (drafter, glide):
         assert generate(target, one, prompt, max_new_tokens=12, tree=TreeShape(3)).tokens == plain
-    if name != "gemma4_text":  # which the engine's tests serve
+    if name != "gemma4_text":  # The engine serves this one; its own tests cover that.
         for one in (drafter, glide):
             with pytest.raises(TargetError, match="can't be served"):
                 Engine(target, {"it": one})
@@ -222,7 +226,8 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(
             )
             rows = np.arange(2)
             inputs = reader.batch(rows, store.lengths[rows], NO_DRAWS).inputs
-            reader._decodes = False  # as for a GPU, which packs and decodes for itself
+            # A GPU packs and decodes the values itself, so the reader must not.
+            reader._decodes = False
             there = (
                 reader.batch(rows, store.lengths[rows], NO_DRAWS)
                 .to(torch.device("cpu"))
@@ -312,28 +317,30 @@ def test_what_a_store_says_of_its_values(
     [
         (
             {
-                "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "num_attention_heads": 64,
+                "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880,
+                "num_attention_heads": 64,
                 "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
             },
             24 * 8 * (64 + 64) * 2,  # 49,152
         ),
         (
             {
-                "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
-                "num_key_value_heads": 4, "head_dim": 128,
+                "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
+                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
             },
             48 * 4 * (128 + 128) * 2,  # 98,304, Qwen3-30B-A3B
         ),
         (
             {
-                "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
-                "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-                "v_head_dim": 128, "q_lora_rank": 1536,
+                "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536,
             },
             61 * (512 + 64) * 2,  # 70,272
         ),
         (
-            # all as transformers has it
+            # All sizes are the defaults of transformers.
             {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
             25 * 4 * (256 + 256) * 2 + 5 * 4 * (512 + 512) * 2,  # 143,360
         ),
@@ -342,7 +349,7 @@ def test_what_a_store_says_of_its_values(
                 "model_type": "gemma4_text", "num_hidden_layers": 30, "num_kv_shared_layers": 20,
                 "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
             },
-            # of the first ten layers, one of them full
+            # Only the first ten layers cache, and one of them has full attention.
             9 * 4 * (256 + 256) * 2 + 1 * 2 * (512 + 512) * 2,
         ),
         (

@@ -1,4 +1,7 @@
-"""Each piece of a chat is in its tokens exactly once, where transformers puts it, or its row is rejected."""
+"""Each piece of a chat is in its tokens exactly once, or the row is rejected.
+
+The pieces stand where transformers puts them.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -22,24 +25,24 @@ from moa_data.tests.kit.models import build_tokenizer
 
 @dataclass(frozen=True)
 class Form:
-    """A chat template, and what is known of it without asking the code under test."""
+    """A chat template, and facts about it that do not come from the code under test."""
 
     template: str
-    end: str  # what ends an answer
-    # pieces that it shows beside the turns of user and assistant
+    end: str  # text that ends an answer
+    # The pieces that it renders besides the turns of user and assistant.
     shows: frozenset[str] = frozenset({"system"})
     contents: str = "text"  # form of contents that it takes: text, parts or either
     takes_json_arguments: bool = False
-    takes_no_content: bool = True  # whether a message that calls a tool may have a content of null
+    takes_no_content: bool = True  # whether a message that calls a tool may have null content
 
 
-PHASES = [Phase.explicit, Phase.generate]  # without shrinking, which takes minutes here
+PHASES = [Phase.explicit, Phase.generate]  # Shrinking is left out, since it takes minutes here.
 CALLS = frozenset({"system", "calls"})
 TOOLS = frozenset({"system", "calls", "tools"})
 ALL = TOOLS | {"several calls"}
 FORMS = {
     "llama3": Form(templates.LLAMA3_TEMPLATE, "<|eot_id|>"),
-    # With tools it takes the first two messages for the system's and the user's.
+    # With tools, this template takes the first two messages for the system's and the user's.
     "llama3.1": Form(templates.LLAMA31_TEMPLATE, "<|eot_id|>", CALLS),
     "llama2": Form(templates.LLAMA2_TEMPLATE, "</s>"),
     "chatml": Form(templates.CHATML_TEMPLATE, "<|im_end|>"),
@@ -80,7 +83,8 @@ def template_of(name: str) -> ChatTemplate:
 
 
 SNIPPETS = [
-    "a", " ", "\n", "  two  spaces ", "assistant", "user\n", '{"x": [1, null]}', "日本語 é 👩‍👩‍👧", "it's \"quoted\"",
+    "a", " ", "\n", "  two  spaces ", "assistant", "user\n", '{"x": [1, null]}', "日本語 é 👩‍👩‍👧",
+    "it's \"quoted\"",
     "{{ bos_token }}", "{% if %}", "\\n", "None", "[/SYS]", "<b>bold</b>", "\t", "0",
 ]  # fmt: skip
 TOOL: dict[str, Any] = {
@@ -99,22 +103,24 @@ TOOL: dict[str, Any] = {
 
 @dataclass
 class Drawn:
-    """A row, and what must be in its tokens."""
+    """A row of a dataset, and the texts that must be in its tokens."""
 
     row: dict[str, Any]
-    # those of the row as transformers takes them, a system column included
+    # The messages of the row in the form that transformers takes, with the system column.
     messages: list[dict[str, Any]]
-    pieces: list[str]  # texts of which each occurs exactly once
-    answers: list[str]  # text of each answer; a call has the name of its tool
-    features: set[str] = field(default_factory=set)  # pieces beside the turns of user and assistant
-    bad: str = ""  # why the row must be rejected, whatever the template
+    pieces: list[str]  # texts that each occur exactly once
+    answers: list[str]  # Text of each answer. For a call it is the name of the tool.
+    # names of the pieces besides the turns of user and assistant
+    features: set[str] = field(default_factory=set)
+    bad: str = ""  # why the row must be rejected with any template
 
 
 @st.composite
 def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
-    """Draw chats of every form in which datasets have them, each text with a number that no other text has.
+    """Draw chats in every form that datasets use. Each text has a number that no other has.
 
-    ``shown``: pieces that the template shows; others are drawn now and then.
+    Args:
+        shown: Pieces that the template renders. Others are drawn rarely.
     """
     drawn = Drawn({}, [], [], [])
 
@@ -188,7 +194,7 @@ def texts_of(message: dict[str, Any]) -> list[str]:
 
 
 def message_of_row(draw: st.DrawFn, message: dict[str, Any], is_sharegpt: bool) -> dict[str, Any]:
-    """Write a message as one of the datasets does."""
+    """Write a message in one of the forms that datasets use."""
     if is_sharegpt:
         role = {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"])
         return {"from": role, "value": message["content"]} | draw(
@@ -202,7 +208,7 @@ def message_of_row(draw: st.DrawFn, message: dict[str, Any], is_sharegpt: bool) 
 
 
 def with_json_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write the arguments of calls as texts of JSON."""
+    """Replace the arguments of calls by their JSON texts."""
     changed = []
     for call in calls:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -211,7 +217,11 @@ def with_json_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spoil(draw: st.DrawFn, drawn: Drawn, rows: list[dict[str, Any]]) -> str:
-    """Sometimes put into a row what no target can be given, or what must not be trained on; says what."""
+    """Sometimes add content that makes the row unusable.
+
+    It cannot be rendered for any target, or must not be trained on. Returns the reason, or an empty
+    string.
+    """
     kinds = ["reasoning", "reasoning part", "image", "images", "mark", "control"]
     kind = draw(st.sampled_from(kinds)) if draw(st.integers(0, 4)) == 4 else ""
     message = rows[-1]
@@ -243,12 +253,15 @@ def spoil(draw: st.DrawFn, drawn: Drawn, rows: list[dict[str, Any]]) -> str:
 
 
 def reference_tokens(name: str, drawn: Drawn) -> list[int]:
-    """Let transformers turn the chat into tokens, each content in the form that the template takes."""
+    """Let transformers turn the chat into tokens.
+
+    Each content has the form that the template takes.
+    """
     form = FORMS[name]
     messages = []
     for message in drawn.messages:
         content = message["content"]
-        if content is None:  # Some templates refuse this. Then they are given an empty text.
+        if content is None:  # Templates that refuse null content get an empty text.
             content = None if form.takes_no_content else ""
         elif form.contents == "text":
             content = "".join(texts_of(message))
@@ -264,7 +277,7 @@ def reference_tokens(name: str, drawn: Drawn) -> list[int]:
 
 
 def answer_of(marked: str, form: Form) -> str:
-    """Take away what the template puts around an answer."""
+    """Remove the text that the template puts around an answer."""
     for end in (form.end, "<|end|>", "<|call|>"):
         marked = marked.removesuffix(end)
     for header in ("<|channel|>final<|message|>", "<think>\n\n</think>\n\n"):
@@ -304,15 +317,17 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
                 ]
 
     check()
-    assert n_kept >= 5  # else the test shows nothing
+    assert n_kept >= 5  # With fewer rows the test would prove nothing.
 
 
 @pytest.mark.parametrize("mark", [
     {"weight": 0}, {"compute_loss": False}, {"Train": False}, {"do_not_train": 1},
     {"train": False}, {"trainable": False}, {"training": False}, {"loss": False},
-    {"loss": "false"}, {"loss_mask": 0}, {"loss_mask": [1, 1, 0]}, {"masked": True}, {"ignore_loss": True},
+    {"loss": "false"}, {"loss_mask": 0}, {"loss_mask": [1, 1, 0]}, {"masked": True},
+    {"ignore_loss": True},
     {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
-    {"isTrainable": False}, {"computeLoss": False}, {"lossWeight": 0}, {"skipTraining": True}, {"isMasked": True},
+    {"isTrainable": False}, {"computeLoss": False}, {"lossWeight": 0}, {"skipTraining": True},
+    {"isMasked": True},
     {"loss_masked": True}, {"mask_out": True}, {"untrained": True},
 ])  # fmt: skip
 def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, Any]) -> None:
@@ -323,16 +338,20 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
     assert isinstance(found, Rejection)
     assert found.reason in (RejectReason.MARKED_UNTRAINED, RejectReason.CONTENT_NOT_READ)
     # Questions are never trained on, whatever their marks say.
-    assert isinstance(tokenize_row(template_of("chatml"), {"messages": [asks | {"train": False}, answers]}, 100),
+    assert isinstance(tokenize_row(template_of("chatml"),
+                                   {"messages": [asks | {"train": False}, answers]}, 100),
                       TokenizedChat)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [{"role": "user", "content": "a", "value": "b"}]}, RejectReason.CONTENT_NOT_READ),
-        ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, RejectReason.UNKNOWN_ROLE),
-        ({"messages": [{"role": "user", "content": "a"}], "conversations": [{"from": "gpt", "value": "b"}]},
+        ({"messages": [{"role": "user", "content": "a", "value": "b"}]},
+         RejectReason.CONTENT_NOT_READ),
+        ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]},
+         RejectReason.UNKNOWN_ROLE),
+        ({"messages": [{"role": "user", "content": "a"}],
+          "conversations": [{"from": "gpt", "value": "b"}]},
          RejectReason.CONTENT_NOT_READ),
         ({"history": [["q", "a"]]}, RejectReason.CONTENT_NOT_READ),
         ({"system": "one", "system_prompt": "two"}, RejectReason.TWO_SYSTEM_TEXTS),
@@ -341,7 +360,8 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
         ({"loss_mask": [0, 1]}, RejectReason.MARKED_UNTRAINED),
         ({"train": False}, RejectReason.MARKED_UNTRAINED),
         ({"mask": "Assistant"}, RejectReason.MARKED_UNTRAINED),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": "b.png"}]}]},
+        ({"messages": [{"role": "user",
+                        "content": [{"type": "text", "text": "a", "image": "b.png"}]}]},
          RejectReason.NON_TEXT_PART),
     ],
 )  # fmt: skip
@@ -372,8 +392,10 @@ def test_marks_that_ask_for_training_keep_the_row(mark: dict[str, Any]) -> None:
     "extra",
     [
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        {"messages": [{"role": "user", "content": "q", "value": ""}, {"role": "assistant", "content": "a"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q", "image_url": {"url": None}}]},
+        {"messages": [{"role": "user", "content": "q", "value": ""},
+                      {"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user",
+                       "content": [{"type": "text", "text": "q", "image_url": {"url": None}}]},
                       {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
     ],
 )  # fmt: skip
@@ -386,12 +408,15 @@ def test_other_spellings_of_the_same_chat_keep_the_row(extra: dict[str, Any]) ->
 
 
 PRINTS = (
-    "  {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "  {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     "{{ 'CALL' ~ c.id ~ c.type ~ c.function.name }}"
-    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ c.function.arguments if c.function.arguments is string "
+    "else c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Arguments of calls as texts or as objects, behind white space that Jinja takes away."""
+"""Renders arguments of calls that are texts or objects. Jinja strips the leading white space."""
 
 
 @pytest.mark.parametrize(
@@ -401,7 +426,8 @@ def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
     template = ChatTemplate(build_tokenizer(PRINTS, None, "<|im_end|>"))
     call = {"id": 7, "type": "custom", "function": {"name": "f", "arguments": arguments}}
     chat: list[dict[str, Any]] = [
-        {"role": "user", "content": "q"}, {"role": "assistant", "content": "\n", "tool_calls": [call]},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "\n", "tool_calls": [call]},
     ]  # fmt: skip
     found = tokenize_row(template, {"messages": chat}, 1000)
     assert isinstance(found, TokenizedChat), found
@@ -423,7 +449,7 @@ def test_arguments_that_are_not_one_object_reject_the_row(arguments: Any) -> Non
 
 @pytest.mark.parametrize("tagged", ["loop.last", "true", "whole"])
 def test_generation_tags_do_not_decide_what_is_trained(tagged: str) -> None:
-    """They may surround the last answer alone, questions too, or headers."""
+    """Such tags may surround only the last answer, or questions and headers too."""
     turn = "{{ '<|im_start|>' + m.role + '\n' }}{% generation %}{{ m.content }}{% endgeneration %}"
     if tagged == "whole":
         turn = "{% generation %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endgeneration %}"
@@ -439,7 +465,8 @@ def test_generation_tags_do_not_decide_what_is_trained(tagged: str) -> None:
 
 
 def test_keys_of_a_message_that_the_template_reads_are_shown() -> None:
-    chat = [{"role": "system", "content": "s", "tools": '[{"name": "f"}]'}, {"role": "user", "content": "q"},
+    chat = [{"role": "system", "content": "s", "tools": '[{"name": "f"}]'},
+            {"role": "user", "content": "q"},
             {"role": "assistant", "content": "a"}]  # fmt: skip
     template = template_of("phi4")
     found = tokenize_row(template, {"messages": chat}, 1000)
@@ -450,9 +477,11 @@ def test_keys_of_a_message_that_the_template_reads_are_shown() -> None:
 
 CALLING = (
     "{% if tools %}{{ 'TOOLS ' ~ TOOL_TEXT }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     "{% set a = c.function.arguments %}{{ CALL_TEXT }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WHOLE_CALL = "'CALL ' ~ c.function.name ~ ' ' ~ a | tojson"
 WHOLE_TOOLS = "(tools | tojson)"
@@ -461,12 +490,18 @@ WHOLE_TOOLS = "(tools | tojson)"
 def with_call(
     arguments: Any, call: str, shown_tools: str = WHOLE_TOOLS, **row: Any
 ) -> tuple[Any, ChatTemplate]:
-    """What becomes of a chat with a call, and the template, which writes calls and tools by these expressions."""
+    """Tokenise a chat with a call.
+
+    The template renders calls and tools by the given expressions. Returns the result and the
+    template.
+    """
     text = CALLING.replace("CALL_TEXT", call).replace("TOOL_TEXT", shown_tools)
     template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
     called = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [called]},
-            {"role": "tool", "content": "3"}, {"role": "assistant", "content": "true 3 None word"}]  # fmt: skip
+    chat = [{"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "true 3 None word"}]  # fmt: skip
     return tokenize_row(template, {"messages": chat} | row, 1000), template
 
 
@@ -500,12 +535,14 @@ def test_a_call_that_the_template_changes_rejects_its_row(arguments: Any, call: 
     ("arguments", "call"),
     [
         ({"n": 3, "m": -3, "x": 3.5, "yes": True, "no": None, "z": [1e22, 10**25]}, WHOLE_CALL),
-        ({"n": 3}, "c.function.name ~ (a | string)"),  # as Python writes it
+        # The template renders the arguments like Python's repr.
+        ({"n": 3}, "c.function.name ~ (a | string)"),
         ({"n": 3}, "c.function.name ~ '(' ~ (a.items() | first | join('=')) ~ ').'"),
         ({"b": 3, "B2": 1, "a": 2, "b c": 4}, "c.function.name ~ (a | tojson(sort_keys=true))"),
         (
             {"n": 3},
-            "c.function.name ~ (a | items | first | join) ~ ('' if (a.values() | first) > 2 else ' is small')",
+            "c.function.name ~ (a | items | first | join) "
+            "~ ('' if (a.values() | first) > 2 else ' is small')",
         ),
         ({"b": True, "a": 0, "": 1}, "c.function.name ~ (a | dictsort)"),
         ({"n": 'a "quoted"\n“text”'}, WHOLE_CALL),
@@ -547,7 +584,8 @@ def test_a_tool_without_its_description_or_parameters_rejects_its_row(
 
 def test_a_tool_that_a_result_names_again_keeps_its_row() -> None:
     call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+    chat = [{"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}]  # fmt: skip
     template = template_of("harmony")
     found = tokenize_row(template, {"messages": chat}, 1000)
@@ -586,8 +624,10 @@ def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "column",
     [
-        {"loss_weight": 0}, {"weight": 0.0}, {"sample_weight": "0"}, {"is_trainable": False}, {"do_not_train": True},
-        {"metadata": {"train": False}}, {"info": {"quality": [{"loss_weight": 0.0}]}}, {"exclude": "yes"},
+        {"loss_weight": 0}, {"weight": 0.0}, {"sample_weight": "0"}, {"is_trainable": False},
+        {"do_not_train": True},
+        {"metadata": {"train": False}}, {"info": {"quality": [{"loss_weight": 0.0}]}},
+        {"exclude": "yes"},
     ],
 )  # fmt: skip
 def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
@@ -596,7 +636,8 @@ def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "reasoning", "thinking", "reasoning_content", "Chain_of_Thought", "cot", "model_reasoning", "thinking_trace",
+    "reasoning", "thinking", "reasoning_content", "Chain_of_Thought", "cot", "model_reasoning",
+    "thinking_trace",
     "reasoningContent", "thought", "rationale", "scratchpad", "attachments", "media",
 ])  # fmt: skip
 def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
@@ -608,7 +649,7 @@ def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
             )
     row = {"messages": [ASKS, ANSWERS | {"additional_kwargs": {name: "Hm."}}]}
     rejected(tokenize_row(template_of("chatml"), row, 100), RejectReason.CONTENT_NOT_READ, name)
-    # A column that is read as the chat is not beside it.
+    # The column that holds the chat is not a column beside it.
     used = tokenize_row(
         template_of("chatml"),
         {"q": "1", name: "2"},
@@ -621,9 +662,12 @@ def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
 @pytest.mark.parametrize(
     "column",
     [
-        {"reasoning": "off"}, {"thinking": True}, {"thinking": None}, {"cot": ""}, {"thoughts": []}, {"n_thoughts": 3},
-        {"reasoning_effort": "high"}, {"images": {"bytes": None, "path": None}}, {"metadata": {"split": "train"}},
-        {"metadata": {"train_loss": 0.0, "weighting": 0, "ignore_eos": True}}, {"loss": 0.0}, {"weight": 0.5}, DEEP,
+        {"reasoning": "off"}, {"thinking": True}, {"thinking": None}, {"cot": ""}, {"thoughts": []},
+        {"n_thoughts": 3},
+        {"reasoning_effort": "high"}, {"images": {"bytes": None, "path": None}},
+        {"metadata": {"split": "train"}},
+        {"metadata": {"train_loss": 0.0, "weighting": 0, "ignore_eos": True}}, {"loss": 0.0},
+        {"weight": 0.5}, DEEP,
     ],
 )  # fmt: skip
 def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any]) -> None:
@@ -667,10 +711,13 @@ def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
 
 
 ASKS_OF_CONTENT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is not defined %}{{ 'nothing' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is not defined %}{{ 'nothing' }}"
     "{% elif m.content == '' %}{{ 'empty' }}{% else %}{{ m.content }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 

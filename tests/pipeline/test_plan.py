@@ -1,4 +1,7 @@
-"""The plan is complete and deterministic, names what it was made from and what it takes; bad input is refused."""
+"""The plan is complete and deterministic. It names its inputs and what it takes.
+
+Bad input is refused.
+"""
 
 import dataclasses
 import json
@@ -76,7 +79,7 @@ def test_the_plan_counts_everything_before_any_forward(config: ExtractConfig) ->
     ):
         assert part in text, text
     first = build_plan(config.replaced(max_sequences=4))
-    assert sorted(first.table["source_row"].to_pylist()) == [1, 2, 3, 4]  # the first usable ones
+    assert sorted(first.table["source_row"].to_pylist()) == [1, 2, 3, 4]  # the first usable rows
 
 
 def without(name: str) -> Callable[[Path], Any]:
@@ -84,7 +87,7 @@ def without(name: str) -> Callable[[Path], Any]:
 
 
 def rotate(model: Path) -> None:
-    """Let the rotation depend on the length, which no drafter can use."""
+    """Let RoPE depend on the length of the sequence, which no drafter supports."""
     document = json.loads((model / "config.json").read_text())
     document["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     (model / "config.json").write_text(json.dumps(document))
@@ -144,7 +147,8 @@ GOOD: list[Any] = random_chats(8)
         (rotate, GOOD, {}, TargetError, "rope type 'dynamic'"),
         (None, GOOD, {"device": "nonsense"}, TargetError, "device 'nonsense' cannot be used"),
         (None, None, {"codec": "zip"}, OptionInvalid, "Unknown codec 'zip'.*--codec"),
-        (None, None, {"codec": "transform:1,tokens@group99"}, OptionInvalid, "@group2"),  # too wide
+        # The group is too wide.
+        (None, None, {"codec": "transform:1,tokens@group99"}, OptionInvalid, "@group2"),
         (
             None,
             None,
@@ -164,7 +168,7 @@ def test_input_that_cannot_be_used_is_refused(
     error: type[Exception],
     message: str,
 ) -> None:
-    """``rows`` are None where a refusal comes before the chats are read."""
+    """``rows`` is None if the input is refused before the chats are read."""
     monkeypatch.setattr(codec_module, "MAX_BASIS_WIDTH", 32)
     if change is not None:
         change(model)
@@ -198,33 +202,37 @@ def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lack
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(StorageUnavailable, match="has 10 B free") as caught:
         plan.check_disk()
-    assert "--" not in str(caught.value)  # `add` and `repair` check it too, and have no --out
+    # `add` and `repair` check the disk too, but have no --out.
+    assert "--" not in str(caught.value)
     dataclasses.replace(plan, present_bytes=plan.stored_bytes).check_disk()
 
 
 GB = 10**9
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 8192,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
 def forwards_of(**changes: Any) -> ForwardPlan:
-    """The forwards of Llama-3-8B in float32 on a CPU."""
+    """Return the forwards of Llama-3-8B in float32 on a CPU, with some settings changed."""
     spec = parse_activations(("kv", "hidden:last"), 0, 32)
     sizes = {"n_layers": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}
     codec = StoreCodec("lossless", field_specs(spec, sizes, "bfloat16"))
     given: dict[str, Any] = {"device": "cpu", "compute_dtype": "float32", "batch_tokens": 2048}
     return ForwardPlan(
-        folder=Path("target"), model_config=parse_target_config(LLAMA_3_8B, "test"), spec=spec, codec=codec,
-        dtype="bfloat16", longest_tokens=2048, uses_cache=True, n_encode_threads=1, **given | changes,
+        folder=Path("target"), model_config=parse_target_config(LLAMA_3_8B, "test"), spec=spec,
+        codec=codec,
+        dtype="bfloat16", longest_tokens=2048, uses_cache=True, n_encode_threads=1,
+        **given | changes,
     )  # fmt: skip
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what is free: (host bytes, device bytes or None)."""
+    """Returns a function that sets the free bytes of the host and of the device (or None)."""
 
     def set_free(host: int | None, device: int | None = None) -> None:
         monkeypatch.setattr(estimate_module, "free_memory", lambda: host)
@@ -236,10 +244,10 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("host", "device", "need", "refused_by"),
     [
-        (23, None, {}, "host memory"),  # weights of 32 GB
+        (23, None, {}, "host memory"),  # The weights take 32 GB.
         (23, None, {"compute_dtype": "bfloat16"}, None),
         (60, None, {}, None),
-        (None, None, {}, None),  # it can't be told
+        (None, None, {}, None),  # The free memory is unknown.
         (23, None, {"compute_dtype": "bfloat16", "batch_tokens": 65_536}, "host memory"),
         (100, None, {"n_workers": 3}, "host memory"),
         (64, 80, {"compute_dtype": "bfloat16", "batch_tokens": 16_384, "device": "cuda"}, None),
@@ -256,21 +264,21 @@ def test_what_cannot_fit_is_refused(
         return
     with pytest.raises(NotEnoughMemory, match=f"Free in {refused_by}") as error:
         forwards.check_memory()
-    assert "--" not in str(error.value)  # `add` and `repair` have fewer options than `extract`
+    assert "--" not in str(error.value)  # `add` and `repair` have fewer options than `extract`.
 
 
 def test_memory_is_that_of_weights_batches_and_workers() -> None:
     one = forwards_of()
     assert one.weight_bytes == 4 * 8_030_261_248
     assert forwards_of(n_workers=3).memory_bytes[0] == 3 * one.memory_bytes[0]
-    # the longest makes a batch of its own
+    # The longest sequence makes a batch of its own.
     assert forwards_of(batch_tokens=256).memory_bytes == one.memory_bytes
     kept_bytes = 2 * (32 * 2 * 8 * 128 + 4096) + 4 + 1
     host_bytes, device_bytes = forwards_of(
         compute_dtype="bfloat16", batch_tokens=16_384, device="cuda"
     ).memory_bytes
-    # Weights of 16.1 GB, and 2.1 GB of kept values in each of five copies, of which one lies in a
-    # cache.
+    # The weights take 16.1 GB. Five copies of the kept values take 2.1 GB each; one of them lies in
+    # a KV cache.
     assert 26 * GB < device_bytes < 34 * GB
     assert host_bytes == max(2 * 8_030_261_248, 4 * 16_384 * kept_bytes)
 
@@ -297,12 +305,13 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
     monkeypatch.setattr(plan_module, "resolve_model_folder", resolve)
     with pytest.raises(NotEnoughMemory):
         build_plan(config.replaced(model="owner/name"), with_weights=True)
-    assert asked == [False]  # the weights of a Hub target are not downloaded
+    assert asked == [False]  # The weights of a target on the Hub are not downloaded.
     monkeypatch.undo()
     free(1000)
     planned = run("plan", "--model", config.model, "--dataset", config.dataset, "--out", "new")
     refused(planned, "host memory")
-    assert "bytes per token" in planned.stdout  # what a plan tells needs no memory
+    # A plan is printed even if the memory is too small for an extraction.
+    assert "bytes per token" in planned.stdout
 
 
 @pytest.mark.parametrize(
@@ -318,7 +327,7 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
 def test_a_plan_needs_no_weights(
     config: ExtractConfig, model: Path, values: dict[str, Any], method: str
 ) -> None:
-    """Nor such as can be used: it says that `extract` refuses them."""
+    """It reports that `extract` would refuse the weights."""
     without("model.safetensors")(model)
     change_json(model / "config.json", **values)
     planned = build_plan(config.replaced(model=str(model)))
@@ -368,7 +377,7 @@ def hub_config(hub: Hub, target_folder: Path, config: ExtractConfig) -> ExtractC
 
 
 def move(hub: Hub) -> None:
-    """Let both main branches point at something else."""
+    """Add a commit to both main branches."""
     hub.commit(f"models/{MODEL}", {"config.json": b"{}"})
     hub.commit(f"datasets/{DATASET}", chats_of(1, more=3))
 
@@ -391,7 +400,7 @@ def test_later_starts_take_the_recorded_commits(
     move(hub)
     shutil.rmtree(tmp_path / "cache")
     commit_path(store, 1).unlink()
-    (store / TEXTS_NAME).unlink()  # so that the rows are read again
+    (store / TEXTS_NAME).unlink()  # Without this cache, the rows are read again.
     assert extract(hub_config).n_parts_done == 1
     for shard in (store / "parts" / "kv").glob("c.0.*"):
         shard.unlink()
@@ -418,7 +427,7 @@ def test_another_commit_is_another_input(
     hub.commit(f"datasets/{DATASET}", chats_of(2), branch="v2")
     with pytest.raises(StoreMismatch, match=r"extraction\.sources\.dataset\.commit"):
         extract(hub_config.replaced(dataset_revision="v2"))
-    # another name of the same commit
+    # The branch is another name of the same commit.
     old = hub.commit(f"datasets/{DATASET}", chats_of(0), branch="old")
     assert (
         old == recorded_sources(read_manifest(Path(hub_config.out)).extraction)["dataset"]["commit"]
@@ -524,7 +533,8 @@ def test_a_plan_says_where_it_cannot_be_timed(
     model = str(write_family(tmp_path / "other", "olmo"))
     other = build_plan(config.replaced(model=model, activations="hidden:last", target_layers=0))
     assert estimate_module.describe_estimate(other).endswith("failed: the sizes do not match")
-    with pytest.raises(RuntimeError):  # of a family that is known it is our fault
+    # If the family is supported, a failure is a bug and is raised.
+    with pytest.raises(RuntimeError):
         estimate_module.describe_estimate(build_plan(config))
 
 
@@ -544,11 +554,12 @@ def test_an_addition_is_timed_too(config: ExtractConfig) -> None:
 def test_fewer_layers_are_timed_for_all_of_them(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_s = Timings(forward_s=1.0, extract_s=2.0, n_padded_tokens=100)  # whatever a batch computes
+    # These are the times of every batch, however many layers it computes.
+    one_s = Timings(forward_s=1.0, extract_s=2.0, n_padded_tokens=100)
     monkeypatch.setattr(estimate_module, "_run", lambda *_: one_s)
     plan = build_plan(config.replaced(activations=("kv",)))
     _, whole_s = estimate(plan)
-    monkeypatch.setattr(estimate_module, "_MAX_WEIGHTS", 1)  # one layer of three
+    monkeypatch.setattr(estimate_module, "_MAX_WEIGHTS", 1)  # so that one layer of three is timed
     _, of_one_s = estimate(plan)
     assert of_one_s == pytest.approx(3 * whole_s)
 

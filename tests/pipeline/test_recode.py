@@ -1,4 +1,7 @@
-"""Recoding gives what extracting would have given, and states that are predicted pass through every job."""
+"""Recoding gives the bytes of an extraction with the new codec.
+
+Every job works with states that are predicted from others.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ def lossless(config: ExtractConfig, tmp_path: Path) -> Path:
 
 
 def data(store: Path) -> dict[str, bytes]:
-    """What the codec shapes: not the card, the texts and the bundle."""
+    """Return the files that depend on the codec: all but the card, the texts and the bundle."""
     kept = ("parts/", "commits/", "codec/", "store.json")
     return {name: content for name, content in read_tree(store).items() if name.startswith(kept)}
 
@@ -114,7 +117,7 @@ def test_audit_allows_a_codec_its_error_and_no_more(
 def test_the_format_document_decodes_transform_codes(
     lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str
 ) -> None:
-    """The document's own code, which knows nothing of this package, gives the keys and values of the reader."""
+    """The code of the document, without this package, decodes the same keys and values."""
     if array == "kv/codes":
         monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
     recode(lossless, "transform:3@all", tmp_path / "small")
@@ -143,12 +146,14 @@ def test_the_format_document_decodes_transform_codes(
 
 
 SOURCES = {
-    "transform:4,hidden=4,tokens,joint": {"hidden/layer_1": ("hidden/layer_0",), "hidden/last": ("hidden/layer_1",)},
+    "transform:4,hidden=4,tokens,joint": {"hidden/layer_1": ("hidden/layer_0",),
+                                          "hidden/last": ("hidden/layer_1",)},
     "transform:4,hidden=4,tokens,from-kv,joint": {
-        "hidden/layer_0": ("kv",), "hidden/layer_1": ("kv", "hidden/layer_0"), "hidden/last": ("kv", "hidden/layer_1"),
+        "hidden/layer_0": ("kv",), "hidden/layer_1": ("kv", "hidden/layer_0"),
+        "hidden/last": ("kv", "hidden/layer_1"),
     },
 }  # fmt: skip
-"""Codec -> what its hidden states are predicted from."""
+"""Codec -> the fields that each hidden state is predicted from."""
 HIDDEN = ("hidden/last", "hidden/layer_0", "hidden/layer_1")
 
 
@@ -161,7 +166,7 @@ def joint(config: ExtractConfig, request: pytest.FixtureRequest) -> ExtractConfi
 
 
 def error(one: Path, exact: Path, field: str) -> float:
-    """The relative error of a field of a store beside a lossless one."""
+    """Return the relative error of a field of one store compared with a lossless store."""
     with ActivationStore(one) as store, ActivationStore(exact) as lossless:
         found, wanted = (
             np.concatenate([to_float32(own.read(i, field), "bfloat16") for i in range(len(own))])

@@ -1,4 +1,8 @@
-"""A target answers chats: its own greedy words, the same bytes after any kill, a dataset that extract takes."""
+"""A target answers the questions of chats.
+
+The answers are its own greedy ones, the bytes are the same after any kill, and `extract` takes the
+dataset.
+"""
 
 import json
 import shutil
@@ -67,14 +71,15 @@ def rows() -> list[Any]:
 def config(target_folder: Path, rows: list[Any], tmp_path: Path) -> RegenerateConfig:
     dataset = write_jsonl(tmp_path / "questions.jsonl", rows)
     return RegenerateConfig.of(
-        model=str(target_folder), dataset=str(dataset), out=str(tmp_path / "answered.jsonl"), max_new_tokens=36,
+        model=str(target_folder), dataset=str(dataset), out=str(tmp_path / "answered.jsonl"),
+        max_new_tokens=36,
         max_length=MAX_POSITIONS, batch_size=3, device="cpu", max_rejected_fraction=1,
     )  # fmt: skip
 
 
 @pytest.fixture
 def own_questions(config: RegenerateConfig) -> RegenerateConfig:
-    """Four chats about questions of the target, greedily answered."""
+    """Four greedily answered chats about questions that the target asks itself."""
     return config.replaced(
         dataset=None,
         self_prompted=4,
@@ -86,7 +91,10 @@ def own_questions(config: RegenerateConfig) -> RegenerateConfig:
 
 
 def kill(folder: str, settings: str, every: str) -> None:
-    """Kill each run at a later change of the disk; the next process ends what it began, as a whole run would."""
+    """Kill each run at a later change of the disk.
+
+    The next process must finish what the killed one began, with the output of an uninterrupted run.
+    """
     config = RegenerateConfig.model_validate_json(settings)
     loaded = Target.load(str(config.model), device="cpu")
     _ = loaded.identity
@@ -104,7 +112,7 @@ def kill(folder: str, settings: str, every: str) -> None:
 
 
 def read(config: RegenerateConfig) -> dict[int, list[str]]:
-    """Row -> the texts of its chat."""
+    """Map each row to the texts of its chat."""
     rows = [json.loads(line) for line in Path(config.out).read_text(encoding="utf-8").splitlines()]
     return {row["row"]: [message["content"] for message in row["messages"]] for row in rows}
 
@@ -138,7 +146,7 @@ ALPACA = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     [
         (chat("a", "1", "b", "2"), [user("a"), user("b")], ""),
         (chat("a", "1", "b"), [user("a"), user("b")], ""),
-        (TWICE, [user("a"), user("c")], ""),  # two answers in a row are one
+        (TWICE, [user("a"), user("c")], ""),  # Two answers in a row count as one.
         (
             chat("a", "1", system="Be brief."),
             [[{"role": "system", "content": "Be brief."}, *user("a")]],
@@ -195,7 +203,7 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         with pytest.raises(OutputOccupied, match="another process"):
             open_answers(path, {"seed": 0}, 4).__enter__()
     whole = path.read_bytes()
-    for n_bytes in range(len(kept), len(whole) + 1):  # the record is that of the first batch
+    for n_bytes in range(len(kept), len(whole) + 1):  # The record is that of the first batch.
         path.write_bytes(whole[:n_bytes])
         answers.record.write_bytes(counted)
         with open_answers(path, {"seed": 0}, 4) as again:
@@ -325,10 +333,10 @@ def test_the_target_asks_itself(
 
 def arguments_of(config: RegenerateConfig) -> list[str]:
     return [
-        "regenerate", "--model", str(config.model), "--self-prompted", str(config.self_prompted), "--out", config.out,
-        "--question-tokens", "12",
-        "--batch-size", str(config.batch_size), "--max-new-tokens", "6", "--max-length", str(MAX_POSITIONS),
-        "--device", "cpu",
+        "regenerate", "--model", str(config.model), "--self-prompted", str(config.self_prompted),
+        "--out", config.out, "--question-tokens", "12",
+        "--batch-size", str(config.batch_size), "--max-new-tokens", "6",
+        "--max-length", str(MAX_POSITIONS), "--device", "cpu",
     ]  # fmt: skip
 
 
@@ -397,7 +405,7 @@ def test_questions_of_spec_bench_are_answered_turn_by_turn(
     dataset = write_jsonl(tmp_path / "questions-of-spec-bench.jsonl", rows)
     spec_bench = elsewhere(config, "spec", dataset=str(dataset))
     counts = regenerate(spec_bench).counts
-    regenerate(config)  # the same questions as chats
+    regenerate(config)  # The same questions in the form of chats.
     assert read(spec_bench) == read(config)
     assert counts.n_answers > counts.n_chats
     assert counts.rejected[RejectReason.MALFORMED_TURNS] == 1
@@ -476,7 +484,8 @@ def test_extract_takes_the_answers(
 
 @pytest.mark.parametrize(
     "options",
-    ["", "--server http://h --drafter d", "--model m --self-prompted 4", "--server http://h --self-prompted 4",
+    ["", "--server http://h --drafter d", "--model m --self-prompted 4",
+     "--server http://h --self-prompted 4",
      "--server h:8000", "--model m --tree 5", "--model m --drafter d --tree 5@0.2 --temperature 1"],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(options: str) -> None:
@@ -514,7 +523,10 @@ def test_our_server_gives_the_answers_of_the_target(
 
 
 class Scripted:
-    """A server whose answers come from a function: body of the request -> (status, JSON), or an error to raise."""
+    """A server whose answers come from a function.
+
+    The function takes the body of a request and returns (status, JSON) or an error to raise.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []

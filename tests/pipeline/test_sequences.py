@@ -1,4 +1,7 @@
-"""Several processes give what one gives, and end with it; later starts read the tokens that are kept."""
+"""Several processes tokenise like one process, and end with it.
+
+Later runs read the saved tokens.
+"""
 
 import json
 import os
@@ -35,15 +38,15 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a few rows be enough for several blocks."""
+    """Make blocks small, so that a few rows fill several of them."""
     monkeypatch.setattr(sequences, "MIN_ROWS", 8)
     monkeypatch.setattr(sequences, "ROWS_PER_PROCESS", 32)
 
 
 def hostile_rows() -> list[Any]:
-    """Chats among which each kind of row stands that gives none, or is hard to send."""
+    """Return chats mixed with every kind of row that gives none or is hard to send."""
     rows: list[Any] = random_chats(90)
-    deep = "[" * 900 + "]" * 900  # read as JSON, too deep for much else
+    deep = "[" * 900 + "]" * 900  # JSON can parse this, but little else can handle such depth.
     rows[3:3] = ["{broken", {"messages": []}, f'{{"messages": {deep}}}', rows[0], [1, 2]]
     rows[60:60] = [json.dumps(chat("\ud800", "half a character")), rows[1]]
     rows[61:61] = [chat("<|eot_id|>", "an answer"), chat("q", "long " * 200)]
@@ -74,7 +77,7 @@ def test_two_processes_make_the_plan_that_one_makes(config: ExtractConfig) -> No
 
 @pytest.mark.usefixtures("small_blocks")
 def test_reading_ahead_changes_nothing(config: ExtractConfig, model: Path) -> None:
-    """Also where a row behind the last one that is wanted asks for the time."""
+    """A row after the last one that is used may ask for the time; that changes nothing either."""
     write_jsonl(
         Path(config.dataset),
         [*random_chats(60), chat("what day", "is it"), *random_chats(40, seed=1)],
@@ -145,14 +148,14 @@ def children(pid: int) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.usefixtures("heeded_signals")
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
-    """On Ctrl-C, which goes to all of them, SIGTERM to the first, and kill -9."""
+    """Test Ctrl-C, which goes to all of them, SIGTERM to the first one, and kill -9."""
     cases = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     files = [tmp_path / number.name for number in cases]
     options: dict[str, Any] = {"start_new_session": True, "text": True, "stdout": -1, "stderr": -1}
     started = [
         subprocess.Popen([sys.executable, "-c", STARTS, str(file)], **options) for file in files
     ]
-    # Three processes import the package at once, which takes a minute on a machine at a load of 7.
+    # Three processes import the package at the same time. At a load of 7 that takes a minute.
     wait_for(lambda: all(file.with_name(f"{file.name}-1").exists() for file in files), 200)
     workers = [children(process.pid) for process in started]
     assert all(len(pids) == 2 for pids in workers)
@@ -167,7 +170,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The rows that are tokenised from here on."""
+    """Collects the rows that are tokenised from now on."""
     real, rows = chats.tokenize_row, []
 
     def count(tokenizer: Any, content: Any, *settings: Any) -> Any:
@@ -180,14 +183,14 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def mixed(config: ExtractConfig, chats_file: Path) -> ExtractConfig:
-    """An extraction of chats among which some rows give no sequence."""
+    """An extraction of chats mixed with rows that give no sequence."""
     rows: list[Any] = random_chats(24)
     write_jsonl(chats_file, [*rows, rows[0], "{broken", {"messages": []}])
     return config.replaced(max_rejected_fraction=0.2)
 
 
 def keep(config: ExtractConfig) -> Path:
-    """Keep the texts of an extraction without running the target."""
+    """Save the tokenised texts of an extraction without running the target."""
     plan = build_plan(config)
     Path(config.out).mkdir(exist_ok=True)
     keep_texts(Path(config.out), plan.sequences, plan.texts_origin)
@@ -252,7 +255,7 @@ def test_damaged_tokens_are_made_again(mixed: ExtractConfig, tokenised: list[Any
 
 
 def test_texts_are_a_cache(mixed: ExtractConfig) -> None:
-    """A damaged file of texts is not damage to the store: the next run makes it again."""
+    """A damaged file of texts is not damage to the store: the next run writes it again."""
     extract(mixed)
     whole = read_tree(mixed.out)
     path = Path(mixed.out) / TEXTS_NAME
@@ -304,7 +307,7 @@ def test_kept_tokens_take_no_memory_of_the_process(tmp_path: Path) -> None:
     before_bytes = pa.total_allocated_bytes()
     kept = keep_texts(tmp_path, made, {"of": "this test"})
     read = read_texts(tmp_path, {"of": "this test"})
-    assert pa.total_allocated_bytes() - before_bytes < 500 * 2000  # less than a byte for each token
+    assert pa.total_allocated_bytes() - before_bytes < 500 * 2000  # less than a byte per token
     assert read is not None
     assert len({texts_sha256(texts.to_arrow()) for texts in (made, kept, read)}) == 1
     key = next(iter(made.ids))

@@ -1,6 +1,7 @@
-"""Workers on one store: whatever becomes of them, it gets the bytes of one process, and each part is computed once.
+"""Workers on one store: it gets the bytes of one process, and each part is computed once.
 
-Ray is stood in for here; test_extract_workers.py has the real one.
+That holds whatever happens to the workers. A fake replaces Ray here; test_extract_workers.py uses
+the real one.
 """
 
 import importlib.util
@@ -52,7 +53,7 @@ Told = list[tuple[int, int, str]]
 
 @pytest.fixture
 def recipe() -> Recipe:
-    """Nine parts of one or two sequences."""
+    """A recipe with nine parts of one or two sequences."""
     return make_recipe((70, 3, 130, 64, 1, 33, 129, 90, 150, 65), part_tokens=128)
 
 
@@ -65,7 +66,10 @@ def whole(tmp_path: Path, recipe: Recipe) -> dict[str, bytes]:
 
 
 class Crew:
-    """A store that scripted workers write: forked processes, or tasks of a Ray that runs them here."""
+    """A store that scripted workers write.
+
+    They are forked processes, or tasks of a fake Ray that runs them in this process.
+    """
 
     def __init__(self, path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.recipe, self.patch, self.told = path, recipe, monkeypatch, Told()
@@ -78,7 +82,7 @@ class Crew:
         at_part: Callable[[int, int], None] = lambda number, part: None,
         ray: bool = False,
     ) -> tuple[Timings, list[str]]:
-        """Run workers until all is written."""
+        """Run workers until all parts are written."""
         script = Script(self.recipe, at_part)
         self.pids = script.pids
 
@@ -113,11 +117,11 @@ class Crew:
 
 
 class RayError(Exception):
-    """Stands for what Ray raises where a worker is lost."""
+    """Stands in for the error that Ray raises when a worker is lost."""
 
 
 class FakeTask:
-    """A function as Ray calls it: a reference runs it when it is waited for."""
+    """A function with Ray's interface: it runs when somebody waits for its reference."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -162,7 +166,7 @@ class FakeRay:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(workers, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(workers, "_POLL_EVERY_S", 0.01)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for logs
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for the workers' logs
 
 
 @pytest.fixture
@@ -194,7 +198,8 @@ def test_parts_of_killed_workers_are_done_by_the_others(
 ) -> None:
     _, lost = crew.run(3, lambda number, part: die() if number < n_killed else None)
     assert read_tree(crew.path) == whole
-    assert 1 <= len(lost) <= n_killed  # on a busy machine one may come when all is done
+    # On a busy machine, one may be killed after all parts are written.
+    assert 1 <= len(lost) <= n_killed
     for end in lost:
         who, log = end.split(": signal SIGKILL, which the kernel sends if memory runs out (log: ")
         assert who in ("worker 0", "worker 1")
@@ -242,7 +247,7 @@ def test_a_worker_that_does_not_end_in_time_leaves_no_file(
     def hang_or_fail(number: int, part: int) -> None:
         if number == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            # A part this small has files only while it is committed.
+            # The files of a part this small exist only while it is committed.
             (crew.path / "parts" / "tokens" / partial_name("c.0", "0123abcd")).touch()
             has_begun.touch()
             time.sleep(60)
@@ -293,7 +298,7 @@ def test_a_worker_writes_what_one_process_does(config: ExtractConfig, tmp_path: 
     assert extract(config, share=(1, 2)).n_parts_done == n_parts
     assert extract(config, share=(0, 2)).n_parts_done == 0
     assert not (Path(config.out) / "runs").exists()
-    extract(config)  # has nothing to do but to write the card
+    extract(config)  # Only the card is left to write.
     assert read_tree(config.out) == read_tree(whole.out)
 
 
@@ -338,7 +343,10 @@ def test_the_exit_code_of_a_worker_says_whether_the_others_go_on(code: int, is_l
 
 
 def test_the_command_of_a_worker_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    code = "import time\nfrom moa_data.commands.signals import begin_command, end_with_input, watch_signals\n"
+    code = (
+        "import time\n"
+        "from moa_data.commands.signals import begin_command, end_with_input, watch_signals\n"
+    )
     code += (
         "watch_signals()\nbegin_command()\nend_with_input()\nprint(flush=True)\ntime.sleep(60)\n"
     )
@@ -377,7 +385,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(
     with pytest.raises(WorkerError, match="ModuleNotFoundError") as caught:
         crew.run(2, lose, ray=True)
     assert "\n" not in str(caught.value)
-    assert crew.n_commits() == 8  # the survivors' parts
+    assert crew.n_commits() == 8  # the parts of the surviving workers
     crew.run(2, ray=True)
     assert read_tree(crew.path) == whole
 
@@ -473,7 +481,8 @@ def test_ray_that_is_missing_or_taken_is_said_in_one_line(
 
 def test_options_of_workers(config: ExtractConfig) -> None:
     refused_ones: list[dict[str, Any]] = [
-        {"address": "auto"}, {"gpus_per_worker": 0}, {"engine": "ray", "address": "ray://head:10001"},
+        {"address": "auto"}, {"gpus_per_worker": 0},
+        {"engine": "ray", "address": "ray://head:10001"},
         {"workers": 0}, {"workers": "1:2"},
     ]  # fmt: skip
     for changes in refused_ones:

@@ -1,4 +1,4 @@
-"""A real gRPC server on a free port, and clients that speak its messages one by one."""
+"""A real gRPC server on a free port, and clients that send its messages one by one."""
 
 import queue
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,10 @@ WAIT_S = 60.0
 
 
 class Server(LiveServer):
-    """A server whose gRPC port is of interest; its target needs no tokenizer, and it waits for nobody in the end."""
+    """A server for tests of gRPC.
+
+    Its target needs no tokenizer, and it does not wait for clients when it ends.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Server(LiveServer):
 
 
 class Talk:
-    """One stream; what arrives is kept in order."""
+    """One stream. It keeps all messages in the order in which they arrive."""
 
     def __init__(self, address: str, metadata: Any = (), options: Any = ()) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), *options, *CLIENT_OPTIONS]
@@ -62,7 +65,7 @@ class Talk:
         self._requests.put(data)
 
     def send(self, sequence: int | None = None, **body: Any) -> int:
-        """Send a message; returns its sequence number."""
+        """Send a message; return its sequence number."""
         self.sequence = self.sequence + 1 if sequence is None else sequence
         self.send_bytes(pb.ClientMessage(sequence=self.sequence, **body).SerializeToString())
         return self.sequence
@@ -80,7 +83,10 @@ class Talk:
         return self.read("opened").opened
 
     def read(self, *kinds: str) -> pb.ServerMessage:
-        """The next message of some kinds, or of any; what comes before is kept in ``got`` as well."""
+        """Return the next message of some kinds, or of any kind.
+
+        Messages before it are kept in ``got`` too.
+        """
         while True:
             message: pb.ServerMessage = next(self.call)
             self.got.append(message)
@@ -88,7 +94,7 @@ class Talk:
                 return message
 
     def verify(self, start: int, tokens: Sequence[int] = ()) -> pb.Committed:
-        """Ask for one call, and return its answer."""
+        """Ask for one target call, and return the answer."""
         sequence = self.send(verify=pb.Verify(start=start, tokens=tokens))
         while True:
             message = self.read("committed", "failure")
@@ -97,7 +103,7 @@ class Talk:
                 return message.committed
 
     def rest(self) -> list[pb.ServerMessage]:
-        """All messages up to the end of the stream."""
+        """Read to the end of the stream; return all messages."""
         try:
             while True:
                 self.read()
@@ -108,13 +114,13 @@ class Talk:
             return self.got
 
     def status(self) -> Any:
-        """The status with which the stream ends."""
+        """Return the status with which the stream ends."""
         self.rest()
         return self.call.code()
 
     @property
     def text(self) -> dict[int, int]:
-        """Position -> token of all that was committed; no two messages contradict each other."""
+        """Position -> committed token. Messages must not contradict each other."""
         found: dict[int, int] = {}
         for committed in self.committed():
             for position, token in enumerate(committed.tokens, committed.start):
@@ -127,11 +133,11 @@ class Talk:
         )
 
     def hang_up(self) -> None:
-        """Say nothing more."""
+        """Send no more messages."""
         self._requests.put(None)
 
     def run(self, start: int, mode: Any = SPECULATE) -> list[int]:
-        """Let the server decode to the end of the answer; returns all tokens that were committed, in order."""
+        """Let the server decode to the end of the answer; return all committed tokens in order."""
         self.send(run=pb.Run(start=start, mode=mode))
         self.hang_up()
         self.rest()
@@ -139,7 +145,7 @@ class Talk:
 
     @property
     def answer(self) -> list[int]:
-        """All tokens that were committed, in order of their positions."""
+        """All committed tokens, in the order of their positions."""
         return [token for _, token in sorted(self.text.items())]
 
     def cut(self) -> None:

@@ -1,4 +1,4 @@
-"""Bearer tokens are compared as wholes, and rates let through what they say."""
+"""Bearer tokens are compared as wholes, and rate limits are kept."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_tokens() -> None:
 
 
 def test_every_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time tells neither which one it was nor how much of it was right."""
+    """The time reveals neither which token matched nor how much of one was right."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(one: bytes, other: bytes) -> bool:

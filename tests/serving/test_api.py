@@ -1,4 +1,4 @@
-"""What a request may ask of an answer, and what the answer then holds."""
+"""The settings of a request, and the content of the answer."""
 
 import itertools
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def chat(server: LiveServer, **settings: Any) -> Any:
 
 
 def events(server: LiveServer, path: str, **body: Any) -> list[Any]:
-    """The objects of a stream."""
+    """Return the objects of a stream."""
     body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}} | body
     lines = httpx.post(f"{server.address}{path}", json=body, timeout=60).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -103,7 +103,7 @@ def test_prompts_of_one_request_are_completed_as_alone(server: LiveServer, targe
 
 
 def pairs(choice: Any) -> list[tuple[str, float]]:
-    """The tokens of a choice with their log-probabilities."""
+    """Return the tokens of a choice with their log-probabilities."""
     logprobs = choice["logprobs"] or {"content": []}
     if "content" in logprobs:
         return [(entry["token"], entry["logprob"]) for entry in logprobs["content"]]
@@ -217,7 +217,7 @@ def test_a_developer_is_whom_the_template_names_or_the_system(
 
 
 def test_tools_that_nobody_calls(server: LiveServer) -> None:
-    """The template doesn't show them, so that the answer is that without."""
+    """The template does not render tools, so they do not change the answer."""
     expected = texts(chat(server))
     assert texts(chat(server, tools=TOOLS, tool_choice="none")) == expected
     assert (
@@ -250,7 +250,7 @@ def test_ignore_eos(target: Target) -> None:
 
 
 def test_no_end_comes_before_min_tokens() -> None:
-    """Neither a token nor a stop string ends the answer earlier, and drafts don't change it."""
+    """Neither a token nor a stop string ends the answer earlier, with drafts or without."""
     ending = text_target()
     prompt = ending.tokenizer(PROMPTS[0])["input_ids"]
     end = plain_generate(ending, prompt, max_new_tokens=12).tokens[2]

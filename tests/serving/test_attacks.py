@@ -1,4 +1,7 @@
-"""Under each attack others are answered, ``/health`` too, and what the attackers held comes back."""
+"""Under each attack, other requests are answered, ``/health`` too.
+
+Afterwards the resources of the attackers are free again.
+"""
 
 import json
 import logging
@@ -51,7 +54,10 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def _large_events() -> Iterator[None]:
-    """Few tokens fill the buffers of a reader that does not read, and it is soon seen."""
+    """Make events so large that a few fill the buffers of a client that does not read.
+
+    The server notices such a client quickly.
+    """
     event = api_module.event
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -78,7 +84,7 @@ def check_innocent(server: LiveServer, target: Target) -> None:
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
-# Attackers: each is given a server, and a stack that keeps its connections open
+# Attackers: each one gets a server, and a stack that keeps its connections open
 
 
 def say(data: bytes, n: int = 8) -> Callable[[LiveServer, ExitStack], None]:
@@ -95,7 +101,7 @@ def read_nothing(server: LiveServer, held: ExitStack) -> None:
     wait_for(
         lambda: server.engine.snapshot().n_open == 3 and not server.engine.snapshot().n_working
     )
-    # The server sees that nobody reads only once the buffers of a connection are full.
+    # The server notices that nobody reads only when the buffers of a connection are full.
     wait_for(
         lambda: (
             httpx.post(f"{server.address}{COMPLETIONS}", json=BODY, timeout=60).status_code == 200
@@ -104,7 +110,7 @@ def read_nothing(server: LiveServer, held: ExitStack) -> None:
 
 
 def be_refused(data: bytes, status: int) -> Callable[[LiveServer, ExitStack], None]:
-    """Send something that is answered once, and closed."""
+    """Send data that gets one answer, after which the connection is closed."""
 
     def attack(server: LiveServer, held: ExitStack) -> None:
         with connect(server.place) as connection:
@@ -228,14 +234,14 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG_BODIES, ids=lambda wrong: str(wrong)[:40])
 def test_a_body_with_many_wrong_items_is_refused_at_the_first(wrong: dict[str, Any]) -> None:
-    """An error for each of half a million took seconds of the event loop."""
+    """An error for each of half a million items took seconds of the event loop."""
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | wrong
     ).encode()
     with pytest.raises(api_module.ApiError) as refused:
         api_module.ChatRequest.parse(body)
     assert refused.value.status == 400
-    # one for each kind that is allowed
+    # one error for each type that is allowed
     assert getattr(refused.value.__cause__, "error_count", lambda: 0)() <= 2
 
 
@@ -249,7 +255,8 @@ def test_prompts_are_texts_or_token_ids(prompt: list[Any]) -> None:
 def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
     with LiveServer(target, allowed_host=("LLM.example.org",)) as server:
         for host, status in (
-            ("llm.example.org", 200), ("llm.example.org.evil.example", 403), ("rebound.example", 403),
+            ("llm.example.org", 200), ("llm.example.org.evil.example", 403),
+            ("rebound.example", 403),
             ("localhost:1", 200), ("[::1]:8000", 200), ("10.0.0.7", 200), ("[", 403),
         ):  # fmt: skip
             assert (
@@ -298,7 +305,7 @@ def test_long_prompts_hold_up_long_prompts_alone(
             held.enter_context(connect(server.place)).sendall(request)
             wait_for(lambda: bool(encoded))
         check_innocent(server, target)
-    time.sleep(0.2)  # their clients have gone
+    time.sleep(0.2)  # Their clients have gone by then.
     go_on.set()
     check_innocent(server, target)
     assert encoded == [1001], "nobody waits for the others"
@@ -325,7 +332,7 @@ def test_texts_that_cannot_fit_are_refused_unread(
 def test_a_client_that_leaves_during_its_body_is_one_line(
     server: LiveServer, resets: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # requests before, which are logged after their answers
+    # Earlier requests are logged after their answers.
     wait_for(lambda: not server.service.metrics.n_in_flight)
     time.sleep(0.05)
     with caplog.at_level(logging.INFO, LOG.name):
@@ -335,7 +342,7 @@ def test_a_client_that_leaves_during_its_body_is_one_line(
     assert [vars(record)["facts"]["status"] for record in caplog.records] == [499]
 
 
-# Fuzz
+# Random requests
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -351,7 +358,8 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": TEXT | JSON}
 )
 SETTINGS = (
-    "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed",
+    "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "top_k", "seed",
     "stop", "stream", "stream_options", "repetition_penalty", "drafter", "n", "tools", "logit_bias",
     "response_format", "user",
 )  # fmt: skip
@@ -368,7 +376,8 @@ def test_fuzzed_requests(server: LiveServer, changes: dict[str, Any]) -> None:
         (COMPLETIONS, {"prompt": "a"}),
     ):
         content = json.dumps({"model": MODEL, "max_tokens": 2} | own | changes)
-        # Unverified, as httpx otherwise reads all certificates of authorities for each request.
+        # Without verification, since httpx would read all certificates of authorities for each
+        # request.
         answer = httpx.post(
             f"{server.address}{path}", content=content, headers=JSON_TYPE, timeout=60, verify=False
         )
@@ -383,7 +392,7 @@ def test_fuzzed_requests(server: LiveServer, changes: dict[str, Any]) -> None:
 @settings(max_examples=20)
 @given(at=st.integers(0, 200), noise=st.binary(min_size=1, max_size=6), is_cut=st.booleans())
 def test_fuzzed_bytes(server: LiveServer, at: int, noise: bytes, is_cut: bool) -> None:
-    """Of whole requests: cut, with bytes changed, and none of HTTP at all."""
+    """The bytes are those of a request with some of them changed, and sometimes cut there."""
     whole = post(COMPLETIONS, BODY | {"max_tokens": 2})
     with connect(server.place) as connection:
         connection.sendall(whole[:at] + noise + (b"" if is_cut else whole[at + len(noise) :]))

@@ -1,4 +1,4 @@
-"""Text grows by tokens as the tokenizer decodes all of them at once, and shrinks by them."""
+"""The text grows and shrinks with its tokens, and equals the decoding of all of them."""
 
 import random
 
@@ -19,7 +19,7 @@ def test_tokens_add_up_to_the_text() -> None:
 
 
 def test_tokens_are_taken_back() -> None:
-    """Also in the middle of a character."""
+    """They may end in the middle of a character."""
     tokenizer, chance = build_byte_tokenizer(), random.Random(0)
     tokens = tokenizer(TEXTS[1], add_special_tokens=False)["input_ids"]
     grown, parts = Detokenizer(tokenizer.decode), list[str]()
@@ -35,7 +35,7 @@ def test_tokens_are_taken_back() -> None:
 
 def test_bytes_that_are_no_text_are_shown_in_the_end() -> None:
     tokenizer = build_byte_tokenizer()
-    broken = tokenizer.convert_tokens_to_ids("Ð")  # the first byte of a character of two
+    broken = tokenizer.convert_tokens_to_ids("Ð")  # the first of two bytes of a character
     grown = Detokenizer(tokenizer.decode)
     assert "".join(grown.append(broken) for _ in range(40)).count("\ufffd") >= 16
 

@@ -1,4 +1,7 @@
-"""A server under a short load of good and bad clients: nobody is refused, no text is wrong, nothing stays."""
+"""A server under a short load of good and bad clients.
+
+No good client is refused, no answer is wrong, and no resource leaks.
+"""
 
 import json
 import subprocess
@@ -16,14 +19,16 @@ from moa_data.tests.kit.models import write_target
 
 @pytest.mark.slow
 def test_a_short_load_of_good_and_bad_clients(tmp_path: Path) -> None:
-    """The script that loads a server for ten minutes, for a few seconds; memory is not flat yet."""
+    """Run the load script for some seconds instead of ten minutes; memory is not stable yet."""
     folder = write_target(tmp_path / "model", eos_token_id=399, max_position_embeddings=4096)
     served = Target.load(str(folder), device="cpu")
     save_target_bundle(served.model, served.tokenizer, tmp_path / "store" / "target", 0)
     save_drafter(build("moa", served.model), tmp_path / "drafter")
     command = [
-        sys.executable, "-m", "benchmarks.serving.serving_load", "--model", str(folder), "--drafter",
-        str(tmp_path / "drafter"), "--bundle", str(tmp_path / "store"), "--minutes", "0.3", "--out", str(tmp_path),
+        sys.executable, "-m", "benchmarks.serving.serving_load", "--model", str(folder),
+        "--drafter",
+        str(tmp_path / "drafter"), "--bundle", str(tmp_path / "store"), "--minutes", "0.3",
+        "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]

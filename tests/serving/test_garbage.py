@@ -1,4 +1,7 @@
-"""Whatever bytes come, a fault of a client is at most one line of the log, and many of them are a count."""
+"""A fault of a client is at most one line in the log, whatever bytes it sends.
+
+Many faults become a count.
+"""
 
 import contextlib
 import io
@@ -34,7 +37,7 @@ def chunked(target: str) -> bytes:
 
 
 def client_hello() -> bytes:
-    """The first bytes of a TLS handshake."""
+    """Return the first bytes of a TLS handshake."""
     incoming = ssl.MemoryBIO()
     outgoing = ssl.MemoryBIO()
     handshake = ssl.create_default_context().wrap_bio(
@@ -67,7 +70,8 @@ GARBAGE: dict[str, list[bytes]] = {
         b"GET /health HTTP/1.1\r\nhost: a\r\nx: \xff\xfe\r\n\xff: a\r\n\r\n"
     ],
     "an upgrade": [
-        b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
+        b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\n"
+        b"upgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
     ],
     "another version": [b"GET / HTTP/7.9\r\nhost: a\r\n\r\n"],
     "HTTP/0.9": [b"GET /\r\n"],
@@ -116,7 +120,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def throw(
     address: tuple[str, int], pieces: list[bytes], resets: bool, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Send bytes, wait a moment for an answer or reset the connection, and leave."""
+    """Send bytes; then wait a moment for an answer, or reset the connection."""
     with contextlib.suppress(OSError), connect(address, tls) as connection:
         for piece in pieces:
             connection.sendall(piece)
@@ -129,9 +133,9 @@ def throw(
 
 
 def check_log(server: Server, log: pytest.LogCaptureFixture, most: int) -> None:
-    """Look for tracebacks, and count the lines."""
+    """Check that the log has no traceback, and at most some lines."""
     wait_for(lambda: not server.service.metrics.n_in_flight)
-    time.sleep(0.02)  # a request is logged after its answer
+    time.sleep(0.02)  # A request is logged after its answer.
     assert not [record.getMessage() for record in log.records if record.exc_info]
     assert len([record for record in log.records if record.name != "httpx2"]) <= most, log.text
 
@@ -188,7 +192,7 @@ def test_garbage_on_and_within_tls(tls_server: Server, log: pytest.LogCaptureFix
     with connect(tls_server.place, tls) as wrapped:
         wrapped.sendall(b"GET /hea")
         with socket.socket(fileno=wrapped.detach()) as raw:
-            raw.sendall(b"\x17\x03\x03\x00\x05hello")  # a record that cannot be decrypted
+            raw.sendall(b"\x17\x03\x03\x00\x05hello")  # This record cannot be decrypted.
     check_log(tls_server, log, most=24)
 
 

@@ -1,4 +1,7 @@
-"""Answers of a given form: plain decoding under the same mask, whatever drafts them, and what a client may ask."""
+"""Answers of a given form equal plain decoding under the same mask, with any drafter.
+
+Some forms are refused.
+"""
 
 import json
 import re
@@ -59,7 +62,7 @@ def taught(target: Target) -> Any:
 def masked_decoding(
     target: Target, kind: str, form: Any, sampling: SamplingConfig, seed: int
 ) -> list[int]:
-    """Plain decoding with a mask that is made anew for each token."""
+    """Decode with a mask that is computed from scratch for each token."""
     prompt, answer = target.tokenizer(PROMPT)["input_ids"], list[int]()
     grammars = Grammars(target)
     while len(answer) < N_NEW and not {*answer[-1:]} & target.eos_token_ids:
@@ -94,7 +97,10 @@ def by_engine(
 def test_drafts_change_nothing_under_a_mask(
     target: Target, taught: Any, name: str, sampling: Any
 ) -> None:
-    """Chains, trees and plain steps; texts with a form and one without share their calls."""
+    """Test chains, trees and plain steps.
+
+    Sequences with a form share their calls with one without.
+    """
     kind, form = FORMS[name]
     prompt = tuple(target.tokenizer(PROMPT)["input_ids"])
     expected = [masked_decoding(target, kind, form, sampling, seed) for seed in range(2)]
@@ -112,7 +118,7 @@ def test_drafts_change_nothing_under_a_mask(
 
 
 def test_a_grammar_goes_back_and_forth(target: Target) -> None:
-    """Also beyond the end of what it allows, where only the end of the answer is left."""
+    """Beyond the end of the form, only the end of the answer is allowed."""
     (grammar,) = Grammars(target).make("regex", "(a|b)+c", 1)
     a, b, c, x = (
         target.tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in "abcx"
@@ -149,7 +155,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 def check(value: Any) -> None:
-    """Check what the schema says."""
+    """Check a value against the schema."""
     assert value.keys() == set(SCHEMA["required"])
     assert value["name"] in SCHEMA["properties"]["name"]["enum"]
     assert isinstance(value["sings"], bool)
@@ -159,7 +165,7 @@ def check(value: Any) -> None:
 
 
 def test_answers_follow_the_schema(server: LiveServer, target: Target) -> None:
-    # This target would write white space between keys for ever.
+    # Otherwise this target would write white space between keys for ever.
     spaces = {
         str(token): -100 for token in range(400) if target.tokenizer.decode([token]).isspace()
     }

@@ -1,4 +1,7 @@
-"""The gRPC server writes the text of plain decoding, whatever is asked, cut or sent again, and outlives its clients."""
+"""The gRPC server gives the answer of plain decoding, whatever clients ask, cut or send again.
+
+It survives their faults.
+"""
 
 import random
 import threading
@@ -40,13 +43,13 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> Any:
-    """It is often right about the prompts."""
+    """A drafter that is often right about the prompts."""
     return teach(build_drafter(target.model, 1), target, PROMPTS, 40)
 
 
 @pytest.fixture(scope="module")
 def answer(target: Target) -> list[int]:
-    """Prompt and answer of plain decoding."""
+    """The prompt and the answer of plain decoding."""
     return PROMPT + plain_generate(target, PROMPT, max_new_tokens=N_NEW).tokens
 
 
@@ -92,7 +95,7 @@ def test_verify_chains(talk: Talk, answer: list[int]) -> None:
 def test_what_is_committed_answers_a_verify_that_is_sent_again(
     talk: Talk, server: Server, answer: list[int]
 ) -> None:
-    """Where its drafts go on, the rest is verified, as many as one call takes."""
+    """If its drafts go beyond the committed tokens, the rest is verified, up to a call's limit."""
     truth = answer[N:]
     talk.open(PROMPT)
     talk.verify(N, truth[:2])
@@ -119,7 +122,10 @@ def test_what_is_committed_answers_a_verify_that_is_sent_again(
 def test_any_order_of_requests_gives_the_plain_text(
     server: Server, target: Target, seed: int
 ) -> None:
-    """Right and wrong drafts, late starts, runs broken off, streams cut at any message, with sampling too."""
+    """Drafts are right or wrong, requests start late, and runs and streams end anywhere.
+
+    Some answers are sampled.
+    """
     chance = random.Random(seed)
     prompt = PROMPTS[seed]
     sampling: dict[str, Any] = {"temperature": 0.9, "seed": seed} if seed % 2 else {}
@@ -172,7 +178,7 @@ def test_any_order_of_requests_gives_the_plain_text(
 
 
 def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
-    """All contexts that came, which follow each other from a position on."""
+    """Return all contexts that came. They must follow each other from a position on."""
     parts: list[torch.Tensor] = []
     for message in talk.got:
         if message.WhichOneof("body") == "context":
@@ -210,7 +216,10 @@ def test_contexts_come_behind_the_tokens(
 def test_the_contexts_of_a_prompt_wait_for_the_first_token(
     target: Target, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is read in chunks, whose contexts are there long before; then they come in pieces."""
+    """Contexts of a long prompt are ready chunk by chunk.
+
+    They are sent after the first token, in pieces.
+    """
     monkeypatch.setattr("moa_data.serving.sessions._CHUNK_BYTES", 200)
     prompt = random_prompts(1, 5)[0] * 40
     with (
@@ -231,7 +240,10 @@ def test_the_contexts_of_a_prompt_wait_for_the_first_token(
 def test_contexts_of_a_session_taken_up_again(
     server: Server, target: Target, drafter: Any, answer: list[int], n_context: int
 ) -> None:
-    """Those that the client lacks come, also where the cut took them, without reading the text again."""
+    """The client gets the contexts that it lacks, also those that the cut lost.
+
+    The server does not read the sequence again for that.
+    """
     with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT, codec="bf16").session
         talk.verify(N, answer[N : N + 3])
@@ -240,7 +252,7 @@ def test_contexts_of_a_session_taken_up_again(
         opened = talk.opened(answer[: N + 4], N, session=session, codec="bf16", n_context=n_context)
         assert not opened.was_rebuilt
         while n_context + len(found := received(talk, opened.context_width, n_context)) < N + 3:
-            talk.read("context")  # those of the verify may still be on their way from the engine
+            talk.read("context")  # The contexts of the verify may not have left the engine yet.
         talk.hang_up()
         talk.rest()
         assert len(received(talk, opened.context_width, n_context)) == N + 3 - n_context
@@ -275,7 +287,7 @@ def test_contexts_that_are_gone_are_made_again(
                     assert n_context + len(found) == len(answer) - 1
                     assert talk.answer == answer[N + 4 :]
                     assert server.counts.n_rebuilt == 1
-                else:  # one token and no more: a text that has come to its end is not read again
+                else:  # Ask for one token only, since a finished sequence is not read again.
                     talk.verify(opened.n_committed)
 
 
@@ -285,7 +297,7 @@ def test_contexts_that_are_gone_are_made_again(
 def test_a_server_that_is_ahead_tells_what_the_client_lacks(
     server: Server, answer: list[int]
 ) -> None:
-    """Also that the answer has ended."""
+    """The server also reports that the answer has ended."""
     with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
         talk.verify(N, answer[N : N + 5])
@@ -325,7 +337,7 @@ def test_closed_sessions_are_forgotten(server: Server) -> None:
 
 
 def check_health(server: Server, answer: list[int]) -> None:
-    """A new client gets the plain answer."""
+    """Check that a new client gets the plain answer."""
     with Talk(server.grpc_address) as talk:
         talk.open(PROMPT, codec="int4")
         talk.run(N, SPECULATE)
@@ -334,7 +346,7 @@ def check_health(server: Server, answer: list[int]) -> None:
 
 
 def failure_of(talk: Talk) -> pb.Failure:
-    """The failure that ends a stream; the status says the same."""
+    """Return the failure that ends a stream; the status must agree with it."""
     talk.rest()
     failure = talk.got[-1].failure
     assert failure.ends
@@ -344,7 +356,7 @@ def failure_of(talk: Talk) -> pb.Failure:
 
 
 def refused(server: Server, *opened: Any, metadata: Any = (), **settings: Any) -> pb.Failure:
-    """The failure with which a stream ends that opens a session so."""
+    """Open a session, and return the failure that ends its stream."""
     with Talk(server.grpc_address, metadata) as talk:
         talk.open(*opened, **settings)
         return failure_of(talk)
@@ -382,7 +394,8 @@ def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None
     )
     with Server(target, {"moa": drafter, "narrow": narrow}, names) as server:
         for drafts_with, codec, width in (
-            ("cc", "bf16", drafter.context_width), ("", "int8", drafter.context_width), ("dd", "", 0),
+            ("cc", "bf16", drafter.context_width), ("", "int8", drafter.context_width),
+            ("dd", "", 0),
             ("ee", "int8", narrow.context_width),
         ):  # fmt: skip
             with Talk(server.grpc_address) as talk:
@@ -405,7 +418,7 @@ def test_drafters_without_contexts(target: Target, kind: str | None, word: str) 
     with Server(target, drafters) as server, Talk(server.grpc_address) as talk:
         if word:
             assert word in refused(server, PROMPT, codec="bf16").message
-        else:  # it needs none
+        else:  # This drafter needs no contexts.
             assert talk.opened(PROMPT, codec="bf16").context_width == 0
             assert talk.verify(N).tokens
 
@@ -414,7 +427,8 @@ def test_drafters_without_contexts(target: Target, kind: str | None, word: str) 
     "changes",
     [
         {"n_prompt": N - 1}, {"tokens": [6, *PROMPT[1:]]}, {"max_new_tokens": 13},
-        {"sampling": pb.Sampling(temperature=0.5)}, {"sampling": pb.Sampling(seed=3)}, {"more": [1]},
+        {"sampling": pb.Sampling(temperature=0.5)}, {"sampling": pb.Sampling(seed=3)},
+        {"more": [1]},
     ],
     ids=str,
 )  # fmt: skip
@@ -435,7 +449,7 @@ def test_a_session_goes_on_with_its_own_text_alone(
 
 
 def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int]) -> None:
-    """Its tokens are the text; if they are none, the session stays as it was."""
+    """The client's tokens are used, unless they are invalid: then the session is unchanged."""
     with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
         talk.verify(N)
@@ -449,7 +463,7 @@ def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int
         assert list(talk.verify(N + 5, answer[N + 5 : N + 7]).tokens) == answer[N + 5 : N + 8]
 
 
-# Who may come in
+# Access
 
 
 def test_bearer_tokens(target: Target, answer: list[int]) -> None:
@@ -469,7 +483,7 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
                 )
 
 
-# What makes no sense
+# Invalid messages
 
 
 @pytest.mark.parametrize(
@@ -498,7 +512,7 @@ def test_a_message_that_makes_no_sense_harms_nobody(
 
 
 def test_messages_that_were_sent_before_are_ignored(talk: Talk, answer: list[int]) -> None:
-    """Repeated, replayed, or overtaken by later ones."""
+    """They are repeated, replayed, or overtaken by later ones."""
     talk.open(PROMPT)
     talk.verify(N)
     for sequence in (0, 1, 2):
@@ -529,7 +543,7 @@ def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
                 connection.sendall(data)
                 wait_for_end(connection)
         assert list(other.verify(N).tokens) == answer[N : N + 1]
-        other.send(verify=pb.Verify(start=N, tokens=[1] * 5000))  # too large
+        other.send(verify=pb.Verify(start=N, tokens=[1] * 5000))  # This message is too large.
         assert other.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
     with Talk(server.grpc_address) as talk:
         assert not talk.opened(PROMPT, session=session).was_rebuilt, "the session is unharmed"
@@ -547,8 +561,10 @@ sampling = st.builds(
     repetition_penalty=st.floats(),
 )
 opens = st.builds(
-    pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens, n_prompt=small, sampling=sampling,
-    identities=st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5)), max_new_tokens=small,
+    pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens,
+    n_prompt=small, sampling=sampling,
+    identities=st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5)),
+    max_new_tokens=small,
     codec=st.sampled_from(["", "int4", "bf16", "x"]), n_context=small,
 )  # fmt: skip
 numbers = {"sequence": st.integers(0, 9) | st.integers(0, (1 << 64) - 1)}
@@ -565,7 +581,7 @@ messages = st.one_of(
 def test_fuzzed_messages(
     server: Server, answer: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any frames give answers, failures or a typed status, never an error of the server's own."""
+    """Any frames lead to answers, failures or a typed status, never to an internal error."""
     expected = (
         grpc.StatusCode.OK,
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -594,7 +610,7 @@ def test_fuzzed_messages(
 
 
 def test_sessions_of_a_client_and_of_all(target: Target) -> None:
-    """Those without a stream give way, the longest unused first."""
+    """Sessions without a stream give way, first the one that is unused for longest."""
     one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
     with Server(target, tokens=["one", "other"], max_sessions=4, max_sessions_each=2) as server:
         with Talk(server.grpc_address, one) as first, Talk(server.grpc_address, one) as second:
@@ -632,7 +648,7 @@ def test_an_engine_that_is_full(target: Target) -> None:
 def test_too_many_messages_in_flight(
     target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first ones are answered, those beyond the bound are refused one by one."""
+    """The first messages are answered, those beyond the limit are refused one by one."""
     may_step = threading.Event()
     with Server(target) as server, Talk(server.grpc_address) as talk:
         talk.opened(PROMPT)
@@ -667,7 +683,7 @@ def test_messages_beyond_the_rate_wait(target: Target) -> None:
 
 
 def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
-    """Nothing piles up: the engine waits for it, and others go on."""
+    """No data pile up: the engine waits for the reader, and the other sequences continue."""
     target = never_ending(build_model(num_hidden_layers=2, max_position_embeddings=600))
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     with (
@@ -744,7 +760,7 @@ def test_idle_sessions_are_forgotten(target: Target) -> None:
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["half-open", "reset"])
 def test_connections_that_are_gone_end(target: Target, answer: list[int], is_silent: bool) -> None:
-    """A client that vanished without a word is found by keepalive, and its session waits for it."""
+    """A client that vanishes silently is detected by keepalive, and its session is kept."""
     with (
         Server(target, keepalive_s=0.5, target_ms=5.0) as server,
         Proxy(server.port) as proxy,
@@ -765,7 +781,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
 
 
 def test_the_server_drains(target: Target, answer: list[int]) -> None:
-    """What runs ends; what is idle, and what comes, is sent away."""
+    """Running requests are finished. Idle streams and new ones are refused."""
     with (
         Server(target, target_ms=60.0, grace_s=3) as server,
         Talk(server.grpc_address) as running,
@@ -786,7 +802,7 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
         assert 5 < len(endless.text) < 90
 
 
-# Faults of the engine
+# Errors of the engine
 
 
 def test_a_text_that_fails_is_opened_again(
@@ -795,7 +811,7 @@ def test_a_text_that_fails_is_opened_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What broke is the log's affair."""
+    """The cause is logged, but not sent to the client."""
     real, is_broken = Runner.run, threading.Event()
 
     def run(*arguments: Any, **named: Any) -> Any:

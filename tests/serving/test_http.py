@@ -1,4 +1,4 @@
-"""The HTTP server as OpenAI's own client sees it, and as clients see it that do worse."""
+"""The HTTP server, used by OpenAI's own client and by clients that behave worse."""
 
 import asyncio
 import json
@@ -133,7 +133,7 @@ def test_answers_end_at_stop_strings_wherever_tokens_begin(client: OpenAI, targe
         assert found == text[: text.index(stop)], "nothing of the stop string is sent"
         assert chunks[-1].choices[0].finish_reason == "stop"
     assert text_of(ask(client, max_tokens=40, stop=stops[0])) == text[: text.index(stops[0])]
-    # Held back as a possible beginning, and given out at the end.
+    # The text is held back as a possible start of the stop string, and sent at the end.
     assert text_of(ask(client, max_tokens=40, stop=text[-3:] + "?")) == text
 
 
@@ -159,7 +159,7 @@ def test_seed_and_temperature(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("n", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_each_of_many_at_once_gets_what_it_gets_alone(target: Target, n: int) -> None:
-    """More than share a call, with less memory than they want."""
+    """There are more requests than share a call, with less memory than they need."""
     asked = [(f"the cat {k} sat", 8 + k % 40) for k in range(n)]
     drafters = {"moa": build_drafter(target.model)}
     with (
@@ -245,9 +245,12 @@ def test_bad_requests_are_refused_in_the_api_s_form(
 
 def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
     answer = ask(
-        client, n=1, frequency_penalty=0, presence_penalty=0.0, logprobs=False, logit_bias={}, user="me", stop=None,
-        response_format={"type": "text"}, metadata={"a": "b"}, seed=None, max_tokens=None, max_completion_tokens=5,
-        extra_body={"top_k": -1, "stop_token_ids": [], "skip_special_tokens": True, "length_penalty": 1.0},
+        client, n=1, frequency_penalty=0, presence_penalty=0.0, logprobs=False, logit_bias={},
+        user="me", stop=None,
+        response_format={"type": "text"}, metadata={"a": "b"}, seed=None, max_tokens=None,
+        max_completion_tokens=5,
+        extra_body={"top_k": -1, "stop_token_ids": [], "skip_special_tokens": True,
+                    "length_penalty": 1.0},
     )  # fmt: skip
     assert answer.usage.completion_tokens == 5
     parts = [{"type": "text", "text": "Hello there"}]
@@ -268,7 +271,8 @@ PROMPTS: tuple[Any, ...] = (
 )
 GARBAGE = (
     b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000,
-    b'{"a":' * 20_000 + b"1" + b"}" * 20_000, *(json.dumps({"model": MODEL, "prompt": p}).encode() for p in PROMPTS),
+    b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
+    *(json.dumps({"model": MODEL, "prompt": p}).encode() for p in PROMPTS),
 )  # fmt: skip
 
 
@@ -384,8 +388,8 @@ def test_a_slow_reader_is_held_and_loses_nothing(
             hold(id_, is_held)
 
         monkeypatch.setattr(server.engine, "hold", note)
-        # A reader that takes no piece until its sequence is held, as uvicorn waits for a client's
-        # full buffer.
+        # This reader takes no piece until its sequence is held. uvicorn waits like this when a
+        # client's buffer is full.
         pieces = Answers.pieces
 
         async def slowly(answers: Any) -> Any:
@@ -431,7 +435,7 @@ def test_each_request_is_one_json_line(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     wait_for(lambda: not server.service.metrics.n_in_flight)
-    time.sleep(0.05)  # the line comes after the answer
+    time.sleep(0.05)  # A request is logged after its answer.
     with caplog.at_level(logging.INFO, LOG.name), client_of(server) as client:
         ask(client, max_tokens=3)
         with pytest.raises(openai.BadRequestError):
@@ -448,7 +452,7 @@ def test_each_request_is_one_json_line(
 
 
 def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
-    """Handshakes have to end in time, and give way."""
+    """Handshakes must end in time, and silent ones give way."""
     authority, tls = make_certificates(tmp_path)
     with LiveServer(target, max_connections_each=4, head_s=0.3, **tls) as server:
         assert server.address.startswith("https://")

@@ -1,4 +1,7 @@
-"""Chats of many clients are read at the same time, short and long ones in threads of their own."""
+"""Chats of many clients are tokenised at the same time.
+
+Short and long ones have threads of their own.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -29,12 +32,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
 
 
 def test_short_texts_beside_long_chats_are_all_read(server: LiveServer) -> None:
-    """Six clients ask for the tokens of a short chat all the time, while two send chats of many turns."""
+    """Six clients tokenise a short chat all the time, while two send chats of many turns."""
     expected = {
         len(chat): prompt_tokens(server.service.target.template, chat) for chat in (SHORT, LONG)
     }
     is_over = threading.Event()
-    # Unverified, as httpx otherwise reads all certificates of authorities for each client.
+    # Without verification, since httpx would read all certificates of authorities for each client.
 
     def ask(client: httpx.Client, chat: list[dict[str, Any]]) -> str:
         answer = client.post(f"{server.address}/tokenize", json={"model": MODEL, "messages": chat})

@@ -1,4 +1,7 @@
-"""Calls that come together wake an event loop once, in their order, each for itself."""
+"""Calls posted together wake an event loop once and run in order.
+
+An error in one of them does not affect the others.
+"""
 
 import asyncio
 import threading

@@ -1,4 +1,7 @@
-"""A stream sends answers before contexts, each context once and in order, and says when its reader is slow."""
+"""A stream sends answers before contexts, and each context once and in order.
+
+It reports when its reader is slow.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -16,7 +19,7 @@ WIDTH = 6
 
 
 def rows(start: int, stop: int) -> torch.Tensor:
-    """Contexts that tell their positions, exact in bfloat16."""
+    """Return contexts that hold their positions, exact in bfloat16."""
     return (torch.arange(start, stop) % 251)[:, None].expand(-1, WIDTH).float()
 
 
@@ -44,7 +47,7 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
         log.release()
         log.append(22, rows(22, 30))
         stream.close()
-        stream.put(pong(3))  # too late
+        stream.put(pong(3))  # This comes too late.
         while (message := await stream.next()) is not None:
             got.append(message)
         kinds = [message.WhichOneof("body") for message in got if message is not None]

@@ -1,4 +1,7 @@
-"""What crosses the wire: generated messages are current, codecs keep their bounds, identities are of what is loaded."""
+"""The gRPC messages: generated code is current, codecs keep their bounds.
+
+Identities belong to the loaded target, tokenizer and drafter.
+"""
 
 import re
 import subprocess
@@ -26,14 +29,14 @@ from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_byte_tokenizer, build_model, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
-# What depends on the release of grpcio-tools alone.
+# These lines depend only on the release of grpcio-tools.
 BANNERS = re.compile(r"^(# Protobuf Python Version: .*|    \d+,)$", re.MULTILINE)
 MOST = {"int8": 127, "int4": 7}
 SHAPES = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 2, 7, 63, 64, 65, 100, 129, 192]))
 
 
 def numbers(n: int, width: int, seed: int, scale: float) -> Tensor:
-    """Numbers whose groups differ in size, as keys and other numbers of a context do."""
+    """Return numbers whose groups differ in size, like the keys and other parts of a context."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.rand(n, -(-width // GROUP), generator=generator).mul(8).exp()
     return (
@@ -44,13 +47,13 @@ def numbers(n: int, width: int, seed: int, scale: float) -> Tensor:
 
 
 def bound(codec: str, context: Tensor) -> Tensor:
-    """The largest error that each number may have."""
+    """Return the largest error that each number may have."""
     if codec == "bf16":
         return context.abs() / 256
     rest = -context.shape[1] % GROUP
     groups = torch.nn.functional.pad(context, (0, rest)).unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(dim=2).repeat_interleave(GROUP, dim=1)[:, : context.shape[1]]
-    # Half a step; the scale itself is rounded to one part in 256.
+    # The bound is half a step. The scale itself is rounded to one part in 256.
     error: Tensor = largest / MOST[codec] * (0.5 + 1 / 256) + largest / 256
     return error
 

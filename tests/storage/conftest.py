@@ -1,4 +1,4 @@
-"""A tiny store with known content, made afresh for each test that asks for one."""
+"""A tiny store with known content, written again for each test that uses it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from moa_data.tests.kit.stores import Recipe, make_recipe
 
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest) -> Recipe:
-    """The test module's own ``RECIPE``, or the usual one."""
+    """The ``RECIPE`` of the test module, or the default one."""
     return getattr(request.module, "RECIPE", None) or make_recipe()
 
 

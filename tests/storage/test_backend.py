@@ -1,4 +1,4 @@
-"""Folders and object stores behind one contract; and what happens where a server refuses."""
+"""Folders and object stores fulfil one contract. Servers may refuse requests."""
 
 import os
 import pickle
@@ -40,7 +40,10 @@ from moa_data.tests.kit.object_stores import empty_place, environment, use
 
 
 class BackendContract:
-    """A subclass gives a fixture ``place``, a folder or prefix that holds nothing."""
+    """The contract of all backends.
+
+    A subclass has a fixture ``place``: an empty folder or prefix.
+    """
 
     def test_what_is_put_is_read_and_listed(self, place: StorePath) -> None:
         contents = {"a": b"", "b/c": b"text", "b/c.d/e f+ü": bytes(range(256))}
@@ -57,7 +60,7 @@ class BackendContract:
         assert {name: (place / name).stat().st_size for name in names_below(place)} == sizes
         listed = listed_sizes(place)
         assert listed == (sizes if isinstance(place, RemotePath) else {})
-        put(place / "later", b"12345")  # the list is older
+        put(place / "later", b"12345")  # The list is older than this file.
         assert not find_size_damage(
             place, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
         )
@@ -86,7 +89,7 @@ class BackendContract:
     def test_one_of_many_creates(self, place: StorePath) -> None:
         assert put_if_absent(place / "once", b"first")
         assert not put_if_absent(place / "once", b"second")
-        # as if the answer to the first call had been lost
+        # The client repeats the call if the answer to the first one is lost.
         assert put_if_absent(place / "once", b"first")
         assert read_file(place / "once") == b"first"
         for key in range(4):
@@ -97,7 +100,7 @@ class BackendContract:
                 )
             assert won.count(True) == 1
             assert read_file(path) == b"by %d" % won.index(True)
-        assert len(names_in(place)) == 5  # nothing half-written is left
+        assert len(names_in(place)) == 5  # No half-written file is left.
 
     def test_a_file_is_replaced_where_it_holds_what_is_expected(self, place: StorePath) -> None:
         put(place / "document", b"old")
@@ -140,7 +143,7 @@ class TestFolder(BackendContract):
 
 
 class ObjectStoreContract(BackendContract):
-    """What object stores do besides."""
+    """The contract of object stores, in addition to that of all backends."""
 
     def test_ranges_end_with_the_file(self, place: RemotePath) -> None:
         place.backend.put("file", data := os.urandom(100_000))

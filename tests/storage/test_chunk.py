@@ -1,4 +1,7 @@
-"""Chunks: any bits come back, any library reads them, any damage is noticed, with any number of threads."""
+"""Chunks return any bits that they were given.
+
+Any library reads them, any damage is noticed, and the number of threads does not matter.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from moa_data.storage.write.part import ShardWriter
 
 
 def leave(fd: int, path: Path) -> None:
-    """Sync nothing."""
+    """Skip the sync of a shard."""
 
 
 def encoded() -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +125,7 @@ def test_repeated_rows_are_left_to_the_matching_encoder() -> None:
     assert encode_frame(fill("activations", (64, 1024), np.dtype("<u2"), 0)) is not None
 
 
-# 256 KiB a chunk
+# A chunk takes 256 KiB.
 ARRAY = StoredArray("kv", "uint16", (4, 2048), ("token", "layer", "width"), layer_axis=1)
 
 
@@ -154,7 +157,7 @@ def test_a_shard_holds_few_chunks_at_once(tmp_path: Path, monkeypatch: pytest.Mo
             shard.append_row(values[row * 64 : (row + 1) * 64])
         shard.finish()[1].result()
     assert n_written == 12 * 4 + 1
-    assert most <= 4 * (pool.n_ahead + 1)  # a task is four chunks
+    assert most <= 4 * (pool.n_ahead + 1)  # A task encodes four chunks.
 
 
 def test_an_error_of_an_encoder_reaches_the_writer(

@@ -1,4 +1,7 @@
-"""Kills, flips, truncations: afterwards a store is as if nothing had happened, or the damage is named."""
+"""Kills, flipped bits and truncations.
+
+Afterwards the store is unchanged by them, or the damage is named.
+"""
 
 import builtins
 import errno
@@ -31,7 +34,11 @@ RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
-    """Versions of a file: cut, with one bit flipped at evenly spread places; for many places also gone and longer."""
+    """Yield damaged versions of a file.
+
+    One is cut in half; others have one bit flipped, at evenly spread positions. For several
+    positions, versions that are missing (None), empty, shorter or longer come too.
+    """
     yield content[: len(content) // 2]
     if positions > 1:
         yield from (None, b"", content[:-1], content + b"\0")
@@ -40,7 +47,7 @@ def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
 
 
 def part_of(name: str) -> int | None:
-    """The part that a file belongs to, each part having one shard of each array."""
+    """Return the part that a file belongs to. Each part has one shard of each array here."""
     found = re.search(r"commits/part-(\d+)\.json|/c\.(\d+)", name)
     return None if found is None else int(found[1] or found[2])
 
@@ -53,9 +60,10 @@ def part_of(name: str) -> int | None:
 def test_every_file_damaged_in_every_way(
     tmp_path: Path, positions: int, parts: tuple[int, ...]
 ) -> None:
-    """What is damaged is named, and repaired to the very same bytes.
+    """Damage is named, and its repair restores the same bytes.
 
-    With many places only files of one part are damaged: each mutation opens the store five times for all its commits.
+    With many positions, only the files of one part are damaged: every mutation takes five openings
+    of the store, which check all commits.
     """
     recipe = make_recipe((70, 3, 130), part_tokens=192)
     store = recipe.write_bundled(tmp_path / "store")
@@ -63,11 +71,11 @@ def test_every_file_damaged_in_every_way(
     for name in (name for name in whole if part_of(name) in (None, *parts)):
         for mutation in mutations(whole[name], positions):
             if name.startswith("commits/") and mutation == whole[name][:-1]:
-                continue  # all that is lost is the newline at its end
+                continue  # Only the newline at the end is lost.
             path = store / name
             path.unlink() if mutation is None else path.write_bytes(mutation)
             if name.startswith("commits/") and mutation is None:
-                pass  # a part without a commit is one that is still to be written
+                pass  # A part without a commit is still to be written.
             elif name == "store.json" and mutation is None:
                 with pytest.raises(StoreNotFound):
                     verify_store(store)
@@ -75,8 +83,8 @@ def test_every_file_damaged_in_every_way(
                 damages = verify_store(store).damages
                 assert damages, (name, mutation)
                 named = " ".join(f"{damage.path} {damage.message}" for damage in damages)
-                # A commit may be changed to list a file that is not there: then that file is named,
-                # and its part.
+                # A damaged commit may list a file that does not exist. Then that file and its part
+                # are named.
                 is_its_part = part_of(name) in {damage.part for damage in damages} - {None}
                 assert name in named or Path(name).stem in named or is_its_part, (name, named)
                 if {"store.json", "plan.parquet"} & {damage.path for damage in damages}:
@@ -96,7 +104,7 @@ MANY, CODEC = (
 
 
 def repair(store: Path) -> None:
-    """Do what `repair --model` does: drop what is damaged, and write what is missing."""
+    """Do the work of `repair --model`: drop the damaged parts, then write the missing ones."""
     with MANY.open(store, depth="values") as writer:
         for part in writer.pending_parts():
             MANY.write_part(writer, part)
@@ -119,7 +127,7 @@ def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, every: 
 
 @pytest.mark.parametrize("every", [71, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_repair_that_is_killed_at_any_moment_goes_on(tmp_path: Path, every: int) -> None:
-    """Each damaged part is damaged, missing or written again, and every other part stays as it is."""
+    """Each spoiled part is damaged, missing or rewritten; every other part stays as it is."""
     store, n_parts = MANY.write(tmp_path / "store"), MANY.manifest.n_parts
     whole = read_tree(store)
     spoiled = set(range(0, n_parts, 2))
@@ -137,7 +145,7 @@ def test_a_repair_that_is_killed_at_any_moment_goes_on(tmp_path: Path, every: in
         if damaged:
             repair(folder)
         else:
-            MANY.write(folder)  # what is missing is work for any run
+            MANY.write(folder)  # Any run writes missing parts.
         assert read_tree(folder) == whole
     assert n_partly_repaired
 
@@ -178,8 +186,8 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
     assert verify_store(store).ok
 
 
-# Only missing files and wrong bytes are damage: nothing is deleted for whatever else the machine
-# refuses.
+# Only missing files and wrong bytes are damage. Nothing is deleted because the machine refuses a
+# call for another reason.
 
 QUICK = ("EMFILE", "EACCES", "MemoryError")
 OTHERS = ("ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")
@@ -209,7 +217,10 @@ def refusal(name: str, path: Any) -> Exception:
 
 @contextmanager
 def refusing(store: Path, name: str, wanted: Callable[[str], bool]) -> Iterator[None]:
-    """Let the calls that look at a file of the store fail where its path is a wanted one; reads have no path."""
+    """Let calls that look at a file of the store fail, if its path is wanted.
+
+    Reads have no path; ``wanted`` gets an empty text for them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module, call in CALLS:
             real = getattr(module, call)
@@ -227,7 +238,7 @@ def refusing(store: Path, name: str, wanted: Callable[[str], bool]) -> Iterator[
 
 
 def once_at(n: int, lasting: bool) -> Callable[[str], bool]:
-    """Whether this is the n-th call, or one after it."""
+    """Return a function that is true for the n-th call, and for all later ones if ``lasting``."""
     count = itertools.count()
     return lambda path: (i := next(count)) == n or (lasting and i > n)
 
@@ -246,7 +257,10 @@ def n_calls(store: Path, action: Callable[[], Any]) -> int:
 def test_a_refusal_anywhere_is_no_damage(
     store: Path, recipe: Recipe, name: str, every: int
 ) -> None:
-    """The machine refuses one call, or all from there on: no check calls that damage, and no writer deletes for it."""
+    """The machine refuses one call, or all calls from there on.
+
+    No check reports that as damage, and no writer deletes anything because of it.
+    """
     whole = read_tree(store)
 
     def reopen() -> None:
@@ -273,7 +287,8 @@ def test_a_refusal_anywhere_is_no_damage(
 @pytest.mark.parametrize(
     "path",
     [SHARD, "commits/part-00001.json", "target/config.json",
-     "commits/target.json", "store.json", "plan.parquet", "commits/store.json", "parts/kv/zarr.json"],
+     "commits/target.json", "store.json", "plan.parquet", "commits/store.json",
+     "parts/kv/zarr.json"],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named_apart_from_damage(
     store: Path, recipe: Recipe, name: str, path: str
@@ -287,19 +302,19 @@ def test_what_cannot_be_read_is_named_apart_from_damage(
                 verify_store(store)
         else:
             report = verify_store(store)
-            # the rest is checked all the same
+            # All other files are still checked.
             assert [damage.path for damage in report.damages] == [damaged]
             assert {item.path for item in report.unchecked} == {path}
             assert not report.ok
         with pytest.raises(StorageUnavailable, match="so nothing was deleted"):
             drop_damage(store)
-        with suppress(StorageUnavailable):  # going on with an extraction reads no data
+        with suppress(StorageUnavailable):  # Resuming an extraction reads no data.
             recipe.open(store).close()
     assert read_tree(store) == before
 
 
 def test_a_refusal_that_passes_does_not_leave_values_unread(store: Path) -> None:
-    """The size of a file could not be had at first: its part is not whole without its values."""
+    """The size of a file cannot be read at first, so its part counts as unchecked."""
     first = itertools.count()
     with refusing(store, "ESTALE", lambda path: path.endswith(SHARD) and next(first) == 0):
         report = verify_store(store)
@@ -329,7 +344,7 @@ def test_what_is_damaged_is_dropped_and_nothing_else(store: Path) -> None:
 
 
 def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe: Recipe) -> None:
-    """An interrupt arrives when the commit has just appeared, and the machine does not say whether it has."""
+    """An interrupt arrives just after the commit, and the machine cannot tell whether it exists."""
     whole = read_tree(store)
     (store / "commits/part-00001.json").unlink()
     with recipe.open(store) as writer:

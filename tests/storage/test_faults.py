@@ -1,6 +1,7 @@
-"""A network that resets, tears, delays and lies about lists loses nothing, and nothing is torn or read wrong.
+"""A network that resets, tears, delays and lists too little loses and damages nothing.
 
-What is written through it equals the store on a disk, byte for byte; what is read through it equals what was written.
+A store written through it equals the store on a disk, byte for byte. Reads through it return the
+values that were written.
 """
 
 import logging
@@ -37,7 +38,10 @@ RECIPE = make_recipe(LENGTHS)
 
 
 def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
-    """Let several writers, each with connections of its own, write one store, again where the network fails."""
+    """Let several writers write one store, each with connections of its own.
+
+    A writer starts again when the network fails.
+    """
 
     def work(_: int) -> None:
         for _ in range(20):
@@ -53,21 +57,24 @@ def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
 
 
 def check(place: str, local: Path) -> None:
-    """Compare a store with the one on the disk: what it holds, and every byte of what its commits list."""
+    """Compare a store with the one on the disk.
+
+    The values and the bytes of all files in its commits must be equal.
+    """
     store = open_path(place)
     assert isinstance(store, RemotePath)
     report = verify_store(store)
     assert report.ok, report.damages
     assert report.n_pending_parts == 0
     check_reads_equal(store, local)
-    # Uploads of writers that were killed, and records whose answer never came: in time `extract`
-    # deletes them.
+    # Killed writers leave uploads, and lost answers leave records. `extract` deletes them when they
+    # are old.
     store.backend.delete(name for name in store.names() if name.endswith(".partial"))
     assert read_remote_tree(store) == read_tree(local)
 
 
 def run_faults(endpoint: str, recipe: Recipe, local: Path, seed: int) -> Counter[str]:
-    """Write and read one store behind a proxy; returns the faults that it met."""
+    """Write and read one store through a proxy; return the faults that occurred."""
     faults = Faults(seed)
     with use(endpoint):
         place = empty_place(endpoint)
@@ -106,7 +113,7 @@ WRITER = textwrap.dedent("""
 
 
 def start_writers(place: str, endpoint: str, n: int) -> list[subprocess.Popen[str]]:
-    """Start processes that write a store, all at once when each is ready."""
+    """Start processes that write a store. They begin together once all are ready."""
     command = [sys.executable, "-c", WRITER, place, ",".join(map(str, LENGTHS))]
     variables = {**os.environ, **environment(endpoint), "MOA_DATA_REMOTE_TIMEOUT_S": "60"}
     pipe = subprocess.PIPE
@@ -127,7 +134,11 @@ def start_writers(place: str, endpoint: str, n: int) -> list[subprocess.Popen[st
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> None:
-    """50 kills: of one of two racing writers, and after every fifth of the server too, which starts again."""
+    """Kill processes 50 times.
+
+    Most kills hit one of two racing writers. After every fifth of them, the server is killed too
+    and restarted.
+    """
     local, chance = recipe.write(tmp_path / "local"), random.Random(7)
     server = Seaweed(tmp_path / "seaweed")
     server.start()
@@ -152,7 +163,9 @@ def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> No
                     writer.communicate(timeout=600)
                 codes = {writer.returncode for writer in writers}
                 assert codes <= {0, -signal.SIGKILL}
-                if 0 in codes:  # one has finished: the store is whole, even if the other died
+                # If one writer has finished, the store is complete, even if the other one was
+                # killed.
+                if 0 in codes:
                     check(place, local)
                     n_stores += 1
                     place = f"{place.rpartition('/')[0]}/store-{n_stores}"

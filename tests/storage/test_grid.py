@@ -1,4 +1,7 @@
-"""Chunks of one layer on real targets, of all layers on small ones; a part's few shards follow the last part's."""
+"""Grids: chunks of one layer for real targets, of all layers for small ones.
+
+A part has few shards, which follow those of the previous part.
+"""
 
 import math
 
@@ -50,7 +53,7 @@ def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
     chunk_bytes = math.prod(grid.chunk_shape) * 2
     assert chunk_bytes <= MAX_CHUNK_BYTES
     assert chunk_bytes >= MIN_CHUNK_BYTES or n_layers == sizes[0]
-    # a layer beyond the limit
+    # One layer is larger than the limit.
     assert array_grid(stored(kv_field(4, 64, 256)), 1, 1024).chunk_layers == 1
 
 

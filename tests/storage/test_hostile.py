@@ -1,4 +1,4 @@
-"""Hostile files: whatever stands in a store, readers raise the store's own errors and allocate no absurd sizes."""
+"""Hostile files: readers raise only the store's own errors and allocate no absurd sizes."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ from moa_data.tests.storage.codecs import contract
 
 
 def use(store: Path) -> None:
-    """Do all that readers do; only the store's own errors may come of it."""
+    """Do everything that readers do; only the store's own errors may be raised."""
     only_own_errors(
         *(
             partial(action, store)
@@ -61,7 +61,7 @@ def read_everything(store: Path) -> None:
 
 @pytest.fixture(scope="module")
 def believed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small store without checksums of store.json and plan.parquet, so that what they say is believed so far."""
+    """A small store whose store.json and plan.parquet have no checksums, so readers trust them."""
     store = make_recipe((70, 3, 130, 64), part_tokens=256).write(
         tmp_path_factory.mktemp("hostile") / "store"
     )
@@ -81,7 +81,7 @@ def check_documents(store: Path, data: Any) -> None:
 
 
 def check_plan_values(store: Path, data: Any) -> None:
-    """A plan whose file is whole and whose numbers are not."""
+    """Draw a plan whose file is intact but whose numbers are wrong."""
     path = store / "plan.parquet"
     plan = read_plan(path)
     name = data.draw(
@@ -102,7 +102,7 @@ def check_plan_values(store: Path, data: Any) -> None:
 
 
 def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
-    """Index entries and chunk headers that lie, under checksums that hold."""
+    """Draw wrong index entries and chunk headers, with checksums that match them."""
     path = store / "parts/kv/c.0.0.0.0.0"
     content = bytearray(path.read_bytes())
     number = data.draw(
@@ -128,7 +128,7 @@ def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
 
 
 def expect_refusal(store: Path) -> None:
-    """What is wrong is said at once and in the store's own words: verify lists it, whoever reads the file raises it."""
+    """The store's own error comes at once: verify lists it, and readers of the file raise it."""
     use(store)
     with bounded_memory():
         with suppress(StoreError):
@@ -163,7 +163,10 @@ def test_files_that_never_end_are_not_read(
 
 
 def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
-    """One long id packs to some kilobytes; the metadata says so before the page is unpacked."""
+    """One long id compresses to some kilobytes.
+
+    The metadata gives its size before the page is decompressed.
+    """
     ids = pa.array(["x" * (1 << 26)], pa.string())
     numbers = [pa.array(np.zeros(1), field.type) for field in list(PLAN_SCHEMA)[1:]]
     pq.write_table(
@@ -176,13 +179,16 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small store whose codec has learned a basis, with predictions from tokens and from other fields."""
+    """A small store whose codec has learned a basis.
+
+    It predicts from tokens and from other fields.
+    """
     codec = contract.learned("transform:2,tokens,from-kv")
     return contract.CodecContract.write(tmp_path_factory.mktemp("learned") / "store", codec)
 
 
 def use_believing(store: Path, basis: bytes) -> None:
-    """Use a store with this basis, its hash in store.json and that of store.json in its commit."""
+    """Use a store with this basis. store.json has its hash, the commit that of store.json."""
     manifest = json.loads((store / "store.json").read_text())
     manifest["codec"]["basis_sha256"] = hashlib.sha256(basis).hexdigest()
     with (
@@ -198,7 +204,10 @@ def use_believing(store: Path, basis: bytes) -> None:
 
 @st.composite
 def changed_basis(draw: Callable[..., Any], content: bytes) -> bytes:
-    """A basis whose file is whole, with an array taken away, of another shape or dtype, or with other numbers."""
+    """Draw a basis whose file is intact.
+
+    Arrays are removed, have another shape or dtype, or hold other numbers.
+    """
     arrays = safetensors.numpy.load(content)
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(sorted(arrays)))

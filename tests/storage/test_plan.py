@@ -1,4 +1,7 @@
-"""The plan: aligned, complete, in source order by parts, longest first inside a part, and the same every time."""
+"""The plan is aligned, complete and always the same.
+
+Its parts follow the order of the source; inside a part, the longest sequence comes first.
+"""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,7 @@
-"""What is read of a bucket is kept on the disk: bounded, checked, shared by processes, asked for once."""
+"""Reads of a bucket are cached on the disk.
+
+The cache is bounded, checked and shared by processes; each block is fetched once.
+"""
 
 import os
 import pickle
@@ -35,7 +38,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Reader:
-    """Reads pieces of FILES through a cache as if from a bucket, and notes what is fetched."""
+    """Reads pieces of FILES through a cache like those of a bucket, and records the fetches."""
 
     url = "s3://bucket"
 
@@ -50,7 +53,7 @@ class Reader:
         return [memoryview(FILES[name][start:stop]) for name, start, stop in ranges]
 
     def __call__(self, *pieces: tuple[str, int, int]) -> list[tuple[str, int, int]]:
-        """Read and compare; returns what was fetched meanwhile."""
+        """Read the pieces and check them; return the ranges that were fetched for that."""
         before = len(self.fetched)
         found = fetch_ranges([(self.files[name], start, stop) for name, start, stop in pieces])
         assert [bytes(each) for each in found] == [
@@ -85,7 +88,7 @@ def test_a_damaged_block_is_fetched_again(tmp_path: Path) -> None:
 
 
 def test_the_folder_stays_small_and_keeps_what_was_used_last(tmp_path: Path) -> None:
-    read = Reader(ReadCache(tmp_path, 1040))  # ten blocks with their checksums
+    read = Reader(ReadCache(tmp_path, 1040))  # room for ten blocks with their checksums
     for at in range(0, 1000, 100):
         read(("a", at, at + 100))
         os.utime(max(blocks(tmp_path), key=lambda path: path.stat().st_mtime), (at, at))
@@ -93,7 +96,7 @@ def test_the_folder_stays_small_and_keeps_what_was_used_last(tmp_path: Path) -> 
     for at in range(0, 500, 100):
         assert read(("b", at, at + 100))
         assert sum(path.stat().st_size for path in blocks(tmp_path)) <= 1040
-    assert not read(("a", 0, 100), ("b", 0, 500))  # used meanwhile
+    assert not read(("a", 0, 100), ("b", 0, 500))  # This marks the blocks as used.
     assert read(("a", 100, 200))
     nothing = Reader(ReadCache(tmp_path / "none", 50))
     assert nothing(("a", 0, 10))
@@ -125,7 +128,7 @@ def test_threads_and_processes_share_a_folder(tmp_path: Path) -> None:
     read = Reader(ReadCache(tmp_path / "threads", 1500))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: read(("abc"[n % 3], 7 * n, 7 * n + 130)), range(100)))
-    # A count does not see the blocks that other threads are writing just then.
+    # A thread's count misses the blocks that other threads are writing at that moment.
     assert sum(path.stat().st_size for path in blocks(tmp_path / "threads")) <= 1500 + 8 * 104
 
 
@@ -155,7 +158,7 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(
             np.testing.assert_array_equal(found[name], values)
         assert bool(asked) is (epoch == 0)
         asked.clear()
-    # A store that is written anew under the same names has other checksums, and so other blocks.
+    # Another store under the same names has other checksums, and so other blocks.
     make_recipe((71, 3, 200, 64)).write(tmp_path / "other")
     remote.backend.delete(remote.names())
     copy_up(tmp_path / "other", f"{s3}/store")

@@ -1,4 +1,7 @@
-"""The manifest survives a round trip and refuses what it would misread; bfloat16 bits mean what torch says."""
+"""The manifest survives a round trip and refuses documents that it would misread.
+
+Conversions of bfloat16 agree with torch.
+"""
 
 import json
 from dataclasses import asdict, replace

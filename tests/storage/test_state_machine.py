@@ -1,7 +1,8 @@
-"""A store through random sequences of writing, killing, damaging, repairing, recoding and reading, against a model.
+"""Random sequences of writing, killing, damaging, repairing, recoding and reading a store.
 
-The model is what committed parts must hold: the recipe's values. Whatever happened before, a reader sees a set of whole
-parts, damage is named, and a repair followed by a plain run gives the bytes of a store that nothing ever happened to.
+They are checked against a model: the recipe's values of the committed parts. After any history, a
+reader sees a set of complete parts, damage is named, and a repair followed by a plain run gives the
+bytes of an undisturbed store.
 """
 
 import shutil
@@ -29,7 +30,7 @@ from moa_data.tests.kit.stores import FIELDS, make_recipe, read_tree
 
 RECIPE = make_recipe((70, 3, 130, 64, 1), part_tokens=192)
 N_PARTS = RECIPE.manifest.n_parts
-NEVER = 1 << 30  # a change of the disk that no run comes to
+NEVER = 1 << 30  # No run changes the disk as often as this.
 
 
 def damage(path: Path, how: str, at: float) -> None:
@@ -47,7 +48,7 @@ def damage(path: Path, how: str, at: float) -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One folder that one writer after the other works on."""
+    """One folder; writers work on it one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.n_recodings = 0
 
     def teardown(self) -> None:
-        """Finish the store; it is the one that an undisturbed run writes."""
+        """Finish the store; it must equal the one of an undisturbed run."""
         try:
             self.finish()
         finally:
@@ -74,7 +75,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(shares=st.booleans(), chosen=st.integers(0, 99))
     def write_a_part(self, shares: bool, chosen: int) -> None:
-        """Opening repairs what can be told by sizes, so that damage may make parts pending here."""
+        """Opening a store finds damage that changes sizes, so damaged parts may be pending here."""
         with RECIPE.open(self.store, shares) as writer:
             pending = writer.pending_parts()
             self.look(set(range(N_PARTS)) - set(pending))
@@ -86,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(chosen=st.integers(0, 99))
     def leave_a_part_unfinished(self, chosen: int) -> None:
-        """A writer that gives a part up leaves it pending."""
+        """A writer that gives up a part leaves it pending."""
         with RECIPE.open(self.store) as writer:
             self.look(set(writer.committed_parts()))
             if pending := writer.pending_parts():
@@ -96,20 +97,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(at=st.integers(1, 60), shares=st.booleans())
     def kill_a_writer(self, at: int, shares: bool) -> None:
-        """A kill at any operation leaves each part whole or pending."""
+        """A kill at any operation leaves each part complete or pending."""
         writer: StoreWriter | None = None
         with killed_at(at):
             writer = RECIPE.open(self.store, shares)
             for part in writer.pending_parts():
                 RECIPE.write_part(writer, part)
         if writer is not None:
-            writer.close()  # as the kernel does
+            writer.close()  # The kernel does the same for a killed process.
         self.look(None)
 
     @precondition(lambda self: not self.is_damaged)
     @rule(data=st.data(), how=st.sampled_from(["flip", "cut", "delete"]), at=st.floats(0, 1))
     def damage_a_file(self, data: st.DataObject, how: str, at: float) -> None:
-        """Any file but the lock; a lost commit is no damage but a part to be written."""
+        """Damage any file but the lock. A part without a commit is pending, not damaged."""
         name = data.draw(st.sampled_from(sorted(read_tree(self.store))))
         if name == "store.json" and how == "delete":
             return
@@ -119,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.is_damaged)
     @rule(at=st.integers(1, 20) | st.just(NEVER))
     def repair(self, at: int) -> None:
-        """What is damaged is dropped; store.json and plan.parquet come back by the run that made them."""
+        """Drop damaged files; the run that made the store restores manifest and plan."""
         with suppress(StoreDamaged), killed_at(at):
             drop_damage(self.store)
         RECIPE.open(self.store, depth="values").close()
@@ -133,7 +134,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_damaged)
     @rule()
     def recode(self) -> None:
-        """A whole store recodes to a verified one within the codec's error; an incomplete one is refused."""
+        """Recoding a complete store gives a sound one within the codec's error.
+
+        An incomplete store is refused.
+        """
         out = self.room / f"int8-{self.n_recodings}"
         if len(self.committed) < N_PARTS:
             with pytest.raises(StoreError):
@@ -151,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def verify(self) -> None:
-        """Nothing is called damaged that is not, and what is damaged is named."""
+        """Verification reports no damage in a store that was not damaged."""
         if not self.store.exists():
             return
         try:
@@ -164,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def read(self) -> None:
-        """A reader sees right values or an error of the store."""
+        """A reader sees the right values or raises an error of the store."""
         if not self.store.exists():
             return
         try:
@@ -182,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
             return set(reader.commits)
 
     def look(self, found: set[int] | None) -> None:
-        """Take over which parts are committed; parts are lost by damage alone."""
+        """Update the committed parts from the store. Only damage may lose parts."""
         if found is None:
             try:
                 found = self.read_all(range(N_PARTS))
@@ -205,7 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 @cache
 def whole() -> dict[str, bytes]:
-    """The bytes of an undisturbed store."""
+    """Return the files of an undisturbed store."""
     with tempfile.TemporaryDirectory() as folder:
         return read_tree(RECIPE.write(Path(folder) / "store"))
 

@@ -1,4 +1,4 @@
-"""A small store to train from, written once per test session."""
+"""A small store to train from, written once per session."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def store_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def curves(request: pytest.FixtureRequest, pictures: None) -> Iterator[None]:
-    """Lay out no curves but in tests marked as ``draws``: it takes as long as training for ten steps."""
+    """Draw curves only in tests marked as ``draws``, since that takes as long as ten steps."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("draws") is None:
             patch.setattr("moa_data.trainer.fit.plot_curves", lambda run, out: out.touch())
@@ -33,7 +33,7 @@ def curves(request: pytest.FixtureRequest, pictures: None) -> Iterator[None]:
 
 @pytest.fixture
 def strike(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Send a signal to this process within the n-th call of a function."""
+    """Returns a function that lets the n-th call of another function send this process a signal."""
 
     def prepare(owner: Any, name: Any, n_th: Any, signum: Any) -> None:
         real, calls = getattr(owner, name), []

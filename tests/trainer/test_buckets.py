@@ -1,4 +1,7 @@
-"""Training from a store in a bucket is training from the same store on a disk; its second epoch asks for nothing."""
+"""Training from a store in a bucket equals training from the same store on a disk.
+
+The second epoch sends no requests to the bucket.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +35,10 @@ def test_training_from_a_bucket_with_a_cache(
     def run(name: str, store: str, cache: Path | None) -> dict[str, bytes]:
         train(
             TrainConfig.of(
-                store=store, out=str(tmp_path / name), drafter="eagle", epochs=1, batch_size=4, micro_batch_size=4,
-                validation_fraction=0.0, accelerator="cpu", seed=3, cache_dir=None if cache is None else str(cache),
-                cache_gb=0.1,
+                store=store, out=str(tmp_path / name), drafter="eagle", epochs=1, batch_size=4,
+                micro_batch_size=4,
+                validation_fraction=0.0, accelerator="cpu", seed=3,
+                cache_dir=None if cache is None else str(cache), cache_gb=0.1,
             )
         )  # fmt: skip
         weights = load_file(next((tmp_path / name / "drafter").glob("*.safetensors")))

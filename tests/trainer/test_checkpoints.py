@@ -1,4 +1,7 @@
-"""Checkpoint files: old or new after a kill at any moment, and nothing but this run's own is ever used."""
+"""After a kill at any moment a checkpoint file is the old one or the new one.
+
+A run uses only its own files.
+"""
 
 import errno
 import io
@@ -67,14 +70,18 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
         state[3],
     )
     for name in ("weights", "others"):
-        torch.testing.assert_close(found[name], state[name], rtol=0, atol=0)  # of the same dtype
+        # The dtypes must be equal too.
+        torch.testing.assert_close(found[name], state[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("was_there", [True, False])
 def test_before_each_change_of_a_save_all_is_old_or_new(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
 ) -> None:
-    """What a reader finds at these moments, and in the middle of each write, is what a kill would leave."""
+    """A copy made at such a moment is the state after a kill.
+
+    The moments include the middle of each write.
+    """
     out, drafter = tmp_path / "out", load_drafter(trained)
     seen: list[Any] = []
     is_looking: list[bool] = []
@@ -91,7 +98,7 @@ def test_before_each_change_of_a_save_all_is_old_or_new(
 
     def looking(real: Any, *arguments: Any, **options: Any) -> Any:
         if not is_looking:
-            is_looking.append(True)  # what looks copies and cleans up by the same calls
+            is_looking.append(True)  # The check copies and deletes files with the same calls.
             look()
             is_looking.clear()
         return real(*arguments, **options)
@@ -116,7 +123,10 @@ def test_before_each_change_of_a_save_all_is_old_or_new(
 
 
 def _after_a_kill(out: Any) -> Any:
-    """The values in a checkpoint and in a drafter, each of which holds one value alone; None for none."""
+    """Return the single value of all weights in the checkpoint, and of those in the drafter.
+
+    A value is None if the file does not exist.
+    """
     remove_leftovers(out)
     assert {path.name for path in out.rglob("*")} <= {
         "checkpoints", "last.ckpt", "drafter", "drafter.json", "drafter.safetensors"
@@ -203,7 +213,7 @@ STRANGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
 def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path, change: Any) -> None:
-    """Each is well-formed."""
+    """All of these files are well-formed."""
     state = CheckpointFiles().load_checkpoint(last_of(copied))
     change(state)
     CheckpointFiles().save_checkpoint(state, last_of(copied))

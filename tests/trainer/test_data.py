@@ -1,4 +1,7 @@
-"""Batches are a pure function of store, settings and step, hold what was stored, and lie on memory used again."""
+"""Batches depend only on the store, the settings and the step.
+
+They hold the stored values, and their memory is reused.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -49,7 +52,7 @@ def int8_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("dtype", "codec"), [("float32", "lossless"), ("bfloat16", "lossless"), ("bfloat16", "int8")]
 )
 def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: str) -> None:
-    """Codes travel, and are decoded to what the store reads."""
+    """A batch carries codes, which decode to the values that the store reads."""
     store = ActivationStore(
         build_store(tmp_path / "store", n_sequences=12, dtype=dtype, codec=codec)
     )
@@ -80,7 +83,10 @@ def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: st
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_who_decodes(int8_path: Path, device: str) -> None:
-    """On a CPU the thread that reads; elsewhere the training device, so that codes are what travels."""
+    """On a CPU the reading thread decodes.
+
+    Elsewhere the training device does, so that codes are copied to it.
+    """
     store, rows = ActivationStore(int8_path), np.arange(8)
     reader = BatchReader(store, config(), torch.device(device))
     lengths = store.lengths[rows].astype(np.int64)
@@ -105,7 +111,7 @@ def test_a_drafter_trains_from_codes(int8_path: Path, tmp_path: Path) -> None:
 def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> None:
     store = ActivationStore(store_path)
     first, later = stream_of(store, config()), stream_of(store, config())
-    later.start_step = 17  # in the second epoch
+    later.start_step = 17  # This step is in the second epoch.
     iterator, resumed = iter(first), iter(later)
     for _ in range(17):
         next(iterator)
@@ -118,7 +124,10 @@ def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_ranks: int) -> None:
-    """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
+    """Gradients are averaged over devices and micro-batches.
+
+    So each one divides by its share of the loss positions of the whole batch.
+    """
     store, parts = ActivationStore(store_path), []
     whole = next(iter(stream_of(store, config())))
     for rank in range(n_ranks):
@@ -134,7 +143,7 @@ def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_rank
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) -> None:
-    """Bytes are those of the chunks that hold them, and of the response masks of the whole batch."""
+    """A device reads the chunks of its own sequences, and the response masks of the whole batch."""
     fields = ["tokens", *data.needed_fields(ActivationStore(store_path), config()).values()]
     for rank in range(n_ranks):
         store = ActivationStore(store_path)
@@ -232,7 +241,10 @@ def test_errors_of_the_reading_thread_arrive() -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
 def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> None:
-    """Equally many batches each, for devices meet between them; together those of one device, the same in each pass."""
+    """All devices get equally many batches, since they synchronize between them.
+
+    Together they have the batches of a single device, and the same ones in each pass.
+    """
     store = ActivationStore(store_path)
     sequences = np.argsort(store.lengths, kind="stable")[:15]
 
@@ -257,7 +269,7 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
 
 
 class Event:
-    """Of a device that is slow."""
+    """Stands in for an event of a slow device."""
 
     def record(self, stream: Any) -> None:
         self.stream = stream
@@ -265,7 +277,7 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device without memory, so that nothing of what is moved refers to the host."""
+    """A device without memory, so that no copied tensor refers to host memory."""
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return torch.device("meta")

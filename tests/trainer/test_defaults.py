@@ -1,4 +1,7 @@
-"""Settings that nobody gave: what is chosen for which target and how much data, what is told, and what is recorded."""
+"""Defaults of settings: how they follow from target and data, and how they are reported.
+
+A run records them.
+"""
 
 import json
 import math
@@ -46,8 +49,8 @@ def chosen_for(facts: RunFacts, **given: Any) -> dict[str, Any]:
 def test_a_large_target_with_much_data_gets_what_is_published() -> None:
     found = chosen_for(LARGE)
     expected = {
-        "epochs": 1, "optimizer": "adamw", "learning_rate": 3e-5, "peak_multiplier": 20, "warmup_steps": 50,
-        "decay_steps": 6250, "batch_size": 32,
+        "epochs": 1, "optimizer": "adamw", "learning_rate": 3e-5, "peak_multiplier": 20,
+        "warmup_steps": 50, "decay_steps": 6250, "batch_size": 32,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
 
@@ -88,12 +91,13 @@ def test_what_is_chosen_fits_the_length_of_the_run(facts: RunFacts, given: dict[
     assert n_steps // config.named()["log_every"] >= min(20, n_steps)
 
 
-# is chosen from the tokens of the responses, of large vocabularies alone
+# This default depends on the tokens of the responses, and is chosen only for large vocabularies.
 VOCABULARY = {"draft_vocabulary"}
 GIVEN = {
-    "epochs": 3.0, "max_steps": 77, "optimizer": "adamw", "learning_rate": 7e-5, "matrix_learning_rate": 7e-3,
-    "peak_multiplier": 3.0, "warmup_steps": 7, "decay_steps": 70, "batch_size": 3, "validation_fraction": 0.5,
-    "validate_every": 9, "log_every": 6,
+    "epochs": 3.0, "max_steps": 77, "optimizer": "adamw", "learning_rate": 7e-5,
+    "matrix_learning_rate": 7e-3,
+    "peak_multiplier": 3.0, "warmup_steps": 7, "decay_steps": 70, "batch_size": 3,
+    "validation_fraction": 0.5, "validate_every": 9, "log_every": 6,
 }  # fmt: skip
 
 

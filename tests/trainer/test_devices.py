@@ -1,6 +1,8 @@
-"""Several devices give what one gives: the loss of each step, the validation, and the weights up to rounding.
+"""Several devices give the results of one.
 
-Devices are processes that meet over gloo. They import once and train all runs of a test one after the other.
+The loss of each step, the validation and the weights are equal up to rounding. The devices are
+processes that communicate with gloo. They import everything once and train all runs of a test one
+after the other.
 """
 
 import os
@@ -39,14 +41,17 @@ DRAFTERS: dict[str, dict[str, Any]] = SIZES | {
     "dflash on a memory": {"context": "memory", "block_layers": 1, "block_size": 8},
 }
 MOST_OFF = 1e-5
-"""Of the loss of each step and of each weight tensor, in its norm."""
+"""Largest relative difference of the loss of each step, and of the norm of each weight tensor."""
 MOST_OFF_OF_WAY = 1e-3
-"""Of the way that a weight tensor has gone from its initial value: Adam divides small gradients by themselves, and Muon
-makes all directions equally long, so that the rounding of sums over devices is a larger share of it."""
+"""Largest difference of a weight tensor, relative to its distance from its initial value.
+
+Adam divides small gradients by their own size, and Muon makes all directions equally long. So the
+rounding of sums over devices is a larger share of this distance.
+"""
 
 
 def train_all(configs: list[TrainConfig]) -> None:
-    """Train runs in a process of several."""
+    """Train the runs one after the other. Each process of the test calls this."""
     for config in configs:
         train(config)
 
@@ -63,7 +68,10 @@ def losses(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def assert_like(out: Path, one: Path, init: dict[str, torch.Tensor]) -> None:
-    """Compare two runs: figures of each step, weights by the way they have gone from the initial ones."""
+    """Compare two runs: the figures of each step, and the weights.
+
+    Differences of weights are relative to the distances from the initial weights.
+    """
     expected, got = losses(one), losses(out)
     assert expected.keys() == got.keys()
     for name, points in expected.items():
@@ -83,7 +91,7 @@ def assert_like(out: Path, one: Path, init: dict[str, torch.Tensor]) -> None:
 
 
 def initial_weights(store: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """The weights of a run before its first step: a step at a rate of almost nothing."""
+    """Return the weights before the first step, by a step with a rate of almost 0."""
     run(
         store,
         out,
@@ -93,7 +101,10 @@ def initial_weights(store: Path, out: Path, **changes: Any) -> dict[str, torch.T
 
 
 def test_two_machines_train_as_one(store_path: Path, tmp_path: Path) -> None:
-    """From the start and from a checkpoint of one device, and on with one; three validation batches are dealt."""
+    """One run trains on two machines from the start, another from a checkpoint of one device.
+
+    Three validation batches are dealt to the two devices.
+    """
     one, whole, half = tmp_path / "one", tmp_path / "whole", tmp_path / "half"
     run(store_path, one, **STEPS)
     init = initial_weights(store_path, tmp_path / "init", **STEPS)
@@ -103,7 +114,7 @@ def test_two_machines_train_as_one(store_path: Path, tmp_path: Path) -> None:
     run_ranks(2, train_all, runs, folder=tmp_path, n_nodes=2)
     for config in runs:
         assert_like(Path(config.out), one, init)
-    # And back: what two devices have left is gone on with by one.
+    # One device continues what two devices have trained.
     for out in (one, whole):
         run(store_path, out, resume=True, **STEPS | {"max_steps": 6, "decay_steps": 4})
     ends = [last_state(out)["state_dict"] for out in (one, whole)]
@@ -113,7 +124,7 @@ def test_two_machines_train_as_one(store_path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_drafter_on_two_devices(store_of_all: Path, tmp_path: Path, optimizer: str) -> None:
-    """All the way, and with half of the steps on one device, in both orders."""
+    """Train all steps on two devices, and half of them on one device, in both orders."""
     runs, resumed = [], []
     for name, sizes in DRAFTERS.items():
         own = STEPS | sizes | {"drafter": name.split()[0], "optimizer": optimizer}
@@ -139,7 +150,11 @@ def test_every_drafter_on_two_devices(store_of_all: Path, tmp_path: Path, optimi
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun", "slurm", "by hand"])
 def test_two_machines_by_launchers(store_path: Path, tmp_path: Path, launcher: str) -> None:
-    """Two agents of torchrun, two tasks of SLURM (its environment), and the command on two machines by hand."""
+    """Start two machines in several ways.
+
+    They are two agents of torchrun, two tasks of SLURM (only its environment), or the command on
+    two machines by hand. Lightning itself starts both processes on one machine.
+    """
     own = STEPS | {"drafter": "eagle", "num_nodes": 1 if launcher == "lightning" else 2}
     own |= {"devices": 2 if launcher == "lightning" else 1}
     run(store_path, tmp_path / "one", **STEPS | {"drafter": "eagle"})
@@ -163,7 +178,7 @@ def test_two_machines_by_launchers(store_path: Path, tmp_path: Path, launcher: s
 
 
 def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """What each machine is started with: words before the command, and environment."""
+    """Yield each machine's words before the command, and its environment."""
     if launcher == "lightning":
         yield [], {}
         return
@@ -181,9 +196,11 @@ def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
             yield ["-m", "torch.distributed.run", "--nnodes", "2", *found], {}
         elif launcher == "slurm":
             yield [], {
-                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1234",
+                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2",
+                "SLURM_JOB_ID": "1234",
                 "SLURM_PROCID": machine, "SLURM_NODEID": machine, "SLURM_LOCALID": "0",
-                "SLURM_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_JOB_NAME": "train", "MASTER_PORT": port,
+                "SLURM_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_JOB_NAME": "train",
+                "MASTER_PORT": port,
             }  # fmt: skip
         else:
             yield [], {"NODE_RANK": machine, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -192,7 +209,7 @@ def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
 def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainingError, match="32 is not a multiple of the 6 devices"):
         run(store_path, tmp_path / "run", num_nodes=2, devices=3, batch_size=32)
-    # Two processes of one device each would otherwise train the same run twice, in one folder.
+    # Otherwise two processes of one device each would train the same run twice, in one folder.
     for name, value in {
         "TORCHELASTIC_RUN_ID": "x",
         "RANK": "0",

@@ -35,7 +35,7 @@ from moa_data.trainer.data import Batch, BatchReader, EncodedField, StoreDataMod
 from moa_data.trainer.fit import build_module, read_metrics
 
 KINDS = {kind: sizes for kind, sizes in SIZES.items() if kind != "moa"}
-# How each learns enough in few steps.
+# With these settings each drafter learns enough in few steps.
 RATES: dict[str, dict[str, Any]] = {
     "eagle": {"micro_batch_size": 4, "matrix_learning_rate": 5e-3},
     "eagle3": {"micro_batch_size": 4},
@@ -102,7 +102,7 @@ def check_decoding(drafter: Any) -> None:
 def test_in_parts_and_in_low_precision(
     store_path: Path, hidden_store: Path, tmp_path: Path, kind: str
 ) -> None:
-    """The noise of EAGLE belongs to the sequence, however the batch is split."""
+    """EAGLE's noise is drawn per sequence, so it does not depend on how the batch is split."""
     own = KINDS.get(kind, {}) | ({"target_layer_inference": 1} if kind.endswith("layer") else {})
     store = store_path if kind.startswith(("moa", "glide")) else hidden_store
     own |= {"drafter": kind.split()[0], "max_steps": 4, "validate_every": 4, "log_every": 1}
@@ -146,7 +146,8 @@ def test_eagle3_drafts_the_most_frequent_tokens(hidden_store: Path) -> None:
 
 
 DSPARK: dict[str, Any] = {"drafter": "dspark", "block_layers": 1, "markov_rank": 8}
-# Settings, layers of the keys and values that are read, and other states beside the last one.
+# Settings, layers of the keys and values that are read, and states that are read besides the last
+# one.
 READS: list[tuple[dict[str, Any], list[int], list[str]]] = [
     ({"drafter": "eagle"}, [], []),
     ({"drafter": "medusa"}, [], []),
@@ -167,7 +168,7 @@ READS: list[tuple[dict[str, Any], list[int], list[str]]] = [
 def check_reads(
     path: Path, changes: dict[str, Any], layers: list[int], states: list[str]
 ) -> dict[str, EncodedField]:
-    """Compare what is read for a drafter with the store; returns what came encoded."""
+    """Compare the values that are read for a drafter with the store; return the encoded fields."""
     store, config, sequences = ActivationStore(path), settings(path, **changes), np.array(ROWS)
     assert set(data_module.needed_fields(store, config).values()) == {
         "hidden/last",
@@ -252,7 +253,8 @@ def test_each_variant_trains_and_decodes(
 def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
     bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
     imported = Path(shutil.copytree(hidden_store, tmp_path / "imported"))
-    (imported / "commits" / "store.json").unlink()  # so that an edited store.json is no damage
+    # Without the seal, an edited store.json is not damage.
+    (imported / "commits" / "store.json").unlink()
     document = json.loads((imported / "store.json").read_text())
     document["extraction"]["imported_from"] = "eagle"
     (imported / "store.json").write_text(json.dumps(document))

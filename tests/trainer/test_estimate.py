@@ -1,4 +1,7 @@
-"""What a dry run says a training takes is what it then takes, and saying it changes no bit of the run."""
+"""A training run takes what its dry run estimates.
+
+Making the estimate changes no bit of the run.
+"""
 
 import os
 from pathlib import Path
@@ -69,7 +72,7 @@ def test_a_plan_before_a_run_changes_no_weight(
 def test_on_an_accelerator_only_a_dry_run_measures(
     store_of_all: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Others would wait for the first of several processes."""
+    """A run of several processes would let all others wait for the first one's measurement."""
     monkeypatch.setattr("moa_data.trainer.fit.trains_on_cpu", lambda _: False)
     plans: list[Any] = []
     train(
@@ -82,7 +85,7 @@ def test_on_an_accelerator_only_a_dry_run_measures(
 def test_a_longer_run_takes_longer(
     store_of_all: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # seconds a token
+    # seconds per token
     monkeypatch.setattr("moa_data.trainer.estimate._measure", lambda *_: ([1.0, 3.0, 2.0], 1000))
     changes: dict[str, Any] = {"drafter": "eagle", "validation_fraction": 0.0}
     short, long = (

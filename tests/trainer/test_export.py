@@ -1,4 +1,7 @@
-"""`moa-data export-drafter`: a trained drafter in the folder of another program, checked and loaded again."""
+"""`moa-data export-drafter` writes a trained drafter in another program's format.
+
+It loads the drafter again to check it.
+"""
 
 import json
 import shutil
@@ -27,7 +30,7 @@ from moa_data.trainer.export import export_drafter
 
 from ..pipeline.exchange.conftest import extract_config, store, target
 
-__all__ = ["extract_config", "store", "target"]  # fixtures
+__all__ = ["extract_config", "store", "target"]  # These are fixtures.
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,11 +41,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"block_layers": 1, "fused_layers": (0, 1, 2)},
     "independent": {},
 }
-"""Sizes with which a drafter of a kind fits the layouts of other programs."""
+"""Sizes that let each kind of drafter fit the layouts of other programs."""
 
 
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:
-    """A run as training leaves it, of a drafter with random weights."""
+    """Write a run like those that training leaves, of a drafter with random weights."""
     config, identity = AutoConfig.from_pretrained(target), hash_target(target) | identity
     build = drafter_class(kind)
     drafter: Drafter = build(build.config_class.from_target(config, identity, **KINDS[kind]))
@@ -67,7 +70,7 @@ def test_every_format_from_a_run(
 ) -> None:
     run, out = runs[LAYOUTS[name].kind], tmp_path / "out"
     given: dict[str, Any] = {"drafter": str(run), "format": name, "out": str(out)}
-    if name.startswith("speculators"):  # whose folders name the target's
+    if name.startswith("speculators"):  # Its folders name the target's folder.
         with pytest.raises(DrafterError, match="give --model"):
             export_drafter(DrafterExportConfig.of(**given))
         given["model"] = str(target)
@@ -84,7 +87,7 @@ def test_every_format_from_a_run(
     assert all(
         torch.equal(value, after.state_dict()[key]) for key, value in before.state_dict().items()
     )
-    # From one format to the next, without the run.
+    # Export from one format to the next, without the run.
     if name == "vllm-eagle":
         export_drafter(
             DrafterExportConfig(
@@ -172,12 +175,12 @@ def test_what_cannot_be_exported_is_named(
         export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
     assert not Path(out).exists()
 
-    def damaged(folder: Path) -> Any:  # a disk that changes what is written
+    def damaged(folder: Path) -> Any:  # The disk changes the data that it writes.
         weights = load_file(folder / "model.safetensors")
         save_file(weights | {"fc.weight": weights["fc.weight"] + 1}, folder / "model.safetensors")
         return load_drafter(folder)
 
-    # The run is loaded first, the folder that was written second.
+    # The first load is that of the run, the second one that of the exported folder.
     loads = iter((load_drafter, damaged))
     monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
     with pytest.raises(DrafterError, match=r"fc\.weight does not load as it was written"):
@@ -212,7 +215,7 @@ def test_the_command_says_what_it_did_and_how_it_failed(
 def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
     tmp_path: Path,
 ) -> None:
-    """An engine would feed the drafter what it looks up in the target, without the scale."""
+    """The engine feeds the drafter the target's embeddings as stored, without the scale."""
     target = tmp_path / "gemma"
     build_family("gemma3_text", head_dim=12).save_pretrained(target)
     run = make_run(tmp_path / "run", target, tmp_path / "none", "eagle")
@@ -237,7 +240,10 @@ def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
 
 @pytest.mark.parametrize("name", quick(FEATURES, ("deepseek_v3", "gemma2")))
 def test_formats_of_families(name: str, tmp_path: Path) -> None:
-    """All that the list names are written, of heads that fill the width; the others are refused."""
+    """Each format that the support table lists is written; the others are refused.
+
+    The heads of these targets fill the width.
+    """
     target, sizes = (
         tmp_path / "target",
         dict[str, Any](num_attention_heads=3, num_key_value_heads=3, head_dim=16),
@@ -247,7 +253,7 @@ def test_formats_of_families(name: str, tmp_path: Path) -> None:
         if name in GROUPED
         else {}
     )
-    if name in ("gpt_oss", "ministral3"):  # scaled by default
+    if name in ("gpt_oss", "ministral3"):  # These families scale their rotary embedding by default.
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     build_family(name, **sizes).save_pretrained(target)
     given: dict[str, Any] = {"model": str(target), "out": str(tmp_path / "out")}

@@ -1,4 +1,7 @@
-"""Training from the store alone: no target, exact resume, longer runs, refusals, and a drafter that gets better."""
+"""Training from the store alone: no target, exact resume, longer runs, refusals.
+
+The drafter gets better.
+"""
 
 import builtins
 import json
@@ -70,7 +73,10 @@ def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path
 def test_no_target_is_ever_loaded(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the target's classes out of reach, training goes on, target layer inference included."""
+    """Training works while the target's classes cannot be imported.
+
+    That includes target layer inference.
+    """
     real_import = builtins.__import__
 
     def guarded(name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +96,10 @@ def test_no_target_is_ever_loaded(
 def test_resume_with_another_accumulation(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with another number of devices: steps, validations and the log still fall on whole batches."""
+    """Steps, validations and the log still end with whole batches.
+
+    The same holds for another number of devices.
+    """
     settings = {"max_steps": 14, "checkpoint_every": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(store_path, whole, **settings)
@@ -117,7 +126,7 @@ def test_resume_with_another_accumulation(
 def test_the_last_step_is_validated(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
-    """Also where the interval does not divide the run, or Ctrl-C fell into that validation."""
+    """The interval need not divide the run, and Ctrl-C may interrupt that validation."""
     settings = {"max_steps": 7, "validate_every": 5, "micro_batch_size": 4}
     report = run(store_path, tmp_path / "whole", **settings)
     lengths = read_metrics(tmp_path / "whole")["val/expected_acceptance_length"]
@@ -165,7 +174,7 @@ def test_the_last_step_is_validated(
 def test_a_validation_that_did_not_end_is_done_again(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
-    """A kill left a checkpoint from before the validation of its step; Ctrl-C fell into one."""
+    """A kill leaves a checkpoint without the validation of its step; Ctrl-C interrupts one."""
     settings = {"max_steps": 8, "validate_every": 4, "micro_batch_size": 4, "checkpoint_every": 4}
     run(store_path, tmp_path / "whole", **settings)
     real = callbacks.Saves.on_validation_end
@@ -214,7 +223,10 @@ def test_refusals(store_path: Path, tmp_path: Path) -> None:
 
 
 def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None:
-    """Another process is refused while it lives; a killed one leaves its file and no lock."""
+    """A second process is refused while the first one lives.
+
+    A killed process leaves its lock file, but not the lock.
+    """
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     hold = "import sys, time; from moa_data.files import lock_file; from pathlib import Path\n"
     hold += "lock = lock_file(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
@@ -272,7 +284,7 @@ def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_
     assert run(moved, out, **settings, resume=True).n_steps == 4
 
 
-# A run that goes on beyond its end, or starts from the weights of another
+# A run that continues beyond its end, or starts with the weights of another run
 
 
 def test_a_longer_run_equals_one_that_was_that_long_from_the_start(
@@ -289,7 +301,10 @@ def test_a_longer_run_equals_one_that_was_that_long_from_the_start(
 
 
 def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_path: Path) -> None:
-    """Its earlier steps would have been taken at other rates; the two ways on are named, and both are ways."""
+    """The steps already taken would have needed other rates.
+
+    The error names two ways to continue, and both work.
+    """
     out = tmp_path / "run"
     run(store_path, out, max_steps=4)
     with pytest.raises(
@@ -304,7 +319,7 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
 
 def test_weights_are_taken_and_nothing_else(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "first", max_steps=3)
-    # A rate of next to nothing leaves the weights where they start.
+    # A rate of almost 0 keeps the initial weights.
     still = {
         "learning_rate": 1e-30,
         "max_steps": 2,
@@ -388,7 +403,7 @@ def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) 
 def test_resume_needs_no_setting_twice(
     room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the run recorded counts, its store in whatever folder the command is given, and flags win over it."""
+    """The recorded settings apply, flags win over them, and the recorded store path is absolute."""
     monkeypatch.chdir(room)
     options = ("--preset", "small", "--drafter", "eagle", "--set", "schedule.decay_steps=2", *TRAIN)
     begun = run_command(

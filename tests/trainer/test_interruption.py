@@ -1,4 +1,7 @@
-"""Signals at every moment of a training: the state is saved, one line says how to go on, and nothing is lost."""
+"""Signals at every moment of a training run.
+
+The state is saved, one line says how to continue, and nothing is lost.
+"""
 
 import contextlib
 import json
@@ -21,11 +24,13 @@ from moa_data.trainer import data as data
 from moa_data.trainer.step import DrafterModule
 
 pytestmark = [
-    pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
+    pytest.mark.skipif(os.name != "posix", reason="signals"),
+    pytest.mark.usefixtures("heeded_signals")
 ]  # fmt: skip
 
 SETTINGS: dict[str, Any] = {
-    "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4, "target_layer_inference": 1,
+    "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4,
+    "target_layer_inference": 1,
 }  # fmt: skip
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -37,13 +42,13 @@ def train(store: Any, out: Any, **changes: Any) -> Any:
 def test_a_signal_in_each_phase(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
-    """One run is stopped in each phase in turn, and ends as one that was not."""
+    """A run that is stopped in each phase in turn equals an uninterrupted run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(store_path, whole)
     phases = [
         (data.StoreDataModule, "train_dataloader", 1, signal.SIGTERM, 0),  # before the first step
-        (data.TrainingStream, "_read", 2, signal.SIGHUP, 0),  # in the thread that reads
-        # some matrices of a step are updated, others are not
+        (data.TrainingStream, "_read", 2, signal.SIGHUP, 0),  # in the reading thread
+        # At this call, some matrices of the step are updated and others are not.
         (muon, "orthogonalize", 5, signal.SIGTERM, 1),
         (DrafterModule, "training_step", 3, signal.SIGINT, 2),
         (checkpoints, "write_tensors", 1, signal.SIGHUP, 4),
@@ -73,7 +78,7 @@ def test_a_signal_in_each_phase(
 def test_a_second_ctrl_c_ends_at_once(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a step that does not end; the checkpoint before is what is left."""
+    """The signals come in a step that does not end, so only the earlier checkpoint is left."""
     real, calls = DrafterModule.training_step, []
 
     def stuck(*args: Any) -> Any:
@@ -99,7 +104,7 @@ def test_a_second_ctrl_c_ends_at_once(
 
 
 def test_ignored_signals_stay_ignored(store_path: Path, tmp_path: Path, strike: Any) -> None:
-    """As under nohup."""
+    """The run starts with SIGHUP ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         strike(DrafterModule, "training_step", 3, signal.SIGHUP)
@@ -120,7 +125,7 @@ def test_before_the_first_checkpoint_the_line_says_so(
 
 
 def command(store: Any, out: Any, *more: Any) -> Any:
-    """The arguments of a run that takes some seconds."""
+    """Return the arguments of a run that takes some seconds."""
     changes = (
         SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
     )
@@ -153,7 +158,10 @@ def processes_of(out: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: str) -> None:
-    """Signals to the first process, to its group, and to torchrun; all processes end, one of them speaks."""
+    """Send signals to the first process, to its group, and to torchrun.
+
+    All processes end, and only one of them prints the line.
+    """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = (("devices", 2), ("micro_batch_size", 2))
     prefix = [sys.executable]
@@ -179,8 +187,8 @@ def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: st
                 (os.killpg if to_group else os.kill)(process.pid, signum)
             _, stderr = process.communicate(timeout=300)
         if process.returncode:
-            # A signal before the program's first line is Python's; torchrun's own imports take
-            # seconds.
+            # Before the first line of the program, Python itself handles a signal. torchrun's
+            # imports take seconds.
             begun_at_all = (
                 process.returncode != -signum if launcher == "lightning" else bool(said(stderr))
             )
@@ -190,7 +198,8 @@ def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: st
                 [line] = said(stderr)
                 assert "ame command" in line, stderr
                 n_spoke += 1
-            assert "Traceback" not in stderr or launcher == "torchrun"  # torchrun shows its own
+            # torchrun prints a traceback of its own.
+            assert "Traceback" not in stderr or launcher == "torchrun"
         deadline = time.monotonic() + 30
         while processes_of(parts) and time.monotonic() < deadline:
             time.sleep(0.2)

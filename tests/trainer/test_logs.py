@@ -1,4 +1,4 @@
-"""What a run tells: what counts as training and as waiting, its figures, their picture, and entries in trackers."""
+"""The logs of a run: the time of training and of waiting, figures, curves, entries in trackers."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,10 @@ from moa_data.trainer.step import DrafterModule
 def test_writing_checkpoints_is_no_waiting_for_data(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock on which a micro-batch takes a second, a checkpoint or a drafter a hundred, and reading no time."""
+    """On this test's clock, a micro-batch takes one second and a checkpoint or a drafter 100.
+
+    Reading takes no time.
+    """
     clock = [0.0]
 
     def taking(seconds: Any, real: Any) -> Any:
@@ -195,7 +198,7 @@ def test_torn_lines_and_what_is_no_figure_are_left_out(tmp_path: Path) -> None:
 
 
 def test_earlier_figures_are_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "metrics-001.csv").write_text("earlier")  # the first one was taken away
+    (tmp_path / "metrics-001.csv").write_text("earlier")  # The first earlier file was removed.
     (tmp_path / "metrics.csv").write_text("now")
     fit.keep_earlier_metrics(tmp_path)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {

@@ -1,4 +1,7 @@
-"""Training on a simulated CUDA device: the CPU's losses and gradients, races that show, and few waits a step."""
+"""Training on a simulated CUDA device gives the CPU's losses and gradients.
+
+Races become visible, and a step waits for the device only a few times.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -35,35 +38,36 @@ KINDS: dict[str, dict[str, Any]] = SIZES | {
     "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
 }
 N_STEPS = 3
-# Of one step: its batch, forward, backward, clipping and optimizer.
+# Most waits of one step, with its batch, forward, backward, clipping and optimizer.
 MAX_WAITS = 4
 MAX_LAUNCHES = {
-    "moa": 585, "eagle": 226, "eagle3": 577, "dspark": 375, "dflash": 325, "glide": 243, "medusa": 153,
+    "moa": 585, "eagle": 226, "eagle3": 577, "dspark": 375, "dflash": 325, "glide": 243,
+    "medusa": 153,
     "independent": 204, "moa with a target layer": 715, "dspark on keys and values": 334,
     "dspark on a memory": 520, "dflash with D-PACE": 342,
 }  # fmt: skip
 
 
 class NoTrainer:
-    """Stands in for Lightning's trainer, which clipping asks for the precision alone."""
+    """Stands in for Lightning's trainer; gradient clipping only reads its precision."""
 
     precision_plugin = SimpleNamespace(precision="32-true")
 
 
 @dataclass
 class Step:
-    """What one step gave."""
+    """The results of one step."""
 
     loss: float
-    gradients: dict[str, Tensor]  # before clipping, on the CPU
+    gradients: dict[str, Tensor]  # gradients before clipping, on the CPU
     n_launches: int
     n_waits: int
-    worst: str  # lines that waited
+    worst: str  # the lines of code that waited
 
 
 @pytest.fixture(autouse=True)
 def no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep FlexAttention off: it compiles, and nothing compiles for the simulated device."""
+    """Disable FlexAttention, since nothing can be compiled for the simulated device."""
     monkeypatch.setattr(attention, "_flex_works", lambda *_: False)
 
 
@@ -90,7 +94,7 @@ class Run:
         self.lengths = self.store.lengths.astype(np.int64)[self.sequences]
 
     def steps(self, counts: Counts, n_steps: int = N_STEPS) -> Iterator[Step]:
-        """Train, each step by its own."""
+        """Train, and yield each step's results."""
         optimizer = self.module.build_optimizer("32-true")
         batches = iter(TrainingStream(self.reader, self.sequences, self.lengths, n_steps, 0, 1))
         for _ in range(n_steps):
@@ -112,7 +116,7 @@ class Run:
             )
 
     def validated(self) -> list[float]:
-        """Measure drafts on the first sequences."""
+        """Measure the drafts for the first sequences."""
         batches = ValidationBatches(self.reader, self.sequences[:8], self.lengths[:8], 8)
         batch = self.data.on_after_batch_transfer(next(iter(batches)), 0)
         return validate_batch(
@@ -155,12 +159,12 @@ def test_codes_are_decoded_on_the_device(
 
 
 def use_without_waiting(batch: Batch) -> Batch:
-    """Take a batch as :func:`await_copy` does, before it has arrived."""
+    """Use a batch like :func:`await_copy` does, but before its copy has arrived."""
     return replace(batch, copied=None)
 
 
 def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the code does about late copies is needed: without it the losses are others."""
+    """The code's protection against late copies is necessary: without it the losses differ."""
     expected = [step.loss for step in Run(store_of_all, "moa", "cpu").steps(device, 6)]
 
     def losses() -> list[float]:
@@ -173,7 +177,7 @@ def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.Monk
     monkeypatch.setattr(data_module, "await_copy", use_without_waiting)
     try:
         found = losses()
-    except TrainingError:  # gradients that are not finite
+    except TrainingError:  # Gradients are not finite.
         found = [float("nan")]
     assert found != pytest.approx(expected, rel=1e-3)
 

@@ -1,4 +1,7 @@
-"""What a drafter feels of keys and values is its Gauss-Newton matrix, and codecs give their bits to it."""
+"""A drafter's sensitivity to keys and values is its Gauss-Newton matrix.
+
+Codecs allocate their bits by it.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -73,7 +76,8 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(
         type(drafter).reads(len(codec.groups), drafter.config).kv_layers,
     )
     tokens = torch.randint(5, 60, (1, 8), generator=torch.Generator().manual_seed(0))
-    kv = stored(build_drafter(model), model, tokens, torch.ones_like(tokens)).kv  # of all layers
+    # This reads all layers.
+    kv = stored(build_drafter(model), model, tokens, torch.ones_like(tokens)).kv
     assert kv is not None
     kv = kv.float().unflatten(-1, codec.spec.token_shape[1:])
     inputs = dataclasses.replace(stored(drafter, model, tokens, torch.ones_like(tokens)), kv=kv)
@@ -83,7 +87,7 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(
     parts = [part for group in codec.parts(kv[0]) for part in group]
     sizes = [part.shape[1] for part in parts]
 
-    # of keys before RoPE and values of all layers, side by side
+    # The rows hold keys before RoPE and values of all layers, side by side.
     def logits(rows: torch.Tensor) -> torch.Tensor:
         cut = list(rows.split(sizes, dim=1))
         kv = codec.whole([cut[i : i + 2] for i in range(0, len(cut), 2)]).flatten(2)[None]
@@ -94,7 +98,7 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(
 
     rows = torch.cat(parts, dim=1).detach()
     p = logits(rows).softmax(dim=-1).detach()
-    derivative = jacobian(logits, rows)  # [P, V, T, all parts]
+    derivative = jacobian(logits, rows)  # [P, V, T, components of all layers]
     curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     exact = torch.einsum("pvti,pvw,pwtj->ij", derivative, curvature, derivative)
 
@@ -182,7 +186,10 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
 
 
 def test_a_store_for_a_drafter(store_path: Path, tmp_path: Path) -> None:
-    """Of one that reads the last layer alone: its keys and values err less than in an even store of the same size."""
+    """The drafter reads only the last layer.
+
+    Its keys and values have smaller errors than in a store of the same size without the metrics.
+    """
     drafter = build("glide", tiny_model())
     errors = {}
     for name, metrics in (("even", None), ("own", DrafterMetrics(drafter))):

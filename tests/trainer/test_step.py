@@ -1,4 +1,7 @@
-"""Steps: trials of how much fits, recomputed and compiled layers, the schedule, Muon, and figures of validation."""
+"""Training steps: how much fits into memory, recomputed and compiled layers, the schedule, Muon.
+
+Also the figures of a validation.
+"""
 
 import json
 import math
@@ -46,7 +49,7 @@ def module_of(
 
 
 def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
-    """Four sequences three times as long, all of them response."""
+    """Return a step with four sequences, three times as long and with responses everywhere."""
     for name, value in vars(inputs).items():
         if isinstance(value, torch.Tensor):
             setattr(inputs, name, value.repeat(4, 3, *([1] * (value.ndim - 2))))
@@ -142,7 +145,7 @@ def test_a_plan_names_the_formats_that_would_not_hold_the_drafter(
 def test_recomputing_changes_no_loss_and_no_gradient(
     store_of_all: Path, kind: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of layer self-attention are added up in another order, which changes no more than rounding."""
+    """Layer self-attention sums its parts in another order, so results differ by rounding."""
     if not in_parts:
         monkeypatch.setattr(step_module, "_RECOMPUTED_POSITIONS", 1 << 10)
     module, data = module_of(store_of_all, kind)
@@ -163,7 +166,10 @@ def test_recomputing_changes_no_loss_and_no_gradient(
 def test_a_run_that_does_not_fit_warns_and_keeps_its_choice(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It recomputes, says so in memory.json, and does so again when it is resumed with more room."""
+    """It recomputes layers and records that in memory.json.
+
+    After a resume with more memory, it recomputes again.
+    """
     options: dict[str, Any] = {"max_steps": 2, "validation_fraction": 0.0, "warmup_steps": 1}
     monkeypatch.setattr("moa_data.trainer.callbacks.free_memory", lambda: 1000)
     with pytest.warns(RunWarning) as warned:
@@ -176,7 +182,7 @@ def test_a_run_that_does_not_fit_warns_and_keeps_its_choice(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler itself, many
+@pytest.mark.filterwarnings("ignore")  # The compiler itself causes many warnings.
 @pytest.mark.parametrize("kind", ["moa", "independent"])
 def test_compiled_training_equals_eager(
     store_path: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -229,11 +235,12 @@ def test_samples_are_accepted_with_the_probability_that_both_distributions_share
 
 def test_each_batch_counts_once_in_the_order_of_a_single_device() -> None:
     kls = [0.1, 0.2, 0.3, 0.7, 1e9]
-    rest = [1, 2, 3, 2.5, 1, 9, 3, 1, 1]  # the same tokens and rounds in each sequence: no spread
+    # All sequences have the same tokens and rounds, so there is no spread.
+    rest = [1, 2, 3, 2.5, 1, 9, 3, 1, 1]
     whole = step_module.validation_metrics([number, kl, *rest] for number, kl in enumerate(kls))
     dealt = [3, 1, 0, 4, 2, 4, 4]
     assert step_module.validation_metrics([number, kls[number], *rest] for number in dealt) == whole
-    total = (((0.1 + 0.2) + 0.3) + 0.7) + 1e9  # to the last bit
+    total = (((0.1 + 0.2) + 0.3) + 0.7) + 1e9  # equal to the last bit
     lengths = {
         "expected_acceptance_length": 3.0,
         "expected_acceptance_half_width": 0.0,
@@ -300,7 +307,7 @@ def test_activations_that_are_not_finite_end_a_step_and_a_validation(
     values[0, 1, 2] = math.inf
     changes: dict[str, Any] = {field: (values,) if field == "layer_outputs" else values}
     module._cast(replace(inputs, **changes))
-    module._cast(replace(inputs))  # a micro-batch after it
+    module._cast(replace(inputs))  # a micro-batch after the one with infinity
     with pytest.raises(TrainingError, match="NaN or infinity"):
         module._check_inputs(bool(module._are_finite))
 

@@ -1,4 +1,7 @@
-"""A tiny Llama target of 8 layers and a store of its hidden states, extracted once per session; both read only."""
+"""A tiny Llama target of 8 layers and a store of its hidden states.
+
+Both are made once per session and must not be changed.
+"""
 
 from pathlib import Path
 
@@ -36,5 +39,5 @@ def store(extract_config: ExtractConfig) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of random values with keys and values of 4 layers, made without a target."""
+    """A store of random values with the keys and values of 4 layers, made without a target."""
     return make_recipe().write(tmp_path_factory.mktemp("recipe") / "store")

@@ -1,4 +1,4 @@
-"""The index of a store finds what other programs choose by it, as docs/interop.md shows."""
+"""Other programs choose sequences by a store's index, as docs/interop.md shows."""
 
 import re
 import subprocess
@@ -21,10 +21,13 @@ from moa_data.tests.kit.stores import read_by_zarr
 
 PAGE = (Path(__file__).parents[3] / "docs" / "interop.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Choosing sequences by an index")[1].split("\n## ")[0]
-# What each example reads, for comparison with the store: position, tokens and bits of the last
-# hidden states.
+# The lines after each example collect the sequences that it reads, for comparison with the store:
+# their positions and the bits of their last hidden states.
 READ = {
-    "duckdb": "found = [(i, batch['hidden/last'][b, :store.lengths[i]]) for b, i in enumerate(chosen.tolist())]",
+    "duckdb": (
+        "found = [(i, batch['hidden/last'][b, :store.lengths[i]]) "
+        "for b, i in enumerate(chosen.tolist())]"
+    ),
     "polars": (
         "rows = pl.read_parquet('index.parquet')['row'].to_list()\n"
         "found = [(rows.index(r), hidden[r : r + n]) for r, n in chosen.iter_rows()]\n"
@@ -65,7 +68,7 @@ def test_the_examples_read_what_they_choose(store: Path, tmp_path: Path, library
 def test_a_row_has_what_the_store_knows_of_a_sequence(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_INDEX_ROWS", 5)  # several row groups
+    monkeypatch.setattr(transfer, "_INDEX_ROWS", 5)  # so that the table has several row groups
     said = export_index(store, tmp_path / "new" / "index.parquet")
     table = pq.read_table(tmp_path / "new" / "index.parquet")
     opened, tokenizer = ActivationStore(store), load_target_tokenizer(store / "target")
@@ -90,7 +93,8 @@ def test_an_index_replaces_its_own_kind_alone(
     export_index(recipe_store, out)
     table = pq.read_table(out)
     assert table.num_rows == len(ActivationStore(recipe_store))
-    assert "text" not in table.column_names  # made without a target, the store has no tokenizer
+    # The store was made without a target, so it has no tokenizer.
+    assert "text" not in table.column_names
     with pytest.raises(OutputOccupied):
         export_index(store, out)
     out.write_text("a note")

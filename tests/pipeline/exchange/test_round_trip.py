@@ -1,4 +1,7 @@
-"""Exported files hold what transformers calls the same states, and come back as the same store whatever happens."""
+"""Exported files hold the states that transformers computes, and importing restores the store.
+
+Interruptions, damaged files and foreign files do not change that.
+"""
 
 import gzip
 import json
@@ -61,7 +64,7 @@ def by_id(store: ActivationStore) -> dict[str, int]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the fingerprint that `datasets` draws at random."""
+    """Return every file but those with the fingerprint that `datasets` draws at random."""
     drawn = ("state.json", "dataset_info.json")
     return {name: data for name, data in read_tree(folder).items() if not name.endswith(drawn)}
 
@@ -84,7 +87,7 @@ def test_round_trip_keeps_every_bit(
     store: Path, target: Path, tmp_path: Path, name: Format, zipped: bool
 ) -> None:
     folder = export(store, name, tmp_path / "out")
-    # as SpecForge writes them with its own option
+    # SpecForge can write compressed files like these.
     for path in list(folder.rglob("*.ckpt")) if zipped else ():
         path.with_name(f"{path.name}.gz").write_bytes(
             gzip.compress(path.read_bytes(), compresslevel=1)
@@ -125,7 +128,7 @@ def test_speculators_last_state_goes_through_the_final_norm(
         got = to_float32(back.read(i, "hidden/last"), "bfloat16")
         np.testing.assert_allclose(got, expected, rtol=2**-8)  # one rounding to bfloat16
         live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
-        # extraction rounded after the norm only
+        # The extraction rounded only after the norm.
         np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)
 
 
@@ -135,7 +138,7 @@ def test_speculators_last_state_goes_through_the_final_norm(
 def test_the_final_norm_is_that_of_the_family(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is not Llama's, or adds 1 to its weights and nothing is known of the family."""
+    """Some differ from Llama's, some add 1 to their weights. Unknown families are refused."""
     model, data = (
         write_family(tmp_path / "model", name),
         write_jsonl(tmp_path / "chats.jsonl", random_chats(3)),
@@ -148,7 +151,7 @@ def test_the_final_norm_is_that_of_the_family(
         )
     )
     folder = export(Path(out), "speculators", tmp_path / "out", layers=(0, 1, 2))
-    for _ in range(2):  # again, with the target in the store
+    for _ in range(2):  # The second time, the target's bundle is already in the store.
         back = bring_in(folder, "speculators", model, tmp_path / "back", layers=(0, 1, 2))
     original, there = ActivationStore(out), by_id(ActivationStore(out))
     for sequence_id, i in by_id(back).items():
@@ -164,7 +167,10 @@ def test_the_final_norm_is_that_of_the_family(
 
 
 def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:
-    """Of the last layer with a window and of the last one without; they are those of the store, bit for bit."""
+    """Export the last layer with a window and the last one without.
+
+    The exported keys and values are those of the store, bit for bit.
+    """
     mixed = write_target(
         tmp_path / "mixed", family="qwen2-mixed", num_hidden_layers=4, sliding_window=6
     )
@@ -216,7 +222,8 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(
         export_store(config, progress=stop_at(5))
     report = export_store(config)
     assert "12 sequences" in report
-    assert "7 written" in report  # files on their way when it was stopped are finished
+    # The export finishes the files that it was writing when it was stopped.
+    assert "7 written" in report
     assert contents(tmp_path / "out") == whole
     assert "0 written" in export_store(config)
     assert not list((tmp_path / "out").rglob("*.partial*"))
@@ -280,7 +287,8 @@ def test_a_store_without_a_field_names_the_command_that_adds_it(
 
 @pytest.mark.parametrize(
     "options",
-    [{"format": "gguf"}, {"format": "eagle", "layers": (1,)}, {"format": "speculators", "layers": (1, 1)},
+    [{"format": "gguf"}, {"format": "eagle", "layers": (1,)},
+     {"format": "speculators", "layers": (1, 1)},
      {"format": "eagle", "kv": True}],
 )  # fmt: skip
 def test_options_are_checked_before_anything_is_read(options: dict[str, Any]) -> None:
@@ -289,7 +297,7 @@ def test_options_are_checked_before_anything_is_read(options: dict[str, Any]) ->
 
 
 def official_eagle(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """Files as EAGLE's generator writes them: fp16, one folder for each rank."""
+    """Write files as EAGLE's generator does: fp16, one folder per rank."""
     draw = torch.Generator().manual_seed(0)
     for rank in (0, 1):
         (folder / str(rank)).mkdir(parents=True)
@@ -309,11 +317,12 @@ def test_official_eagle_files_come_in_as_they_are(target: Path, tmp_path: Path) 
     rows = back.sequences["source_row"].to_pylist()
     assert sorted(rows) == list(range(22))
     assert back.fields["hidden/last"].dtype == "float16"
-    i = rows.index(21)  # file 10 of rank 1: numbers are compared as numbers
+    # File 10 of rank 1 comes last, since the numbers in names are compared as numbers.
+    i = rows.index(21)
     record = torch.load(folder / "1" / "data_10.ckpt", weights_only=True)
     np.testing.assert_array_equal(back.read(i, "hidden/last"), record["hidden_state"].numpy())
     np.testing.assert_array_equal(back.read(i, "tokens"), record["input_ids"].numpy())
-    # Equal texts come in once.
+    # A text that occurs twice is imported once.
     shutil.copy(folder / "0" / "data_3.ckpt", folder / "1" / "data_3.ckpt")
     done = run("import", folder, "--format", "eagle", "--model", target, "--out", tmp_path / "once")
     assert "1 duplicate left out" in done.stdout
@@ -408,7 +417,7 @@ def test_speculators_files_must_belong_to_their_rows(
     refused_with("no tensor hidden_states")
     path.rename(path.with_name("hs_7.safetensors"))
     refused_with("none with number 7")
-    path.with_name("hs_7.safetensors").unlink()  # peers' folders may hold a part of the rows only
+    path.with_name("hs_7.safetensors").unlink()  # A peer's folder may hold only a part of the rows.
     assert len(bring_in(folder, "speculators", target, tmp_path / "part")) == 2
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
     refused_with("no Arrow dataset")
@@ -419,7 +428,7 @@ def test_speculators_files_must_belong_to_their_rows(
 def test_speculators_fp8_states_are_read_with_their_scales(
     store: Path, target: Path, tmp_path: Path
 ) -> None:
-    """As ``hs_connectors/fp8_utils.py`` writes and reads them: a scale for each token, over its layers."""
+    """The scales are as in ``hs_connectors/fp8_utils.py``: one per token, for all its layers."""
     folder = export(store, "speculators", tmp_path / "out", max_sequences=2)
     meant: dict[int, torch.Tensor] = {}
     for path in sorted((folder / "hidden_states").iterdir()):
@@ -456,7 +465,10 @@ def model(target: Path) -> Any:
 
 @torch.inference_mode()
 def live(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The nine hidden states [n, E] of transformers: embeddings, after 1 to 7 layers, after the final norm."""
+    """The nine hidden states [n, E] of transformers.
+
+    They are the embeddings, the outputs of layers 1 to 7, and the states after the final norm.
+    """
     return tuple(state[0] for state in model(tokens[None], output_hidden_states=True).hidden_states)
 
 
@@ -479,7 +491,8 @@ def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the
         torch.testing.assert_close(slots[:, slot], states[layers_passed], **BFLOAT16)
     with torch.inference_mode():
         torch.testing.assert_close(model.model.norm(slots[:, 3]), states[8], rtol=2**-6, atol=2e-2)
-    assert not torch.allclose(slots[:, 3], states[8], **BFLOAT16)  # the norm of this target is seen
+    # The final norm of this target is not close to the identity.
+    assert not torch.allclose(slots[:, 3], states[8], **BFLOAT16)
 
 
 def test_specforge_and_eagle_hold_the_last_state_after_the_norm(

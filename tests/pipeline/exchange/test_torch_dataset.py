@@ -1,4 +1,7 @@
-"""The torch datasets give what the store holds, in any process, each sequence once, in an order that all agree on."""
+"""The torch datasets return the values of the store in any process.
+
+An epoch has each sequence once, in an order that all processes agree on.
+"""
 
 import pickle
 from pathlib import Path
@@ -62,8 +65,8 @@ def test_bad_arguments_are_refused(recipe_store: Path, kind: Any, options: dict[
 @pytest.mark.parametrize("is_pickled", [False, True])
 def test_workers_give_what_the_main_process_gives(recipe_store: Path, is_pickled: bool) -> None:
     dataset = ActivationDataset(recipe_store, FIELDS)
-    dataset[0]  # an open file crosses the fork
-    # as a spawned worker gets it
+    dataset[0]  # so that an open file crosses the fork
+    # A spawned worker gets a pickled copy.
     sent = pickle.loads(pickle.dumps(dataset)) if is_pickled else dataset
     batches = list(
         DataLoader(
@@ -127,10 +130,10 @@ def test_buckets_put_like_lengths_together(recipe_store: Path) -> None:
     assert sorted(np.concatenate(groups).tolist()) == list(range(12))
     padded = sum(3 * int(lengths[group].max()) for group in groups)
     by_length = np.sort(lengths)[::-1].reshape(4, 3)
-    # one window of all: the least padding there can be
+    # One window holds all batches, so the padding is minimal.
     assert padded == int(3 * by_length[:, 0].sum())
     firsts = [int(lengths[group].max()) for group in groups]
-    assert firsts != sorted(firsts, reverse=True)  # and yet the groups are shuffled
+    assert firsts != sorted(firsts, reverse=True)  # The groups are shuffled all the same.
     uneven = IterableActivationDataset(recipe_store, ("tokens",), batch_size=5, bucket_batches=1)
     for epoch in range(4):
         assert [len(group) for group in uneven.epoch_groups(epoch)] == [5, 5, 2]

@@ -1,4 +1,4 @@
-"""What codecs learn from: the rotation that a target applies to its keys."""
+"""Codecs learn from keys without the rotation that the target applies to them."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ BY_KIND = {
     ("name", "changes"),
     [
         ("qwen3_moe", {}),
-        ("phi3", {}),  # rotates a part of each head
+        ("phi3", {}),  # rotates only a part of each head
         ("glm4_moe", {}),
         ("gemma3_text", {"rope_parameters": BY_KIND}),
         (
@@ -34,7 +34,7 @@ BY_KIND = {
 def test_keys_of_one_token_are_alike_without_their_rotation(
     name: str, changes: dict[str, Any]
 ) -> None:
-    """Where a text is one token again and again, attention gives every layer the same states at all positions."""
+    """For a text that repeats one token, every layer has equal states at all positions."""
     model = build_family(name, **changes)
     assert has_uniform_kv(model.config)
     spec = parse_activations(["kv"], 0, 4)

@@ -1,6 +1,7 @@
-"""A batch gives each sequence what a plain forward of it alone gives, for every supported architecture.
+"""A batch gives each sequence the values of a forward of it alone, for all architectures.
 
-Host memory belongs to a batch until it is released: copies that arrive late never land in another batch's values.
+The host memory of a batch is not reused before it is released, so a copy that arrives late never
+lands in another batch's values.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ LENGTHS = (31, 17, 3)
 
 
 def draw_sequences() -> list[np.ndarray]:
-    """Texts of which two share their beginning."""
+    """Draw sequences of which the first two share a prefix."""
     draw = np.random.default_rng(1)
     first, second, third = (draw.integers(0, 400, n).astype(np.int32) for n in LENGTHS)
     return [first, np.concatenate([first[:9], second[9:]]), third]
@@ -69,7 +70,11 @@ def test_a_batch_equals_single_forwards(architecture: str) -> None:
 
 
 def test_keys_beyond_a_sliding_window_are_kept() -> None:
-    """The first layer's keys depend on the token and its position only, so a wide window must give the same ones."""
+    """Every token's keys are captured, also those that have left the window.
+
+    The first layer's keys depend only on the token and its position, so a target with a wide window
+    must give the same keys.
+    """
     tokens = draw_sequences()[0]
     narrow = capture(build_text_model("mistral", sliding_window=5), [tokens], SPEC, torch.float32)
     wide = capture(build_text_model("mistral", sliding_window=None), [tokens], SPEC, torch.float32)
@@ -121,7 +126,8 @@ def test_names_of_activations() -> None:
     )
     assert parse_activations(("kv",), 8, 8).layers == ()
     for names, target_layers, text in (
-        (("hidden",), 0, "expected kv, hidden:last or hidden:layer:K"), (("hidden:layer:8",), 0, "0 to 7"),
+        (("hidden",), 0, "expected kv, hidden:last or hidden:layer:K"),
+        (("hidden:layer:8",), 0, "0 to 7"),
         (("hidden:layer:x",), 0, "hidden:layer:x"), (("kv",), 9, "target_layers is 9"),
     ):  # fmt: skip
         with pytest.raises(OptionInvalid, match=text):
@@ -129,7 +135,10 @@ def test_names_of_activations() -> None:
 
 
 class LateSlots(HostSlots):
-    """Copies only when somebody waits for it, as late as any device could, and counts what is allocated."""
+    """Copies only when somebody waits for it, and records the sizes of allocations.
+
+    No device can copy later than that.
+    """
 
     def __init__(self, n_slots: int) -> None:
         super().__init__(torch.device("cpu"), n_slots)
@@ -180,7 +189,7 @@ def test_copies_that_arrive_late_hold_the_values_of_their_batch(
     slots = LateSlots(3)
     batches = [run(seed) for seed in range(3)]
     copied = [batch.to_host(slots) for batch in batches]
-    # nothing has arrived yet
+    # Nothing has arrived yet.
     assert not any(same(late, batch) for late, batch in zip(copied, batches, strict=True))
     for late, batch in reversed(list(zip(copied, batches, strict=True))):
         assert late.wait() == 0.5
@@ -203,6 +212,7 @@ def test_memory_is_used_again_only_after_its_release(run: Callable[[int], Captur
     again = third.to_host(slots)
     again.wait()
     assert same(again, third)
-    assert same(two, second)  # its memory is its own still
+    assert same(two, second)  # The first batch's memory was reused, the second one's was not.
     assert again.fields["kv"].data_ptr() == one.fields["kv"].data_ptr()
-    assert len(slots.allocated) == n_buffers  # a smaller batch fits where a larger one was
+    # A smaller batch fits into the memory of a larger one.
+    assert len(slots.allocated) == n_buffers

@@ -1,4 +1,4 @@
-"""Extraction on a simulated CUDA device: the same values as on the CPU, and the errors of the writer's own."""
+"""Extraction on a simulated CUDA device gives the CPU's values and the writer's own errors."""
 
 import errno
 import time
@@ -38,7 +38,7 @@ def test_a_batch_gives_what_the_cpu_gives(device: Counts) -> None:
 
 
 def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
-    """That is for the check that all values are finite, however many sequences there are."""
+    """It is the check that all values are finite. The number of sequences does not matter."""
     for n_sequences in (1, 8):
         model, sequences = (
             build_text_model().to("cuda"),
@@ -52,7 +52,7 @@ def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
 
 
 def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
-    """A copy comes as late as it may: what is read before `wait` is not there yet."""
+    """The simulated device copies as late as it may, so values read before `wait` are not there."""
     captured = capture(
         build_text_model().to("cuda"), [np.arange(4, 9).astype(np.int32)], SPEC, torch.float32
     )
@@ -63,7 +63,7 @@ def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
 
 
 class FullDisk:
-    """A part whose disk is full after some time, as the writer of a store sees it."""
+    """Stands in for the writer of a part: the disk becomes full after some time."""
 
     part, codec, is_open, was_first = 0, SimpleNamespace(fields=("kv",)), True, True
 
@@ -83,7 +83,11 @@ class FullDisk:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
-    """What the writer skips gives its host memory back to nobody; that became an IndexError."""
+    """The error is that of the disk.
+
+    The writer skips the remaining batches and does not release their host memory. That must not end
+    in an IndexError.
+    """
     n, n_tokens = 12, 20
     text = {
         str(i): (np.full(n_tokens, 4 + i, np.int32), np.ones(n_tokens, np.uint8)) for i in range(n)

@@ -1,4 +1,8 @@
-"""vLLM as a source, against its connector interface and an engine with paged caches; not against vLLM itself."""
+"""vLLM as a source of activations.
+
+The tests use stand-ins for vLLM's connector interface and for its engine with paged caches, not
+vLLM itself.
+"""
 
 import importlib
 import inspect
@@ -43,8 +47,10 @@ def connector() -> Any:
 def config(tmp_path: Path) -> ExtractConfig:
     chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(9))
     return ExtractConfig.of(
-        model=str(write_target(tmp_path / "target")), dataset=str(chats), out=str(tmp_path / "store"), source="vllm",
-        activations=ACTIVATIONS, max_length=90, part_tokens=256, batch_tokens=200, compute_dtype="float32",
+        model=str(write_target(tmp_path / "target")), dataset=str(chats),
+        out=str(tmp_path / "store"), source="vllm",
+        activations=ACTIVATIONS, max_length=90, part_tokens=256, batch_tokens=200,
+        compute_dtype="float32",
     )  # fmt: skip
 
 
@@ -52,7 +58,7 @@ def config(tmp_path: Path) -> ExtractConfig:
 def test_a_store_of_vllm_passes_the_audit(
     config: ExtractConfig, layout: str | None, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its layout in memory, and with groups of layers of one kind or of several."""
+    """This holds for each memory layout, with KV cache groups of one kind of layer or several."""
     before = vllm.files_left()
     monkeypatch.setattr(vllm.LLM, "is_mixed", is_mixed)
     monkeypatch.setattr(vllm.LLM, "forced_layout", layout)
@@ -207,7 +213,10 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
 def test_an_engine_that_hangs_is_one_line(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's own does when its process has ended: the wait is for what is written, not for ever."""
+    """The wait for the files is bounded.
+
+    vLLM's engine hangs like this when its process has ended.
+    """
     before = vllm.files_left()
     monkeypatch.setattr(vllm_source, "_WRITTEN_WITHIN_S", 0.5)
     monkeypatch.setattr(vllm.LLM, "generate", lambda *_, **__: time.sleep(60))

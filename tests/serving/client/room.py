@@ -1,4 +1,4 @@
-"""A real server with a tiny target, and drafters that were taught to be often right about it."""
+"""A real server with a tiny target, and drafters that are trained to be often right about it."""
 
 import threading
 import time
@@ -25,20 +25,21 @@ PROMPTS = random_prompts(7, 7)
 HASTY = Timeouts(connect_s=20.0, silence_s=0.2, dead_s=1.0)
 """Waits that are short enough for a test, and long enough for a machine that is busy."""
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "moa": {}, "moa with 1 layer": {"target_layer_inference": 1}, "moa with 3 layers": {"target_layer_inference": 3},
+    "moa": {}, "moa with 1 layer": {"target_layer_inference": 1},
+    "moa with 3 layers": {"target_layer_inference": 3},
     "eagle": {}, "independent": {},
 }  # fmt: skip
 
 
 @cache
 def target() -> Target:
-    """A target that never ends an answer."""
+    """Return a target that never ends an answer."""
     return never_ending(build_model(num_hidden_layers=4))
 
 
 @cache
 def model(name: str = "moa") -> DraftingModel:
-    """A taught drafter, as a client loads it."""
+    """Return a trained drafter in the form that a client loads."""
     drafter = teach(build(name.split()[0], target().model, **DRAFTERS[name]), target(), PROMPTS, 60)
     return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
 
@@ -46,7 +47,7 @@ def model(name: str = "moa") -> DraftingModel:
 def plain(
     tokens: Sequence[int], n_new: int, sampling: SamplingConfig = GREEDY, seed: int = 0
 ) -> list[int]:
-    """What the target writes alone, one token a call."""
+    """Return the target's own continuation, with one token per call."""
     return list(_plain(tuple(tokens), n_new, sampling, seed))
 
 
@@ -60,7 +61,7 @@ def _plain(tokens: tuple[int, ...], n_new: int, sampling: SamplingConfig, seed: 
 
 
 class Watched:
-    """A client whose events are checked as they come: nothing lost, nothing twice."""
+    """A client whose events are checked as they come: none is lost, none comes twice."""
 
     def __init__(self, client: DraftingClient) -> None:
         self.client, self.display = client, Display()
@@ -74,7 +75,7 @@ class Watched:
         return [type(event).__name__ for event in self.events]
 
     def complete(self, tokens: Sequence[int], n_new: int, **settings: Any) -> Answer:
-        """Complete a text, and compare what was shown with what came out."""
+        """Complete a sequence, and compare the displayed tokens with the answer."""
         self.display, self.events = Display(), []
         answer = self.client.complete(tokens, max_new_tokens=n_new, on_event=self.note, **settings)
         assert self.display.tokens == list(answer.tokens)
@@ -85,7 +86,7 @@ class Watched:
 
 @contextmanager
 def restored(proxy: Proxy) -> Iterator[None]:
-    """Restore the network a moment after each cut, from another thread."""
+    """Restore the network shortly after each cut, from another thread."""
     is_over = threading.Event()
 
     def restore() -> None:

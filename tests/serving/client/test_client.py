@@ -1,4 +1,7 @@
-"""Client and server over real sockets: the answer is that of plain decoding, whatever the network does."""
+"""Client and server over real sockets.
+
+The answer is that of plain decoding, whatever the network does.
+"""
 
 import json
 import socket
@@ -48,8 +51,9 @@ def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer", "eagle", "independent"]))
 def test_every_mode_gives_the_plain_answer(name: str) -> None:
-    """A taught drafter is often right, also far from its target."""
-    patient = Timeouts(connect_s=60.0, silence_s=10.0, dead_s=60.0)  # a busy machine is no cut
+    """A trained drafter is often right, also on the client's side."""
+    # A busy machine must not count as a cut network.
+    patient = Timeouts(connect_s=60.0, silence_s=10.0, dead_s=60.0)
     with Server(target(), {"d": model(name).drafter}) as own:
         for mode in MODES:
             with client(own.grpc_address, name, mode=mode, timeouts=patient) as connected:
@@ -83,7 +87,7 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
 
 
 def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
-    """The second prompt begins with the first text; its contexts are here."""
+    """The second prompt starts with the first sequence, whose contexts the client still has."""
     with client(server.grpc_address, mode="client") as connected:
         first = connected.complete(PROMPTS[0], max_new_tokens=30)
         longer = [*PROMPTS[0], *first.tokens, 5, 6]
@@ -100,7 +104,10 @@ def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
 
 
 def test_writes_offline_and_takes_back(server: Server) -> None:
-    """A switch on the client's side: the text goes on at once, within bounds, and is put right on return."""
+    """The network is switched off on the client's side.
+
+    The client continues at once, up to a limit. After the return, wrong tokens are rolled back.
+    """
     with client(server.grpc_address, mode="server", max_offline=10, offline_below=0.0) as connected:
         watched = Watched(connected)
         unverified: list[int] = []
@@ -120,7 +127,7 @@ def test_writes_offline_and_takes_back(server: Server) -> None:
     assert len(unverified) == 10
     changes = [event.up for event in watched.events if isinstance(event, LinkChanged)]
     assert changes == [True, False, True]
-    # Alone, a second event may say why it pauses.
+    # While offline, a second event may give the reason for a pause.
     modes = [
         mode
         for mode, _ in groupby(
@@ -141,7 +148,7 @@ CUTS = [(mode, way, reset) for mode in MODES for way in ("up", "down") for reset
 def test_cut_after_any_byte(
     mode: Any, way: Any, reset: bool, is_complete: bool, server: Server
 ) -> None:
-    """Record an exchange, then repeat it with the network cut after every so many bytes of one direction."""
+    """Record an exchange. Then repeat it with a cut after every few bytes of one direction."""
     timeouts = Timeouts(connect_s=120.0, silence_s=0.05, dead_s=0.3)
     wanted, step = plain(PROMPTS[3], 12), 1 if is_complete else 997 if way == "down" else 233
     with Proxy(server.port) as proxy:
@@ -158,7 +165,10 @@ def test_cut_after_any_byte(
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
-    """It has lost the session; the client opens it anew with what is committed, and writes offline meanwhile."""
+    """The server has lost the session.
+
+    The client opens it again with the committed tokens, and writes offline meanwhile.
+    """
     drafters = {"moa": model().drafter}
     first = Server(target(), drafters, target_ms=10.0).__enter__()
     second = Server(target(), drafters, grpc_port=first.port)
@@ -188,11 +198,11 @@ def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
 
 
 def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> None:
-    """As after a kill: all that the second one has is the file."""
+    """After a kill, the second client has only the file."""
     file = tmp_path / "session.json"
 
     class Killed(BaseException):
-        """Stands for the end of the process."""
+        """Stands in for the end of the process."""
 
     def die(event: Any) -> None:
         if isinstance(event, Tokens) and event.start >= 14:
@@ -248,20 +258,25 @@ def test_requests_that_make_no_sense(server: Server) -> None:
 
 BAD_ADDRESSES = ("", "localhost", "localhost:0", "localhost:99999", "ftp://localhost:80", ":80")
 BAD_SETTINGS: list[dict[str, Any]] = [
-    {"mode": "fast"}, {"codec": "fp1"}, {"max_offline": -1}, {"offline_below": 1.0}, {"ca": "/nowhere"}
+    {"mode": "fast"}, {"codec": "fp1"}, {"max_offline": -1}, {"offline_below": 1.0},
+    {"ca": "/nowhere"}
 ]  # fmt: skip
 
 
 def test_settings_that_make_no_sense() -> None:
     for address, settings in (
-        *((address, {}) for address in BAD_ADDRESSES), *(("localhost:1", settings) for settings in BAD_SETTINGS)
+        *((address, {}) for address in BAD_ADDRESSES),
+        *(("localhost:1", settings) for settings in BAD_SETTINGS)
     ):  # fmt: skip
         with pytest.raises(RequestInvalid):
             client(address, **settings)
 
 
 def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chat with drafter and bundle from disk, where nobody can load a target; another drafter is refused."""
+    """A chat with drafter and bundle from disk works although the target cannot be loaded.
+
+    A server with another drafter is refused.
+    """
     text_model, tokenizer = build_text_model(), build_tokenizer(LLAMA3_TEMPLATE)
     save_target_bundle(text_model, tokenizer, tmp_path / "store" / "target", 1)
     drafter = build("moa", text_model, target_layer_inference=1)
@@ -304,8 +319,10 @@ SAVED = SavedAnswer(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("version", 2), ("tokens", []), ("tokens", [1.5, 2, 3]), ("tokens", [-1, 2]), ("n_prompt", 4), ("n_prompt", 0),
-        ("max_new_tokens", 0), ("seed", "3"), ("session", None), ("sampling", {"temperature": -1}), ("sampling", 3),
+        ("version", 2), ("tokens", []), ("tokens", [1.5, 2, 3]), ("tokens", [-1, 2]),
+        ("n_prompt", 4), ("n_prompt", 0),
+        ("max_new_tokens", 0), ("seed", "3"), ("session", None), ("sampling", {"temperature": -1}),
+        ("sampling", 3),
         ("messages", [3]), ("messages", [{"role": 1}]), ("unknown", 1),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The client's drafter drafts what the drafter beside its target does, as far as contexts have arrived."""
+"""The client's drafter gives the drafts of one next to the target, given the same contexts."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def target() -> Target:
 
 
 class Beside:
-    """A drafter beside its target, which also makes the contexts for one that is elsewhere."""
+    """A drafter next to its target. It also computes the contexts for a client's drafter."""
 
     def __init__(self, target: Target, name: str) -> None:
         kind, sizes = DRAFTERS[name]
@@ -55,20 +55,23 @@ class Beside:
         self.model = DraftingModel(self.drafter, self.frozen, None, target.eos_token_ids)
 
     def drafter_of(self, text: list[int], n_contexts: int = -1) -> TextDrafter:
-        """A client's drafter that has begun a text, and has the contexts of its first positions where it needs any."""
+        """Return a client's drafter that has begun a sequence.
+
+        If it needs contexts, it gets those of the first positions.
+        """
         drafter = TextDrafter(self.model)
         drafter.begin(text)
         self.give(drafter, n_contexts)
         return drafter
 
     def give(self, drafter: TextDrafter, stop: int) -> None:
-        """Give it the contexts of TEXT up to a position."""
+        """Give the drafter the contexts of TEXT up to a position."""
         if drafter.width and stop > drafter.n_context:
             drafter.receive(contexts_of(self.drafter, self.target, TEXT)[drafter.n_context : stop])
 
     @torch.inference_mode()
     def chain(self, text: list[int], depth: int) -> list[int]:
-        """The drafts behind a text whose last token is the root."""
+        """Return the drafts after a sequence whose last token is the root."""
         cache = self.target.new_cache()
         proposer = DrafterProposer(self.frozen, self.drafter)
         proposer.begin(cache)
@@ -98,11 +101,11 @@ def beside(request: pytest.FixtureRequest, target: Target) -> Beside:
 
 
 def test_drafts_are_those_beside_the_target(beside: Beside) -> None:
-    """Round after round, with all contexts of what was committed before the root."""
+    """Draft several rounds, with the contexts of all tokens committed before the root."""
     drafter = beside.drafter_of(TEXT[:4])
     for n_committed in (4, 5, 8, 12):
         if n_committed != 5:
-            drafter.warm(TEXT[:n_committed])  # changes nothing, with or without contexts
+            drafter.warm(TEXT[:n_committed])  # Warming changes nothing, with or without contexts.
         beside.give(drafter, n_committed - 1)
         drafter.warm(TEXT[:n_committed])
         text = TEXT[:n_committed]
@@ -111,7 +114,10 @@ def test_drafts_are_those_beside_the_target(beside: Beside) -> None:
 
 
 def test_contexts_that_lag(beside: Beside) -> None:
-    """Known tokens without contexts are fed as levels, as one long chain from the first of them would feed them."""
+    """Known tokens without contexts are fed as levels of drafts.
+
+    The result is that of one long chain from the first of them.
+    """
     text, n_context = TEXT[:9], 5 if beside.drafter.context_width else 8
     drafter, other = beside.drafter_of(text, 2), beside.drafter_of(text, 5)
     beside.give(drafter, 5)
@@ -124,14 +130,17 @@ def test_contexts_that_lag(beside: Beside) -> None:
 
 
 def test_a_chain_goes_on_and_goes_back(beside: Beside) -> None:
-    """Where the target disagrees, the chain goes on from the last token that is right, as if nothing had been wrong."""
+    """If the target disagrees, the chain continues after the last accepted token.
+
+    The drafts are those of a chain without the rejected tokens.
+    """
     text = TEXT[:6]
     drafter = beside.drafter_of(text, 5)
     chain = drafted(drafter, text, 8)
     assert drafted(drafter, text, 6, tuple(chain[:2])) == chain[2:], (
         "back to what was drafted before"
     )
-    # Three were right and a fourth was not; without newer contexts the same round goes on.
+    # Three drafts are accepted, the fourth is rejected. Without newer contexts the round continues.
     other = next(token for token in range(4, 60) if token != chain[3])
     longer = text + chain[:3] + [other]
     assert drafted(drafter, longer, 6) == drafted(beside.drafter_of(longer, 5), longer, 6)
@@ -166,12 +175,12 @@ def test_a_long_gap_is_fed_in_pieces(target: Target) -> None:
 
 
 def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
-    """A drafter whose logits are the target's drafts exactly what the target will choose."""
+    """A drafter with the target's logits drafts exactly the tokens that the target will choose."""
     sampling = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
     beside = Beside(target, "independent")
 
     class Copy(TextDrafter):
-        """Has the target's logits in place of its own."""
+        """Uses the target's logits instead of its own."""
 
         def _choose(self, logits: Tensor, tokens: Any, drafts: Any) -> Any:
             with torch.inference_mode():
@@ -192,7 +201,10 @@ def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
 
 
 def test_a_block_ends(target: Target) -> None:
-    """Alone a drafter of blocks drafts to the end of one, known tokens included; newer contexts begin another."""
+    """Without newer contexts, a drafter of blocks stops at the end of a block.
+
+    Known tokens count as part of the block. Newer contexts begin another one.
+    """
     beside = Beside(target, "dspark")
     drafter = beside.drafter_of(TEXT[:9], 5)
     drafts = drafted(drafter, TEXT[:9], 13)
@@ -213,7 +225,7 @@ def test_drafters_that_need_their_target_are_refused(
 
 
 def test_loads_from_a_run_and_its_store(tmp_path: Path) -> None:
-    """The bundle is found through the run's store; end-of-sequence ids and chat template are the target's."""
+    """The run's store has the bundle, with the target's end-of-sequence ids and chat template."""
     model = build_text_model()
     save_target_bundle(model, build_tokenizer(LLAMA3_TEMPLATE), tmp_path / "store" / "target", 1)
     save_drafter(build("moa", model, target_layer_inference=1), tmp_path / "run" / "drafter")

@@ -1,4 +1,4 @@
-"""The connection by itself: made, ended, made again, with tokens and TLS."""
+"""The connection alone: opened, closed and opened again, with tokens and TLS."""
 
 import contextlib
 import socket
@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def links() -> Iterator[Any]:
-    """Makes links that are closed in the end."""
+    """Returns a function that makes links; they are closed at the end of the test."""
     made: list[Link] = []
 
     def make(*arguments: Any) -> Link:
@@ -49,7 +49,7 @@ def links() -> Iterator[Any]:
 
 
 def wait_for(link: Link, kind: str) -> LinkEvent:
-    """The first event of a kind; those before it are passed over."""
+    """Return the first event of a kind, and skip those before it."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         for event in link.take(0.1):
@@ -59,7 +59,7 @@ def wait_for(link: Link, kind: str) -> LinkEvent:
 
 
 def error_of(link: Link) -> ServingError:
-    """Why a link ends when it opens a session."""
+    """Open a session, and return the error that ends the link."""
     link.begin()
     while True:
         for event in link.take(30.0):
@@ -69,7 +69,7 @@ def error_of(link: Link) -> ServingError:
 
 
 def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None:
-    """A stream an answer, and one connection for all: no handshake before the second answer."""
+    """Each answer has a stream, and all share a connection, so only the first has a handshake."""
     with Proxy(server.port) as proxy:
         link = links(proxy.address)
         for number in (1, 2, 3):
@@ -101,7 +101,7 @@ def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: An
 
 
 def test_closes_while_it_waits(links: Any) -> None:
-    """For a server that is not there, and for one that is silent."""
+    """One server does not exist, the other one is silent."""
     for address in ("127.0.0.1:1", "192.0.2.1:80"):
         link = links(address)
         link.begin()
@@ -155,8 +155,9 @@ def test_a_port_that_speaks_http_alone_is_named_as_such(links: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            with contextlib.suppress(OSError):  # closed at the end
-                while True:  # the connection, and those that ask why it failed
+            with contextlib.suppress(OSError):  # The listener is closed at the end of the test.
+                # Serve the connection, and those that look for the reason of its failure.
+                while True:
                     connection, _ = listener.accept()
                     connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
                     connection.close()

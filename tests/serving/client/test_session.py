@@ -1,4 +1,7 @@
-"""Whatever the network does, the answer is that of plain decoding: nothing lost, nothing twice, drafts bounded."""
+"""The answer is that of plain decoding, whatever the network does.
+
+Nothing is lost, nothing comes twice, and the number of unverified tokens is bounded.
+"""
 
 from collections.abc import Sequence
 
@@ -37,7 +40,10 @@ def test_nothing_is_lost_and_nothing_comes_twice(
 
 
 def opened(mode: ChosenMode = "client", **changes: object) -> Session:
-    """A session with prompt 1, 2, whose server takes four drafts, after the first token, 3."""
+    """Return a session with the prompt 1, 2 after its first token, 3.
+
+    The server takes four drafts per call.
+    """
     settings = AnswerSettings(20, mode=mode, shape=TreeShape(3), **changes)  # type: ignore[arg-type]
     session = Session([1, 2], 2, settings, texts())
     session.link_up()
@@ -91,7 +97,10 @@ def test_a_chain_is_verified_and_shown() -> None:
 
 
 def test_a_cut_and_the_return() -> None:
-    """What was asked for is shown at once; on return all of it is asked for, and what was wrong is taken back."""
+    """Tokens in flight are shown at once.
+
+    After the return, all of them are verified, and wrong ones are rolled back.
+    """
     session = opened(max_offline=6)
     for token in (4, 5, 6):
         session.add_draft(token, 0.9)

@@ -1,4 +1,7 @@
-"""The client's web page: what it serves, whom it refuses, and what a browser shows of an answer with a cut."""
+"""The client's web page: the files it serves, the requests it refuses.
+
+A browser displays an answer with a cut.
+"""
 
 import json
 import shutil
@@ -25,7 +28,10 @@ from moa_data.serving.client.session import (
 )
 from moa_data.serving.client.web import ChatPage
 
-SENTENCE = "The sky looks blue because air scatters short waves of sunlight far more strongly than long ones."
+SENTENCE = (
+    "The sky looks blue because air scatters short waves of sunlight "
+    "far more strongly than long ones."
+)
 WORDS = SENTENCE.split()
 GUESSED = ["At", "dusk", "the", "light", "goes", "further", "and", "reds", "are", "left"]
 CORRECTED = ["At", "dusk", "its", "path", "is", "longer"]
@@ -42,7 +48,7 @@ def tokens(start: int, words: list[str], kind: Kind) -> Tokens:
 
 
 class Scripted:
-    """Plays an answer with one cut: waits until the switch is turned off, and on again."""
+    """Plays an answer with one cut: it waits until the network is switched off, and on again."""
 
     def __init__(self, pause_s: float = 0.0) -> None:
         self.prompts: list[str] = []
@@ -101,7 +107,7 @@ def request(
 
 @contextmanager
 def events_of(page: ChatPage, last_id: str = "") -> Iterator[Numbered]:
-    """The server-sent events, each with its id."""
+    """Yield the server-sent events, each with its id."""
     headers = {"last-event-id": last_id} if last_id else {}
     with httpx.stream("GET", f"{page.url}events", headers=headers, timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -162,7 +168,8 @@ def test_a_page_that_lost_its_connection_goes_on_where_it_was(page: ChatPage) ->
     ].items()
     with events_of(page, last) as events:
         assert until(events, "Ended") == rest
-    with events_of(page, "another-17") as events:  # of a client that ran before on this port
+    # This id is of a client that used the port before.
+    with events_of(page, "another-17") as events:
         assert next(events)[1]["type"] == "Began"
 
 
@@ -180,7 +187,8 @@ def test_one_answer_at_a_time_and_another_after_it(page: ChatPage) -> None:
 
 BODIES: tuple[Any, ...] = ({}, {"prompt": ""}, {"prompt": 3}, {"prompt": "x" * 100_001}, [], "text")
 FOREIGN = (
-    {"Host": "evil.example"}, {"Host": "127.0.0.1"}, {"Origin": "https://evil.example"}, {"Origin": "null"},
+    {"Host": "evil.example"}, {"Host": "127.0.0.1"}, {"Origin": "https://evil.example"},
+    {"Origin": "null"},
     {"Origin": "http://127.0.0.1:1"}, {"Origin": ""},
 )  # fmt: skip
 
@@ -188,7 +196,7 @@ FOREIGN = (
 def test_bad_questions_and_other_sites_are_refused(page: ChatPage) -> None:
     for body in BODIES:
         assert request(page, "POST", "ask", body).status_code == 422
-    # As forms of other sites send it.
+    # Forms of other sites send such requests.
     assert (
         request(page, "POST", "ask", {"prompt": "x"}, **{"content-type": "text/plain"}).status_code
         == 422
@@ -210,7 +218,7 @@ def test_closing_ends_the_streams() -> None:
         with page_of(Scripted()) as page:
             events = stack.enter_context(events_of(page))
             until(events, "Network")
-            with pytest.raises(OptionInvalid):  # the port is taken
+            with pytest.raises(OptionInvalid):  # The port is in use.
                 page_of(Scripted(), page.port)
         assert list(events) == []
     assert not [thread for thread in threading.enumerate() if thread.name == "page"]
@@ -219,7 +227,10 @@ def test_closing_ends_the_streams() -> None:
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-FLAGS = "no-sandbox disable-gpu disable-background-networking disable-component-update disable-sync no-first-run"
+FLAGS = (
+    "no-sandbox disable-gpu disable-background-networking disable-component-update "
+    "disable-sync no-first-run"
+)
 
 
 @pytest.mark.slow
@@ -263,7 +274,7 @@ def test_a_browser_shows_the_cut_and_the_roll_back(scheme: Any) -> None:
         assert view.locator("#answer").inner_text().split() == TEXT.split()
         assert view.locator("#plot .cut").count() == view.locator("#plot .back").count() == 1
         assert view.locator("#rolled-back").inner_text() == f"{len(GUESSED) - 2} tokens"
-        view.reload()  # shows the same again
+        view.reload()  # The reloaded page must show the same.
         api.expect(view.locator("#state")).to_have_text("Complete", timeout=60_000)
         assert view.locator("#answer").inner_text().split() == TEXT.split()
         assert view.locator("#prompt-shown").inner_text() == "Why is the sky blue?"

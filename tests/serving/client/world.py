@@ -1,7 +1,8 @@
-"""A world for the client's state machine: a language, a server that decodes it, a network, and a drafter.
+"""A world for the client's state machine: a language, a server, a network and a drafter.
 
-Everything is decided by one random generator, so that a run can be repeated. Messages wait in two queues, one each way,
-and every step of the world delivers, computes, drafts or breaks one thing.
+The server decodes the language. One random generator decides everything, so a run can be repeated.
+Messages wait in two queues, one per direction. Every step of the world delivers, computes, drafts
+or breaks one thing.
 """
 
 import hashlib
@@ -37,7 +38,10 @@ def texts() -> Detokenizer:
 
 
 def next_token(tokens: list[int]) -> int:
-    """The language: a function of the last tokens and the position, as a target's greedy decoding is."""
+    """Return the next token of the language.
+
+    Like greedy decoding, it is a function of the last tokens and the position.
+    """
     digest = hashlib.blake2b(
         bytes(tokens[-3:]) + len(tokens).to_bytes(2, "big"), digest_size=4
     ).digest()
@@ -45,7 +49,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def answer(n_tokens: int) -> tuple[list[int], str]:
-    """The plain decoding of PROMPT, and why it ends."""
+    """Return the plain decoding of PROMPT, and why it ends."""
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + n_tokens:
         tokens.append(next_token(tokens))
@@ -55,7 +59,7 @@ def answer(n_tokens: int) -> tuple[list[int], str]:
 
 
 class Server:
-    """Decodes the language for one client; the session outlives connections, not a restart."""
+    """Decodes the language for one client. The session survives a cut, but not a restart."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.n_sessions = chance, 0
@@ -63,7 +67,7 @@ class Server:
         self.connect()
 
     def connect(self) -> None:
-        """Begin a connection, on which nothing has been said."""
+        """Begin a connection without any messages."""
         self.out: list[pb.ServerMessage] = []
         self.is_open, self.running = False, 0
         self.n_context = self.last = 0
@@ -166,7 +170,7 @@ class Server:
 
 @dataclass
 class Display:
-    """What a user sees, rebuilt from events alone."""
+    """The user's display, built only from events."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -198,7 +202,7 @@ class Display:
 
 
 class World:
-    """The client, the server and what lies between them."""
+    """The client, the server and the network between them."""
 
     def __init__(self, seed: int, mode: ChosenMode) -> None:
         self.chance, self.mode = random.Random(seed), mode
@@ -221,7 +225,7 @@ class World:
         )
         return Session(tokens, len(PROMPT), settings, texts(), name)
 
-    # What may happen
+    # The actions
 
     def connect(self) -> None:
         if not self.is_up:
@@ -230,7 +234,10 @@ class World:
             self.session.link_up()
 
     def cut(self) -> None:
-        """End the connection; messages on their way are lost, some of those to the server after it has read them."""
+        """End the connection.
+
+        Messages in flight are lost, also some that the server has just processed.
+        """
         if self.is_up:
             for _ in range(self.chance.randint(0, len(self.up))):
                 self.server.take(self.up.popleft())
@@ -249,7 +256,10 @@ class World:
         self.server.restart()
 
     def restart_client(self) -> None:
-        """Forget all but what is on disk: committed tokens, of which the newest may be missing, and the session id."""
+        """Forget everything but the file on disk.
+
+        It holds the session id and the committed tokens; the newest may be missing.
+        """
         self._look()
         self.cut()
         self._look()
@@ -269,7 +279,7 @@ class World:
                 self.cut()
 
     def repeat(self) -> None:
-        """Deliver a message twice: what is known already changes nothing."""
+        """Deliver a message twice. Repeated tokens and contexts must change nothing."""
         if self.down and self.down[0].WhichOneof("body") in ("committed", "context"):
             self.down.appendleft(self.down[0])
             self.deliver_down()
@@ -279,7 +289,10 @@ class World:
             self.server.tick()
 
     def draft(self) -> None:
-        """Draft a token, right as often as the drafter is; without contexts it can't."""
+        """Draft a token, if the session wants one.
+
+        Its accuracy is that of the drafter, which needs contexts most of the time.
+        """
         session = self.session
         if session.wants_draft:
             tokens = session.tokens + [draft.token for draft in session.drafts]
@@ -291,7 +304,7 @@ class World:
             session.add_draft(token, self.chance.choice((0.99, 0.9, 0.4)))
 
     def act(self, action: str) -> None:
-        """Let one thing happen, then look at what came of it."""
+        """Perform one action, then check the result."""
         if not self.session.finish or action in ("restart_client", "restart_server"):
             getattr(self, action)()
         self._look()
@@ -317,7 +330,10 @@ class World:
         self.server.out.clear()
 
     def live(self, actions: list[str]) -> None:
-        """Let some things happen, then let all go well: the answer must end soon, and be that of plain decoding."""
+        """Perform some actions, then let everything work.
+
+        The answer must end soon, and equal that of plain decoding.
+        """
         for action in actions:
             self.act(action)
         for action in STEPS * 4000:

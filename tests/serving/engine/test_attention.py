@@ -1,4 +1,4 @@
-"""Single tokens of many texts attend together to what each attends to by itself."""
+"""Single tokens of many sequences attend together, with the values of each one alone."""
 
 import itertools
 
@@ -9,18 +9,22 @@ from moa_data.serving.engine import attention
 from moa_data.serving.engine.attention import Part, PartsAttention
 from moa_data.serving.engine.pool import BLOCK_TOKENS, Pool, PooledKV
 
-WINDOWS = (None, 500)  # of two layers; the second hides nothing from texts so short
+# The windows of two layers. The second one hides nothing of sequences this short.
+WINDOWS = (None, 500)
 CPU = torch.device("cpu")
 
 
 def attended(lengths: list[int], n_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one token of each text, with four heads in the second layer: all outputs, and what the pool holds."""
+    """Attend with one token of each sequence; return all outputs and the pool's content.
+
+    The second layer has four query heads.
+    """
     generator = torch.Generator().manual_seed(len(lengths))
     n_blocks = sum(-(-(length + 1) // BLOCK_TOKENS) for length in lengths) + 3
     pool = Pool(
         n_blocks * BLOCK_TOKENS, {"n_layers": 2, "n_kv_heads": 2, "head_dim": 8}, torch.float32, CPU
     )
-    pool.buffer.fill_(torch.nan)  # so that nobody reads what is nobody's
+    pool.buffer.fill_(torch.nan)  # Reading an unwritten value gives NaN.
     parts = []
     for length in lengths:
         pool.reserve(kv := PooledKV(pool), -(-(length + 1) // BLOCK_TOKENS))
@@ -56,7 +60,10 @@ def test_steps_attend_as_parts_by_themselves(
 
 
 def test_a_step_is_the_same_whatever_shares_its_call() -> None:
-    """To the last bit: whatever the length of the longest text, and with many heads too."""
+    """Values are equal to the last bit.
+
+    That holds for any length of the longest sequence in the call, and with many heads too.
+    """
 
     def rows(lengths: list[int], n_heads: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,7 @@
-"""Launches and waits of a serving step on a simulated CUDA device, whose texts and values are those of the CPU."""
+"""Launches and waits of a serving step on a simulated CUDA device.
+
+The sequences and values are those of the CPU.
+"""
 
 from typing import Any
 
@@ -21,7 +24,7 @@ from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending
 
 N_NEW = 12
-N_LAYERS = 8  # each further layer launches 40 kernels more
+N_LAYERS = 8  # Each further layer launches 40 kernels more.
 SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
 CONTEXTS = {"wants_context": True}
 BUDGETS: list[tuple[str, dict[str, Any], int, int]] = [
@@ -30,14 +33,17 @@ BUDGETS: list[tuple[str, dict[str, Any], int, int]] = [
     ("moa", {}, 790, 2),
     ("moa", CONTEXTS, 820, 2),
     ("moa", {"tree": "3x2x6"}, 790, 2),
-    ("eagle3", {"tree": "4@0.3"}, 660, 3),  # which asks once whether it is sure enough
+    ("eagle3", {"tree": "4@0.3"}, 660, 3),  # checks once whether the drafter is sure enough
     ("", {"sampling": SAMPLED}, 470, 2),
-    ("moa", {"sampling": SAMPLED}, 1170, 10),  # once a level of drafts and of accepted ones
+    ("moa", {"sampling": SAMPLED}, 1170, 10),  # waits once per level of drafts and of accepted ones
 ]
-"""Launches and waits of a step with 8 texts, by the drafter and the settings; chains of 4 where nothing is said."""
+"""Drafter, settings, and the most launches and waits of a step with 8 sequences.
+
+The default is a chain of 4.
+"""
 MAX_MORE = 160
-"""Launches that a step with 8 texts has beyond those of a step with one."""
-MAX_MORE_SAMPLED = 480  # each text has a distribution of its own
+"""Launches of a step with 8 sequences beyond those of a step with one."""
+MAX_MORE_SAMPLED = 480  # Each sequence has a distribution of its own.
 
 
 def engine_on(
@@ -49,7 +55,10 @@ def engine_on(
     wants_context: bool = False,
     **options: Any,
 ) -> tuple[Engine, list[list[int]]]:
-    """An engine with texts that decode, or speculate where there is a drafter, and their new tokens."""
+    """Return an engine with sequences, and their new tokens.
+
+    The sequences speculate if there is a drafter.
+    """
     model = build_model(num_hidden_layers=n_layers)
     drafters = {"it": build(kind, model).to(device)} if kind else {}
     engine = Engine(
@@ -69,7 +78,7 @@ def engine_on(
 def step_counts(
     counts: Counts, n_texts: int, kind: str, options: dict[str, Any]
 ) -> tuple[int, int, str]:
-    """Launches and waits of a step, and the lines that launched and waited most."""
+    """Return launches and waits of a step, and the lines that launch and wait most."""
     engine, _ = engine_on("cuda", n_texts, kind, N_LAYERS, **options)
     for _ in range(4):
         counts.reset()
@@ -89,7 +98,7 @@ def test_a_step_launches_and_waits_little_however_many_texts_share_it(
 
 
 def test_families_whose_attention_goes_text_by_text_wait_once(device: Counts) -> None:
-    """Those with bounded scores, sinks or unlike layers: their launches grow with the texts."""
+    """Launches grow with the sequences if scores are bounded, or with sinks or unlike layers."""
     engine = Engine(never_ending(build_family("gemma2").to("cuda")))
     for seed, prompt in enumerate(random_prompts(8, 3, longest=40)):
         own = engine.add(Request(tuple(prompt), len(prompt), 20, GREEDY, seed), lambda commit: None)
@@ -102,7 +111,7 @@ def test_families_whose_attention_goes_text_by_text_wait_once(device: Counts) ->
 
 @pytest.mark.parametrize("n_texts", [1, 8])
 def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts: int) -> None:
-    """With drafts of clients: each call's contexts are sent at once, and a session copies what it is given."""
+    """Clients draft here. Each call sends its contexts at once, and a session copies its own."""
     engine = Engine(
         never_ending(build_model().to("cuda")), {"it": build("moa", build_model()).to("cuda")}
     )
@@ -132,7 +141,8 @@ def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts
     ("kind", "options"),
     [
         ("", {}),
-        ("", {"prefill_chunk": 24, "kv_tokens": 160, "max_drafts": 8}),  # chunks, evictions, moves
+        # This has chunks, evictions and moves.
+        ("", {"prefill_chunk": 24, "kv_tokens": 160, "max_drafts": 8}),
         ("eagle", {}),
         ("moa", {}),
         ("moa", {"wants_context": True}),
@@ -152,7 +162,7 @@ def test_texts_are_those_of_the_cpu(device: Counts, kind: str, options: dict[str
     assert found[0] == found[1]
 
 
-# Of each part: committed tokens, tokens before the drafts, parents of these.
+# Per part: number of committed tokens, number of tokens before the drafts, parents of the drafts.
 CHAINS: Any = [(0, 30, ()), (11, 1, ()), (7, 1, (-1, 0, 1)), (9, 18, (-1, 0)), (1, 1, ())]
 TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
 
@@ -162,14 +172,17 @@ TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
 def test_one_call_gives_what_parts_give_one_by_one(
     device: Counts, family: str, dtype: torch.dtype
 ) -> None:
-    """Chunks of prompts beside steps, chains and trees, alone too, with and without sliding windows."""
+    """Chunks of prompts share calls with steps, chains and trees, and each also runs alone.
+
+    The families have sliding windows or none.
+    """
     tokens = torch.randint(4, 67, (120,), generator=torch.Generator().manual_seed(0)).tolist()
     for kinds in (CHAINS + TREES, CHAINS, CHAINS[:1], CHAINS[1:2], TREES, CHAINS[1:3]):
         found = []
         for where in ("cpu", "cuda"):
             target = Target(build_model(family).to(where, dtype))
             pool, runner = Pool(640, target.sizes, dtype, target.device), Runner(target)
-            pool.buffer.fill_(torch.nan)  # what nobody has written must not be read
+            pool.buffer.fill_(torch.nan)  # Reading an unwritten value gives NaN.
             kvs = [PooledKV(pool) for _ in kinds]
             for kv in kvs:
                 pool.reserve(kv, 2)

@@ -1,4 +1,7 @@
-"""The engine writes what plain decoding writes, whatever shares its calls, and outlives what goes wrong in one text."""
+"""The engine gives the answers of plain decoding, whatever shares its calls.
+
+An error in one sequence does not affect the others.
+"""
 
 import itertools
 import random
@@ -45,7 +48,7 @@ N_DRAFTS = 4
 
 @dataclass
 class Reader:
-    """Listens to one text."""
+    """Collects the commits of one sequence."""
 
     id: int = 0
     commits: list[Commit] = field(default_factory=list)
@@ -95,7 +98,7 @@ def add(
 
 
 def run(engine: Engine, most: int = 2000) -> int:
-    """Step until there is nothing to do; returns the number of target calls."""
+    """Step until there is nothing to do; return the number of target calls."""
     for n_calls in range(most):
         if not engine.step():
             return n_calls
@@ -113,7 +116,7 @@ def write(
     work: Work = Work.PLAIN,
     **request: Any,
 ) -> Any:
-    """What a text becomes alone in an engine."""
+    """Complete a sequence alone in an engine; return its new tokens."""
     engine = engine_for(target, drafters, tree=str(N_DRAFTS))
     reader = add(engine, prompt, work=work, **request)
     run(engine)
@@ -212,7 +215,7 @@ def test_the_log_says_once_when_drafts_are_given_up_and_when_they_come_back(
         for n_texts in (1, 3):
             judge(n_texts, n_drafts=0, n_committed=1, plain_steps=1)
             judge(n_texts, n_drafts=4, n_committed=1, plain_steps=3)
-        # a plain step does not say that drafts pay
+        # A plain step does not show that drafts pay.
         judge(1, n_drafts=0, n_committed=1, plain_steps=1)
         judge(1, n_drafts=4, n_committed=1, plain_steps=1, n_rounds=1)
         judge(1, n_drafts=4, n_committed=5, plain_steps=2)
@@ -237,7 +240,7 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def assert_served(target: Target, drafter: Any, tree: str) -> None:
-    """Three texts at once, two of which speculate, are those of plain decoding."""
+    """Check three sequences at once, of which two speculate, against plain decoding."""
     engine = engine_for(target, {"it": drafter}, tree=tree, prefill_chunk=24)
     readers = [add(engine, prompt, drafter="it") for prompt in PROMPTS[:3]]
     for reader in readers[:2]:
@@ -254,7 +257,10 @@ def assert_served(target: Target, drafter: Any, tree: str) -> None:
     "names", quick([("moa", "medusa"), tuple(DRAFTERS)], [("moa", "medusa")]), ids=len
 )
 def test_families_of_targets(family: str, names: Sequence[str]) -> None:
-    """With their odd features on, every drafter that the list says is served; the others are refused."""
+    """The targets use their special features.
+
+    Every drafter that the support table lists is served; the others are refused.
+    """
     target = never_ending(build_family(family))
     for name in names:
         (kind, sizes), letters = DRAFTERS[name], works(family, name)
@@ -286,7 +292,7 @@ def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:5]]
     for index, reader in enumerate(readers):
         engine.set_work(reader.id, Work.SPECULATE)
-        for _ in range(index):  # so that they join one after the other
+        for _ in range(index):  # so that the sequences join one after the other
             engine.step()
     run(engine)
     for prompt, reader in zip(PROMPTS, readers, strict=False):
@@ -322,7 +328,8 @@ def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught
     readers = [
         add(engine, PROMPTS[seed], sampling=SAMPLED, seed=seed, **drafting) for seed in seeds
     ]
-    readers.append(add(engine, PROMPTS[7], **drafting))  # greedy, in the same drafts
+    # This one is greedy, in the same drafting rounds.
+    readers.append(add(engine, PROMPTS[7], **drafting))
     run(engine)
     assert [reader.tokens for reader in readers[:-1]] == alone
     assert readers[-1].tokens == plain(target, PROMPTS[7])
@@ -338,13 +345,16 @@ def test_a_text_that_came_complete_has_ended(target: Target) -> None:
 
 
 def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any) -> None:
-    """Texts join and leave at random, change their work and are held, under a bound that evicts most of them."""
+    """Sequences join, leave, change their work and are held at random.
+
+    The memory is so small that most of them are evicted.
+    """
     chance = random.Random(0)
     truths = [plain(target, prompt, 30) for prompt in PROMPTS]
     eagle = teach(build("eagle", target.model), target, PROMPTS[:4], 30)
     engine = engine_for(
-        target, {"moa": taught, "eagle": eagle}, tree="3", kv_tokens=192, max_drafts=8, prefill_chunk=16,
-        max_sequences=3,
+        target, {"moa": taught, "eagle": eagle}, tree="3", kv_tokens=192, max_drafts=8,
+        prefill_chunk=16, max_sequences=3,
     )  # fmt: skip
     readers: dict[Any, tuple[int, Reader]] = {}
     done = 0
@@ -401,7 +411,7 @@ def test_idle_texts_give_up_their_memory_first(target: Target) -> None:
         run(engine)
     busy = add(engine, range(4, 64), 20)
     engine.set_work(busy.id, Work.PLAIN)
-    for _ in range(8):  # until it needs a third block of the four
+    for _ in range(8):  # After 8 steps it needs three of the four blocks.
         engine.step()
     held = {id_: sequence.kv.n_blocks for id_, sequence in engine._sequences.items()}
     assert held[idle[0].id] == 0, "the least recently served of the idle ones"
@@ -444,7 +454,7 @@ def test_too_many_texts_are_refused(target: Target) -> None:
     engine.remove(readers[0].id)
     engine.step()
     add(engine, [5, 6])
-    engine.remove(readers[0].id)  # gone already
+    engine.remove(readers[0].id)  # It is removed already.
     engine.set_work(readers[0].id, Work.PLAIN)
     assert not engine.step()
     assert engine.snapshot().n_open == 3
@@ -539,7 +549,10 @@ def test_a_drafter_that_fails_costs_speed_alone(
     ("kind", "n_layers"), [("moa", 0), ("moa", 1), ("eagle", 0), ("dspark", 0), ("independent", 0)]
 )
 def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None:
-    """In order and without gaps, through chunks, drafts, eviction and rebuilding; known ones are not sent again."""
+    """Contexts come in order and without gaps.
+
+    That holds with chunks, drafts, eviction and rebuilding. Known contexts are not sent again.
+    """
     target = never_ending(build_model(num_hidden_layers=3))
     drafter = build(
         kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {})
@@ -555,7 +568,7 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
         )
         for _ in range(6):
             engine.step()
-    add(engine, range(4, 64), 2, Work.PLAIN)  # takes the memory
+    add(engine, range(4, 64), 2, Work.PLAIN)  # This evicts the other sequence.
     run(engine)
     assert engine.snapshot().n_evicted == 1
     engine.set_work(reader.id, Work.SPECULATE)
@@ -591,7 +604,7 @@ def test_contexts_of_layers_that_do_not_cache_alike() -> None:
 
 
 def test_a_family_whose_attention_is_its_own_is_refused() -> None:
-    """The engine's attention would not be asked, and the text would be another."""
+    """Its layers would not use the engine's attention, so the answers would be wrong."""
     sizes = {
         name: value
         for name, value in FAMILY_SIZES.items()
@@ -605,7 +618,7 @@ def test_a_family_whose_attention_is_its_own_is_refused() -> None:
 
 
 def test_a_layer_unlike_the_others_is_attended_to() -> None:
-    """Rounds commit as many tokens as those of a text that is decoded alone."""
+    """Rounds commit as many tokens as those of a sequence that is decoded alone."""
     target = never_ending(build_family("gemma4_text"))
     drafter = teach(build("glide", target.model), target, PROMPTS[:3], 40)
     engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS))
@@ -614,7 +627,7 @@ def test_a_layer_unlike_the_others_is_attended_to() -> None:
     for prompt, reader in zip(PROMPTS, readers, strict=False):
         alone = generate(target, drafter, prompt, max_new_tokens=N_NEW, tree=TreeShape(N_DRAFTS))
         assert reader.tokens == alone.tokens
-        # the prompt's first
+        # The first commit is the token after the prompt.
         _, *committed = [len(commit.tokens) for commit in reader.commits if commit.tokens]
         assert committed == alone.stats.committed_per_call
         assert max(alone.stats.committed_per_call) > 1
@@ -623,7 +636,7 @@ def test_a_layer_unlike_the_others_is_attended_to() -> None:
 def test_a_thread_serves_texts_of_other_threads(
     target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It outlives a fault of the engine."""
+    """The thread survives an error of the engine."""
     engine, failed = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS)), Reader()
     with monkeypatch.context() as patch:
         patch.setattr(engine._scheduler, "schedule", lambda sequences: 1 / bool(not sequences))

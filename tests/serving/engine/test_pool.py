@@ -1,4 +1,7 @@
-"""The KV of all texts lies in one tensor: none is lost when they move, and none but one text notices a full memory."""
+"""The KV of all sequences is in one tensor.
+
+Moving loses none of it, and running out of memory affects one sequence at most.
+"""
 
 import contextlib
 import ctypes
@@ -37,7 +40,10 @@ def target() -> Target:
 
 
 def test_sequences_keep_their_values_wherever_they_move() -> None:
-    """Texts come, grow and go at random until all blocks are held, and each reads what it has written."""
+    """Sequences come, grow and go at random until all blocks are held.
+
+    Each one reads the values that it has written.
+    """
     chance, pool = (
         random.Random(0),
         Pool(24 * BLOCK_TOKENS, SIZES, torch.float32, torch.device("cpu")),
@@ -77,12 +83,13 @@ def test_too_large_a_pool_is_refused_at_the_start(
     with pytest.raises(NotEnoughMemory):
         Engine(target, options=EngineOptions(kv_tokens=1 << 50))
     monkeypatch.setattr("moa_data.serving.engine.pool.free_memory", lambda: 1000)
-    with pytest.raises(NotEnoughMemory):  # the system would grant it, and kill the process later
+    # The system would grant the memory, and kill the process later.
+    with pytest.raises(NotEnoughMemory):
         Engine(target, options=EngineOptions(kv_tokens=1024))
 
 
 def n_resident_pages(tensor: torch.Tensor) -> tuple[int, int]:
-    """Count the whole pages of a tensor that are in memory, and all of them."""
+    """Count the pages of a tensor that are in memory, and all of its pages."""
     page = mmap.PAGESIZE
     first = -(-tensor.data_ptr() // page) * page
     n_pages = (tensor.data_ptr() + tensor.nbytes - first) // page
@@ -112,7 +119,7 @@ def test_memory_is_estimated_by_the_settings(target: Target) -> None:
 
 
 class FullMemory(TorchDispatchMode):
-    """Fails in the n-th operation from now on, or in all that give states of so many tokens."""
+    """Fails in the n-th operation, or in all that return hidden states of ``n_tokens`` or more."""
 
     def __init__(self, n: int = -1, n_tokens: int = 1 << 30) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,7 +138,7 @@ class FullMemory(TorchDispatchMode):
 def engine_of(
     target: Target, sampling: SamplingConfig = GREEDY, **options: Any
 ) -> Iterator[tuple[Engine, list[list[Commit]]]]:
-    """An engine with four texts of which two speculate, and what they were told."""
+    """Yield an engine with four sequences, of which two speculate, and their commits."""
     engine = Engine(
         target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3", **options)
     )
@@ -199,7 +206,10 @@ def test_what_is_done_for_all_texts_is_done_for_each_where_it_fails(
 
 
 def test_a_text_that_is_too_large_ends_alone(target: Target) -> None:
-    """A long prompt needs more memory than there is; others continue, and later ones are taken."""
+    """A long prompt needs more memory than there is.
+
+    The other sequences continue, and later ones are accepted.
+    """
     with engine_of(target) as (engine, told):
         large: list[Commit] = []
         engine.set_work(engine.add(Request(tuple(range(4, 60)), 56, 5), large.append), Work.PLAIN)
@@ -212,12 +222,12 @@ def test_a_text_that_is_too_large_ends_alone(target: Target) -> None:
 
 
 def live_bytes() -> int:
-    """The bytes of all tensors that are alive."""
+    """Return the bytes of all living tensors."""
     gc.collect()
     found = {}
     for one in gc.get_objects():
         if issubclass(type(one), torch.Tensor):
-            # of tensors without storage, which other tests left
+            # Other tests may leave tensors without storage.
             with contextlib.suppress(NotImplementedError):
                 found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
     return sum(found.values())

@@ -1,4 +1,4 @@
-"""Plain steps through all layers at once give what each layer by itself gives."""
+"""Plain steps through all layers in one operation give the values of layer after layer."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ from moa_data.tests.kit.models import build_model
 
 
 def stepped(family: str, lengths: list[int]) -> tuple[list[Output], torch.Tensor]:
-    """Run one token of each text: the outputs, with those of two layers, and what the pool holds."""
+    """Run one token of each sequence.
+
+    Returns the outputs, with those of two layers, and the content of the pool.
+    """
     target, generator = Target(build_model(family)), torch.Generator().manual_seed(0)
     pool = Pool(16 * BLOCK_TOKENS, target.sizes, torch.float32, target.device)
     pool.buffer.fill_(torch.nan)
@@ -48,7 +51,8 @@ def test_all_layers_at_once_are_layer_by_layer(
 
     monkeypatch.setattr(attention, "run_layers", counted)
     found, held = stepped(family, lengths)
-    # Layers of qwen3 have another form, and texts of unlike lengths are rows of their own.
+    # Layers of qwen3 have another form. Sequences whose lengths differ too much get rows of their
+    # own.
     assert bool(calls) == (family != "qwen3" and lengths != [1, 2, 3, 90])
     monkeypatch.setattr(attention.PartsAttention, "run_layers", lambda *given: None)
     expected, expected_held = stepped(family, lengths)
@@ -62,7 +66,7 @@ def test_all_layers_at_once_are_layer_by_layer(
 
 
 def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the compiled function all layers have as many."""
+    """The compiled function needs the same number of query heads in all layers."""
     if not packed._works(torch.float32):
         pytest.skip("this machine gains nothing by the layout")
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)

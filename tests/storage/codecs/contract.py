@@ -1,6 +1,6 @@
-"""What every codec does: its tests inherit :class:`CodecContract`, and say what it is called and how exact it is.
+"""The contract of every codec.
 
-::
+Its tests inherit :class:`CodecContract` and set the codec's name and largest error::
 
     class TestInt8(LossyContract):
         name = "int8"
@@ -42,10 +42,11 @@ from moa_data.tests.kit.stores import make_recipe, read_tree
 
 KV, LOW, HIGH, LAST = "kv", "hidden/layer_2", "hidden/layer_10", "hidden/last"
 HIDDEN = (LAST, LOW, HIGH)
-ACTIVATIONS = (*HIDDEN, KV)  # what is predicted comes before what it is predicted from
+ACTIVATIONS = (*HIDDEN, KV)  # A predicted field comes before the fields that it is predicted from.
 WIDTH, VOCABULARY = 16, 100
 FIELDS = (
-    tokens_field(), response_mask_field(), *(hidden_field(name.split("/")[1], WIDTH) for name in HIDDEN),
+    tokens_field(), response_mask_field(),
+    *(hidden_field(name.split("/")[1], WIDTH) for name in HIDDEN),
     kv_field(4, 2, 8),
 )  # fmt: skip
 RECIPE = make_recipe(fields=FIELDS)
@@ -58,7 +59,11 @@ _KV_OF_STATE, _TURN = (_RNG.standard_normal((WIDTH, n)) / WIDTH**0.5 for n in (1
 
 
 def activations(seed: int, n_tokens: int) -> dict[str, np.ndarray]:
-    """A sequence as it is stored: layers add a little to embeddings, KV is linear in them, the start is constant."""
+    """Return the stored activations of a sequence.
+
+    Each layer adds a little to the embeddings, KV is linear in the lower state, and the first
+    tokens of all sequences are equal.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCABULARY, n_tokens).astype(np.int32)
     noise = rng.standard_normal((n_tokens, 2 * WIDTH + 128))
@@ -89,12 +94,12 @@ LONG = next(
 
 
 def exact(sequence: Mapping[str, np.ndarray], n_tokens: int | None = None) -> dict[str, np.ndarray]:
-    """The first tokens of a sequence's activations, in float32."""
+    """Return the first tokens of a sequence's activations in float32."""
     return {name: to_float32(sequence[name][:n_tokens], "bfloat16") for name in ACTIVATIONS}
 
 
 def learned(name: str) -> StoreCodec:
-    """A codec that has learned from all sequences, if it learns."""
+    """Return a codec; if it learns, it has learned from all sequences."""
     codec = StoreCodec(name, FIELDS)
     if codec.learned:
         head = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -118,7 +123,7 @@ def learn_from(
     tokens: Sequence[np.ndarray] | None = None,
     learning: Learning | None = None,
 ) -> None:
-    """Let the codec of one field learn."""
+    """Let the codec of one field learn from a sample."""
     with closing(Observation(codec, learning or Learning())) as observation:
         for i, values in enumerate(sample):
             observation.observe(values, None if tokens is None else tokens[i])
@@ -126,23 +131,26 @@ def learn_from(
 
 
 def encoded(codec: StoreCodec, values: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
-    """Encode a sequence: the rows of all stored arrays, and the tokens."""
+    """Encode a sequence; return the rows of all stored arrays, and the tokens."""
     of_fields = codec.encode(values, tokens).values()
     return {TOKENS: tokens} | {name: rows for codes in of_fields for name, rows in codes.items()}
 
 
 class CodecContract:
-    """Tests of one codec, by itself and through a store of 12 sequences of 1 to 200 tokens."""
+    """Tests of one codec, alone and through a store of 12 sequences of 1 to 200 tokens."""
 
     name: str
     error: float
     """Largest relative error (L2) of a sequence."""
     unknown: tuple[str, ...] = ()
-    """Names like the codec's that are refused."""
+    """Names similar to the codec's that must be refused."""
     slice_atol: float = 0.0
-    """Largest difference between a slice and the slice of the whole: matrix products of other sizes round otherwise."""
+    """Largest difference between a decoded slice and that slice of the whole.
+
+    Matrix products of other sizes round differently.
+    """
     min_group_bytes = 1024
-    """Bytes of a group of layers from which its codes lie in pieces."""
+    """Size of a group of layers in bytes; from this size on, its codes are stored in pieces."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -163,7 +171,7 @@ class CodecContract:
             sequence = SEQUENCES[ROWS.index(row)]
             if name not in codec.sources:
                 return sequence[name]
-            # all together, and not by the writer
+            # All fields are encoded together, and not by the writer.
             return codec.encode(exact(sequence), sequence[TOKENS])[name]
 
         return RECIPE.with_manifest(codec=codec.describe()).write(path, values, codec.files())
@@ -213,7 +221,7 @@ class CodecContract:
                 self.equal(store.read(i, KV, [3, 1], slice(5, 70)), store.read(i, KV)[5:70, [3, 1]])
 
     def equal(self, got: np.ndarray, expected: np.ndarray) -> None:
-        """Compare values of bfloat16."""
+        """Compare values that are stored as bfloat16."""
         a, b = to_float32(got, "bfloat16"), to_float32(expected, "bfloat16")
         np.testing.assert_allclose(
             a, b, rtol=2**-7 if self.slice_atol else 0, atol=10 * self.slice_atol
@@ -238,10 +246,10 @@ class CodecContract:
 
 
 class LossyContract(CodecContract):
-    """Tests of one codec that encodes what it stores."""
+    """Tests of a codec that changes the values it stores."""
 
     torch_differs: float = 0.0
-    """Share of codes that torch may round to another neighbour than NumPy does."""
+    """Largest share of codes that torch may round differently from NumPy."""
 
     @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])
     def test_rows_have_the_promised_sizes_and_decode_within_the_error(
@@ -321,7 +329,7 @@ class LossyContract(CodecContract):
                 assert codes.keys() == needed | {array.name for array in codec.arrays_read()}
                 values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
                 self.equal(values, store.read(2, field, tokens=slice(70, 100)))
-                # A batch of several fields shares the codes that one is predicted from.
+                # In a batch, a field shares the codes of the field that it is predicted from.
                 batch = store.read_batch([2, 0], [TOKENS, *fields], layers=[-1], decoded=False)
                 for row, i in enumerate([2, 0]):
                     rows = {name: array[row] for name, array in batch.items()}

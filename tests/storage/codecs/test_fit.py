@@ -1,4 +1,7 @@
-"""What a transform codec learns: means, axes and metric, bits to components; and how its codes lie in bytes."""
+"""A transform codec learns means, axes, a metric and the bits of components.
+
+The tests also cover the layout of its codes in bytes.
+"""
 
 import itertools
 
@@ -83,7 +86,7 @@ def test_water_level_spends_the_bits(bits: float) -> None:
 
 def test_allocation_is_the_optimum_of_all_choices() -> None:
     rng, n_components, n_options = np.random.default_rng(0), 5, 5
-    # Convex enough that the optimum is unique.
+    # The errors are convex enough for a unique optimum.
     bits = np.sort(rng.integers(0, 8, (n_components, n_options)), axis=1).astype(float)
     bits[:, 0] = 0
     error = rng.uniform(1, 50, (n_components, 1)) * 4.0**-bits * rng.uniform(0.9, 1.1, bits.shape)

@@ -1,4 +1,8 @@
-"""Lossless and int8: errors within half a step, scales that are checked, and codes that other programs can decode."""
+"""The lossless codec and int8.
+
+Errors of int8 are within half a step, its scales are checked, and other programs can decode its
+codes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +47,7 @@ class TestLossless(CodecContract):
 
 
 def group_largest(codec: Int8Codec, values: np.ndarray) -> np.ndarray:
-    """Largest magnitude of what shares a scale with each value."""
+    """Return, for each value, the largest magnitude among the values that share its scale."""
     blocks = [np.abs(values[first : first + 64]) for first in range(0, len(values), 64)]
     largest = np.concatenate([np.broadcast_to(block.max(axis=0), block.shape) for block in blocks])
     if codec.spec.name == "kv":
@@ -67,8 +71,8 @@ def test_errors_stay_within_half_a_step(
     values[np.random.default_rng(seed).random(values.shape) < 0.2] = 0
     decoded = codec.decode(codec.encode(values), 0, n_tokens)
     largest = group_largest(codec, values)
-    # The scale's mantissa has two bits, rounded up: a step is at most a quarter larger than it need
-    # be.
+    # The scale's mantissa has two bits and is rounded up, so a step is at most a quarter larger
+    # than necessary.
     bound = 0.5 * 1.25 * largest / 127
     assert (np.abs(decoded - values) <= bound * (1 + 1e-5) + 2.0**-126).all()
     assert (decoded[values == 0] == 0).all()
@@ -94,7 +98,7 @@ def test_fields_that_do_not_fit_are_refused() -> None:
 def write_kv(
     path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict[str, Any]], None]
 ) -> Path:
-    """Write a store whose codes of keys and values are changed before they are stored."""
+    """Write a store; ``change`` modifies the codes of keys and values before they are stored."""
     codec = StoreCodec("int8", recipe.manifest.fields)
 
     def encoded(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
@@ -127,7 +131,8 @@ def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> 
             codes = writer.codec.fields["kv"].encode(to_float32(values, "bfloat16"))
             without_scales = codes | {"kv/key_scale": np.empty((0, 4))}
             wrong: tuple[tuple[int, Any], ...] = (
-                (first, values[:-1]), (first, {}), (first + 1, {}), (first, values.astype(np.float32)),
+                (first, values[:-1]), (first, {}), (first + 1, {}),
+                (first, values.astype(np.float32)),
                 (first, without_scales),
             )  # fmt: skip
             for at, given in wrong:
@@ -146,7 +151,7 @@ def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> 
 
 
 def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
-    """What docs/format-codecs.md says, with plain zarr-python and NumPy."""
+    """Follow docs/format-codecs.md with plain zarr-python and NumPy."""
     path = write_kv(tmp_path / "store", recipe, lambda codes, row: None)
     with ActivationStore(path) as store:
         row = store.sequences.to_pylist()[0]

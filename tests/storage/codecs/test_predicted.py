@@ -1,4 +1,4 @@
-"""Hidden states that are predicted from keys and values, or from the state below."""
+"""Hidden states that are predicted from keys and values, or from the state below them."""
 
 from dataclasses import replace
 from pathlib import Path

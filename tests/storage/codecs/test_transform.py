@@ -1,4 +1,4 @@
-"""The transform codec of a field, on small keys and values of low rank."""
+"""The transform codec of one field, with small keys and values of low rank."""
 
 import functools
 import math
@@ -35,14 +35,15 @@ TEST = [exact(activations(seed, 4 * seed))[KV] for seed in range(25, 45, 4)]
 
 
 class TestTransform(LossyContract):
-    """The contract, for a codec that learns from the contract's own sequences and predicts from tokens."""
+    """The codec learns from the contract's own sequences and predicts from tokens."""
 
     name = "transform:2,tokens@group2"
     error = 0.3
-    torch_differs = 1e-3  # a value on the edge between two codes may fall on either side
+    torch_differs = 1e-3  # A value on the edge between two codes may be rounded to either.
     slice_atol = 1e-4
     unknown = (
-        "transform", "transform:", "transform:0", "transform:99", "transform:1@group0", "transform:1@all,tokens",
+        "transform", "transform:", "transform:0", "transform:99", "transform:1@group0",
+        "transform:1@all,tokens",
         "transform:tokens", "transform:1,", "transform:1,tokens=1", "transform:1,tokens,hidden=2",
     )  # fmt: skip
 
@@ -61,7 +62,7 @@ class TestTransform(LossyContract):
         basis, following = (store / f"codec/{name}basis.safetensors" for name in ("", "next-"))
         shutil.copy(basis, following)
         flip(basis, -1)
-        # as where a kill came after store.json was replaced, before the rename
+        # A kill between the replacement of store.json and the rename leaves this state.
         ActivationStore(store).close()
         following.unlink()
         with pytest.raises(StoreDamaged, match="sha256"):
@@ -221,7 +222,8 @@ def test_what_tokens_say_is_not_stored() -> None:
     del codes[TOKENS]
     without = {name: array for name, array in codec.state().items() if name != "tokens/features"}
     refused: tuple[Callable[[], object], ...] = (
-        lambda: codec.encode(TEST[0]), lambda: codec.decode(codes, 0, 10), lambda: learn_from(codec, CALIBRATION),
+        lambda: codec.encode(TEST[0]), lambda: codec.decode(codes, 0, 10),
+        lambda: learn_from(codec, CALIBRATION),
         lambda: TransformCodec(SPEC, codec.settings).load_state(without),
     )  # fmt: skip
     for call in refused:
@@ -406,7 +408,7 @@ def test_arrays_that_are_no_rotation_are_refused(inv_freq: np.ndarray, scaling: 
 
 def test_another_thread_may_replace_the_tables_of_rope() -> None:
     class Shorter(dict[str, list[np.ndarray]]):
-        """Keeps what a thread with a shorter sequence puts in place right afterwards."""
+        """Acts like a thread that stores the tables of a shorter sequence right after this one."""
 
         def __setitem__(self, key: str, tables: list[np.ndarray]) -> None:
             super().__setitem__(key, [table[:1] for table in tables])

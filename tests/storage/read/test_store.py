@@ -1,4 +1,7 @@
-"""Reading sequences, parts of them and batches, from threads and forks; and saying clearly what cannot be read."""
+"""Reading sequences, slices of them and batches, also from threads and forks.
+
+A read that is impossible fails with a clear error.
+"""
 
 import json
 import multiprocessing
@@ -168,7 +171,7 @@ def test_damage_is_named_at_opening(
     store: Path, name: str, damage: Callable[[Path], None], has_seal: bool
 ) -> None:
     damage(store / name)
-    if not has_seal:  # as in stores of other programs
+    if not has_seal:  # Stores of other programs have no seal.
         (store / "commits/store.json").unlink()
     with pytest.raises(StoreDamaged, match=name):
         ActivationStore(store)
@@ -185,7 +188,7 @@ def test_damage_after_opening_is_named_when_it_is_read(
 ) -> None:
     reader = ActivationStore(store)
     i = reader.sequences["part"].to_pylist().index(1)
-    if is_open:  # else the index is still to be read
+    if is_open:  # Otherwise the index is read only after the damage.
         reader.read(i, "kv")
     damage(store / KV_SHARD)
     if is_open and damage is not truncate:
@@ -193,7 +196,7 @@ def test_damage_after_opening_is_named_when_it_is_read(
     with pytest.raises(StoreDamaged, match=KV_SHARD):
         reader.read(i, "kv")
     every = range(len(reader))
-    for n_threads in (1, 3):  # an error ends all of them
+    for n_threads in (1, 3):  # An error ends all threads.
         with pytest.raises(StoreDamaged, match=KV_SHARD):
             reader.read_batch(every, "kv", n_threads=n_threads)
     reader.read_batch(every, "tokens", n_threads=3)
@@ -209,7 +212,8 @@ def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path) -> 
         ActivationStore(store)
 
 
-# A batch equals its sequences read one by one, and what zarr-python and tensorstore read.
+# A batch equals its sequences read one by one, and the values that zarr-python and tensorstore
+# read.
 
 NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
 
@@ -217,7 +221,7 @@ NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
 def expected_batch(
     reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers: Any = None
 ) -> np.ndarray:
-    """The batch, made of sequences that were read one by one."""
+    """Return the batch made of sequences that are read one by one."""
     parts = [reader.read(i, name, layers) for i in rows]
     out = np.zeros((len(rows), n_rows, *parts[0].shape[1:]), parts[0].dtype)
     for b, part in enumerate(parts):
@@ -272,7 +276,7 @@ def test_equals_zarr_and_tensorstore(data: Any) -> None:
 
 
 def any_bits(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
-    """Activations of any bits: NaNs of both kinds, infinities and subnormals among them."""
+    """Return activations of random bits, with NaNs of both kinds, infinities and subnormals."""
     if values.dtype != np.uint16:
         return values
     rng = np.random.default_rng(row["source_row"])
@@ -348,7 +352,7 @@ def test_a_chunk_is_decoded_once_and_those_of_other_layers_are_not(
 
 
 def checksums(reader: ActivationStore) -> tuple[int, int]:
-    """Checksums of all keys and values, read together and one by one."""
+    """Return the checksums of all keys and values, read together and one by one."""
     together = reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64)
     return int(together), sum(
         int(reader.read(i, "kv").sum(dtype=np.int64)) for i in range(len(reader))
@@ -362,7 +366,8 @@ def put_checksums(reader: ActivationStore, queue: "multiprocessing.Queue[Any]") 
 def test_threads_and_forked_children_read_the_same(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)  # enough reads for several threads
+    # A batch needs enough reads for several threads.
+    monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)
     with ActivationStore(store) as reader:
         expected = checksums(reader)
         with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,7 @@
-"""Verification finds every kind of damage and names part and file; summaries count what is there."""
+"""Verification finds every kind of damage and names part and file.
+
+A summary counts the content of a store.
+"""
 
 import json
 import shutil
@@ -43,7 +46,7 @@ def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recip
 
 
 def canonical(document: dict[str, Any]) -> str:
-    """The one way in which commits are written."""
+    """Return the text of a document in the only format of commits."""
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
@@ -106,7 +109,7 @@ def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe: Recipe) 
     (damage,) = verify_store(store).damages
     assert (damage.part, damage.path) == (None, "store.json")
     assert "is not the file that was written" in damage.message
-    (store / "commits/store.json").unlink()  # as in stores from before there were seals
+    (store / "commits/store.json").unlink()  # Older stores have no seal.
     assert StoreManifest.from_json((store / "store.json").read_text()).n_tokens == 3
     (damage,) = verify_store(store).damages
     assert damage.message == "plan.parquet has n_tokens 881, store.json says 3"

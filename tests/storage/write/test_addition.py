@@ -1,4 +1,8 @@
-"""Fields join a store: killed anywhere, it is the old store or the new one, and ends in the bytes of a fresh one."""
+"""Adding fields to a store.
+
+After a kill at any point it is the old store or the new one. In the end it has the bytes of a store
+that was written with all fields.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +35,7 @@ RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 @pytest.fixture
 def wanted(recipe: Recipe) -> Any:
-    """The recipe of the store with two more fields."""
+    """The store's recipe with two more fields."""
     return recipe.with_manifest(
         fields=(*recipe.manifest.fields, hidden_field("layer_1", 16), hidden_field("layer_2", 16)),
         extraction={**recipe.manifest.extraction, "activations": 4},
@@ -56,7 +60,7 @@ def opened(path: Path) -> StoreWriter:
 
 
 def add(path: Path, wanted: Recipe) -> None:
-    """Do, or continue, the addition."""
+    """Start or continue the addition, and finish it."""
     with opened(path) as writer:
         if not writer.has_target or (writer.target_path / "frozen").read_bytes() != NEW_WEIGHTS:
             write_bundle(writer, NEW_WEIGHTS)
@@ -69,7 +73,7 @@ def add(path: Path, wanted: Recipe) -> None:
 
 
 def check_whole(path: Path, wanted: Recipe) -> bool:
-    """Read and verify everything, with the bundle; return whether the new fields are there."""
+    """Read and verify everything, and the bundle; return whether the store has the new fields."""
     with ActivationStore(path) as store:
         assert len(store.commits) == wanted.manifest.n_parts
         for i, row in enumerate(store.sequences.to_pylist()):
@@ -159,11 +163,11 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
         ) == dict.fromkeys(("hidden/layer_1", "hidden/layer_2"), 1)
     assert not check_whole(store, wanted)
     assert summarize_store(store).unfinished == {"hidden/layer_1": 1, "hidden/layer_2": 1}
-    # Its plain Zarr arrays are there already, and another extraction of the old fields has nothing
-    # to do.
+    # The Zarr metadata of the new fields is there already. Another extraction of the old fields has
+    # nothing to do.
     recipe.write(store)
     assert "hidden/layer_1" in zarr.open_group(store / "parts", mode="r")
-    # One of the two alone can be finished; the part that has both keeps them.
+    # The addition can be finished with one of the two fields; the part with both fields keeps them.
     one = replace(wanted, manifest=replace(wanted.manifest, fields=wanted.manifest.fields[:-1]))
     add(store, one)
     assert list(read_manifest(store).fields) == list(one.manifest.fields)

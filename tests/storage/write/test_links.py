@@ -1,4 +1,7 @@
-"""Writers refuse symbolic links inside a store before they change anything; readers follow them."""
+"""Writers refuse symbolic links inside a store before they change anything.
+
+Readers follow them.
+"""
 
 import os
 import shutil
@@ -15,7 +18,8 @@ from moa_data.storage.write.repair import drop_damage
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
 NAMES = (
-    "parts", "store.json", "store.lock", "parts/hidden", "parts/kv/zarr.json", "parts/kv/c.1.0.0.0.0", "target/more",
+    "parts", "store.json", "store.lock", "parts/hidden", "parts/kv/zarr.json",
+    "parts/kv/c.1.0.0.0.0", "target/more",
     "target.partial", "commits/part-00001.json", "runs/1.json",
 )  # fmt: skip
 
@@ -25,7 +29,10 @@ RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 @pytest.fixture
 def store(tmp_path: Path, recipe: Recipe) -> Path:
-    """A store with everything that a store may have, and damage for which a repair drops part and target."""
+    """A store with all files that a store may have, damaged in one part and in the target bundle.
+
+    A repair drops both of them.
+    """
     path = recipe.write_bundled(tmp_path / "store")
     for name in ("target/more/weights", "runs/0.json", "codec/basis.safetensors", "README.md"):
         (path / name).parent.mkdir(exist_ok=True)
@@ -36,7 +43,11 @@ def store(tmp_path: Path, recipe: Recipe) -> Path:
 
 
 def everything(folder: Path) -> dict[str, object]:
-    """What lies below a folder: content of files but the lock's, places of links, names of folders."""
+    """Return all paths below a folder.
+
+    The values are the content of files (None for the lock), the targets of links, and None for
+    folders.
+    """
     return {
         str(path.relative_to(folder)): os.readlink(path)
         if path.is_symlink()
@@ -48,7 +59,11 @@ def everything(folder: Path) -> dict[str, object]:
 
 
 def link(store: Path, name: str) -> Path:
-    """Move a file or folder of a store elsewhere and leave a link, or point one to a folder with something in it."""
+    """Replace a path of a store by a symbolic link.
+
+    An existing file or folder is moved elsewhere first. Otherwise the link points to a folder with
+    a file in it.
+    """
     elsewhere = store.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.txt").write_text("mine")
@@ -81,7 +96,7 @@ def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
 def test_a_linked_store_is_a_store(store: Path, recipe: Recipe) -> None:
     linked = store.parent / "linked"
     linked.symlink_to(store)
-    # a name that no store has, so that no writer touches it
+    # No store has a file of this name, so no writer touches it.
     (store / "my notes").symlink_to("/nowhere")
     assert [damage.part for damage in drop_damage(linked)] == [None, 1]
     recipe.write(linked)

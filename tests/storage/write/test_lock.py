@@ -1,4 +1,7 @@
-"""Several writers of one store: each part is committed once, whichever writes it, and nobody's files are taken away."""
+"""Several writers of one store: each part is committed once, by any of them.
+
+No writer deletes files that another one still needs.
+"""
 
 import errno
 import fcntl
@@ -19,7 +22,7 @@ from moa_data.tests.kit.stores import Recipe, read_tree
 
 
 def attempts(path: Path) -> set[str]:
-    """The writers whose unfinished files a store holds."""
+    """Return the ids of the writers that have unfinished files in a store."""
     return {file.name.split(".")[-2] for file in path.rglob("*.partial")}
 
 
@@ -29,7 +32,7 @@ def test_who_joins_deletes_nothing_and_the_last_one_sweeps(
     path = tmp_path / "shared"
     first = recipe.open(path, shares=True)
     dead = recipe.open(path, shares=True)
-    recipe.fill(dead.part(1))  # as a kill leaves it: neither committed nor discarded
+    recipe.fill(dead.part(1))  # A kill leaves a part like this: neither committed nor discarded.
     recipe.fill(first.part(1))
     with recipe.open(path, shares=True) as second:
         assert attempts(path) == {dead.attempt, first.attempt}
@@ -79,7 +82,7 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(
     path = tmp_path / "shared"
     with recipe.open(path, shares=True) as first, recipe.open(path, shares=True) as second:
         one, two = first.part(0), first.part(1)
-        again = second.part(0)  # a hint keeps nobody from it
+        again = second.part(0)  # A claim is only a hint and does not keep others from the part.
         assert [second.is_claimed(part) for part in range(3)] == [True, True, False]
         again.discard()
         assert second.is_claimed(0)
@@ -140,8 +143,8 @@ def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:
     os.close(lock_file(tmp_path / "held"))
 
 
-# Three forks write the parts of one store, each in an order of its own, and are killed at random
-# instants again and again; then one finishes it.
+# Three forks write the parts of one store, each in an order of its own. They are killed at random
+# moments, again and again. Then two more finish the store.
 KILLED_WRITERS = """
 import os, random, signal, sys, time
 from pathlib import Path

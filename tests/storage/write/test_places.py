@@ -1,4 +1,4 @@
-"""The contract of places that stores are written to: a folder, and a prefix of a bucket."""
+"""The contract of the places of a store: a folder, and a prefix of a bucket."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -45,7 +45,10 @@ LENGTHS = (70, 3, 200, 64)
 
 
 class PlaceContract:
-    """What writing must do wherever a store lies; a subclass gives a fixture ``place`` where nothing is."""
+    """The contract of writing in any place.
+
+    A subclass has a fixture ``place``, at which nothing exists yet.
+    """
 
     @pytest.fixture
     def recipe(self) -> Recipe:
@@ -53,7 +56,7 @@ class PlaceContract:
 
     @pytest.fixture
     def wanted(self, store: Path) -> dict[str, bytes]:
-        """The bytes of the store on a disk."""
+        """The files of the store on a disk."""
         return read_tree(store)
 
     def test_the_store_holds_the_bytes_of_one_on_a_disk(
@@ -64,7 +67,8 @@ class PlaceContract:
         wanted: dict[str, bytes],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(batch, "REMOTE_WINDOW_BYTES", 4000)  # several windows
+        # so that several windows are uploaded
+        monkeypatch.setattr(batch, "REMOTE_WINDOW_BYTES", 4000)
         recipe.write(place)
         assert tree_of(place) == wanted
         assert verify_store(place).ok
@@ -140,7 +144,7 @@ class TestFolder(PlaceContract):
 
 
 class TestBucket(PlaceContract):
-    """In the place of the fixture below."""
+    """The contract in a bucket: the fixture ``place`` of this module."""
 
     def test_damage_is_named(self, place: RemotePath, recipe: Recipe) -> None:
         shard = recipe.write(place) / "parts/kv/c.1.0.0.0.0"
@@ -157,7 +161,7 @@ class TestBucket(PlaceContract):
         reader.close()
         with pytest.raises(StoreDamaged, match=f"{shard} ends inside its index"):
             reader.read(i, "kv")
-        for _ in range(2):  # cut, then gone
+        for _ in range(2):  # The shard is cut first, and then removed.
             with pytest.raises(StoreDamaged, match=str(shard)):
                 ActivationStore(place)
             remove_files(shard)
@@ -172,7 +176,7 @@ class TestBucket(PlaceContract):
         dead = recipe.open(place, shares=True)
         recipe.fill(out := dead.part(0))
         for array in out._arrays.values():
-            array.finish()  # as a kill before the commit leaves it
+            array.finish()  # A kill before the commit leaves a part like this.
         recipe.write(place)
         uploads = {
             f"parts/{partial_name(name, out._files.attempt)}"
@@ -231,7 +235,7 @@ class TestBucket(PlaceContract):
 
 
 def rounded(n: int) -> Callable[[str, dict[str, Any], np.ndarray], np.ndarray]:
-    """What the n-th of several machines computes."""
+    """Return a function that changes values like the rounding of the n-th machine."""
 
     def change(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
         return values ^ np.uint16(n) if name == "kv" or name.startswith("hidden") else values
@@ -241,7 +245,7 @@ def rounded(n: int) -> Callable[[str, dict[str, Any], np.ndarray], np.ndarray]:
 
 @pytest.fixture
 def recipe() -> Recipe:
-    """A store of one part, of codes with scales: those of two machines together decode to wrong values."""
+    """A store of codes with scales. Codes of one machine with another's scales are wrong values."""
     fields = (tokens_field(), hidden_field("last", 16))
     return make_recipe((70, 3), fields).with_manifest(codec=StoreCodec("int8", ()).describe())
 
@@ -255,17 +259,19 @@ def place(moto_server: str) -> Iterator[RemotePath]:
 
 
 def trees(recipe: Recipe, folder: Path, n: int) -> list[dict[str, bytes]]:
-    """The bytes that each of n machines that differ gives a folder."""
+    """Return the files that each of n machines writes into a folder."""
     return [read_tree(recipe.write(folder / str(i), rounded(i))) for i in range(n)]
 
 
 CHANGING = ("put_if_absent", "replace", "put", "copy", "delete")
 """Requests that change a bucket."""
 N_PUTS = 3
-"""Uploads of the part of the tests' store, and as many copies."""
+"""Number of uploads for the part of these tests, and of copies."""
 STEPS = {
-    "an upload": (1, False), "the record": (N_PUTS, False), "a copy": (N_PUTS + 1, True), "half": (N_PUTS + 2, True),
-    "the commit": (2 * N_PUTS + 1, True), "the deletion": (2 * N_PUTS + 2, True), "the end": (2 * N_PUTS + 3, True),
+    "an upload": (1, False), "the record": (N_PUTS, False), "a copy": (N_PUTS + 1, True),
+    "half": (N_PUTS + 2, True),
+    "the commit": (2 * N_PUTS + 1, True), "the deletion": (2 * N_PUTS + 2, True),
+    "the end": (2 * N_PUTS + 3, True),
 }  # fmt: skip
 FAST = ("the record", "half")
 
@@ -276,7 +282,7 @@ FAST = ("the record", "half")
 def test_a_kill_before_any_step_of_a_publication(
     place: RemotePath, recipe: Recipe, tmp_path: Path, step: str
 ) -> None:
-    """The next writer, on another machine, finishes the whole part of the first or makes all of it anew."""
+    """The next writer, on another machine, finishes the part of the first or writes all of it."""
     n_calls, is_first = STEPS[step]
     is_over = False
     with recipe.open(place) as writer, killed_at(n_calls + 1, CHANGING, ObjectStore):
@@ -293,7 +299,7 @@ def test_a_kill_before_any_step_of_a_publication(
 
 
 def test_unlike_machines_race(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
-    """Each part is one machine's, with nothing beside it."""
+    """All files of a part come from one machine, and no other files are left."""
     recipe = make_recipe(LENGTHS).with_manifest(codec=recipe.manifest.codec)
 
     def work(n: int) -> None:
@@ -327,7 +333,7 @@ def test_a_record_whose_uploads_are_gone_comes_to_nothing(
 def test_plain_libraries_read_a_bucket_as_a_folder(
     place: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snippet of docs/object-stores.md, with zarr-python and with tensorstore."""
+    """Run the snippet of docs/object-stores.md, with zarr-python and with tensorstore."""
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     recipe = make_recipe((70, 3, 200))
     local = recipe.write(tmp_path / "local")

@@ -1,4 +1,7 @@
-"""Parts appear whole or not at all; a store continues only from the inputs it was made from."""
+"""A part appears complete or not at all.
+
+A store continues only with the inputs that it was made from.
+"""
 
 import errno
 import hashlib
@@ -56,7 +59,7 @@ def test_pieces_of_any_size_and_any_number_of_threads_give_equal_bytes(
                             out.write(field.name, row["first_token"] + at, values[at : at + n])
                             at += n
                         out.settle()
-                        values[...] = 1  # what is settled may change
+                        values[...] = 1  # The writer no longer needs the values of a settled write.
                 out.commit()
     assert pool.busy_s > 0
     assert read_tree(other) == read_tree(store)
@@ -153,7 +156,7 @@ def test_a_store_without_parts_is_begun_anew_from_other_inputs(
     for commit in (store / "commits").glob("part-*"):
         commit.unlink()
     with pytest.raises(StoreMismatch):
-        other.write(store)  # what only continues, such as a repair
+        other.write(store)  # A writer that only continues a store, such as a repair, refuses it.
     with begin(other, store) as writer:
         assert writer.has_begun_anew
         assert not writer.has_target
@@ -325,8 +328,7 @@ def test_starting_lists_the_folders_of_the_store_and_none_of_a_part(
     with recipe.open(store) as writer:
         assert writer.pending_parts() == []
     assert len(listed) < 40
-    # Each part has a commit, which is looked for and read, and four shards, whose sizes are
-    # compared with it.
+    # Each part has a commit, which is opened, and four shards, whose sizes are compared with it.
     assert len(looked_at) < 8 * n_parts + 100
     listed.clear()
     with ActivationStore(store, require_complete=True) as reader:
@@ -338,12 +340,15 @@ def test_starting_lists_the_folders_of_the_store_and_none_of_a_part(
     assert len(looked_at) < 2 * n_parts
 
 
-# Of the release before schema version 1 was dropped, with the versions of constraints.txt.
+# From the last release with schema version 1, with the package versions of constraints.txt.
 BYTES_OF_A_TINY_STORE = "f4ad4856728584fb90522739f84f7b2805d90b1d1855a956ac5c3f7e03bc0d33"
 
 
 def test_the_bytes_of_a_tiny_store(tmp_path: Path) -> None:
-    """Whatever changes them changes the format: what earlier releases wrote must be read, verified and continued."""
+    """Changed bytes mean a changed format.
+
+    Stores of earlier releases must still be read, verified and continued.
+    """
     tree = read_tree(make_recipe((70, 3, 130), part_tokens=192).write(tmp_path / "store"))
     digest = hashlib.sha256()
     for name, content in sorted(tree.items()):
