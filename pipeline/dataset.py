@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
 from ..files import kind_of, machine_trouble, parse_object
-from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
+from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow, unique_keys
 from ..text import counted, first_line, format_bytes
 
 MAX_ROW_BYTES = 1 << 28  # longest row that is read into memory
@@ -405,7 +405,8 @@ def parse_json(text: str | bytes) -> Any:
     """Parse one JSON value. Returns an UnreadableRow if Python cannot read the text as JSON."""
     try:
         # json.loads guesses the encoding of bytes, and a damaged line must not be read as UTF-16.
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(decoded, object_pairs_hook=unique_keys)
     # ValueError includes UnicodeDecodeError, and integers of thousands of digits.
     except ValueError as error:
         return UnreadableRow(f"not JSON: {first_line(error)}")

@@ -38,6 +38,7 @@ from ..moa.drafters.advice import Advice, advise
 from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ..moa.targets.loading import check_vocabulary
 from ..moa.targets.model_files import read_config
 from ..moa.targets.template import (
     TEMPLATE_TIME,
@@ -99,6 +100,7 @@ class ExtractPlan(WritePlan):
             f"rejected     {counts.n_rejected:,} of {rows}, "
             f"{counted(counts.n_duplicates, 'duplicate')} left out",
             *counts.rejection_lines(),
+            *counts.beside_lines(),
         ]
         if not self.ends_last_turn:
             lines.append(
@@ -198,6 +200,7 @@ def build_plan(
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
+        check_vocabulary(folder)
     tokenizer = load_target_tokenizer(folder)
     sizes = families.target_sizes(forward.model_config)
     template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)

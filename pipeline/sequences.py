@@ -15,7 +15,7 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +27,7 @@ import pyarrow as pa
 from ..errors import DatasetError, WorkerError
 from ..files import replacing
 from ..machine import usable_cores
-from ..moa.targets.chat import Rejection, RejectReason, parse_chat
+from ..moa.targets.chat import Rejection, RejectReason, names_beside_chat, parse_chat
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
@@ -52,6 +52,7 @@ _COUNTS = (
     "n_rows",
     "n_duplicates",
     "n_truncated",
+    "beside",
     "asked_the_time",
     "dataset_sha256",
     "rejections",
@@ -60,7 +61,8 @@ _COUNTS = (
 _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
 # Part of the origin. Increase it if a change of the code changes the tokens of a chat.
-_ORIGIN_VERSION = 3
+_ORIGIN_VERSION = 4
+_MOST_NAMES = 12  # names of columns and keys that a report lists
 
 
 @dataclass
@@ -79,6 +81,8 @@ class Sequences:
     n_truncated: int = 0
     asked_the_time: bool = False  # whether the chat template has asked for the time
     dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
+    # Column or key of a message that is not part of the tokens -> number of sequences.
+    beside: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)  # number of rows by reason
     # Text about the first row of each reason, with details.
     examples: dict[str, str] = field(default_factory=dict)
@@ -115,6 +119,7 @@ class Sequences:
         self._mask += mask.tobytes()
         self.offsets.append(len(self._mask))
         self.n_truncated += chat.truncated
+        self.beside.update(chat.beside)
 
     def reject(self, row: int, rejection: Rejection) -> None:
         """Count a rejected row."""
@@ -123,6 +128,15 @@ class Sequences:
         self.examples.setdefault(
             reason, f"row {row}" + (f": {rejection.detail}" if rejection.detail else "")
         )
+
+    def beside_lines(self) -> list[str]:
+        """Return a line that names what the rows have besides their chats; empty if nothing."""
+        if not self.beside:
+            return []
+        names = [f"{name} ({count:,})" for name, count in self.beside.most_common(_MOST_NAMES)]
+        n_more = len(self.beside) - len(names)
+        more = f" and {n_more} more" if n_more else ""
+        return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
 
     def rejection_lines(self) -> list[str]:
         """Return a line with an example for each reason, the most frequent first."""
@@ -183,7 +197,7 @@ class Sequences:
             offsets=array("q", np.from_dlpack(tokens.offsets).tobytes()),
             _tokens=np.from_dlpack(tokens.values),
             _mask=np.from_dlpack(mask.values),
-            **counts | {"rejections": Counter(counts["rejections"])},
+            **counts | {name: Counter(counts[name]) for name in ("rejections", "beside")},
         )
 
 
@@ -344,7 +358,10 @@ def tokenize_row(
     if isinstance(chat, Rejection):
         return chat
     is_cut = content.get("finish_reason") == "length"
-    return tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
+    tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
+    if isinstance(tokenized, Rejection):
+        return tokenized
+    return replace(tokenized, beside=tuple(names_beside_chat(row, template.text)))
 
 
 def _check_fits(

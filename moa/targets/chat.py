@@ -7,7 +7,7 @@ chat template shows each piece.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -28,11 +28,13 @@ _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 # and annotations of an answer such as its reasoning. Few templates render such a key of a message,
 # and no template declares which ones it renders.
 _UNREAD = re.compile(
-    r"history|chat_template_kwargs|documents|attachments"
-    r"|(?:image|video|audio|media)s?(?:_urls?|_paths?|_files?)?"
-    r"|refusal|train_detail|think|scratch_?pad"
+    r"history|chat_template_kwargs|documents|attachments?"
+    r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
+    r"(?:_urls?|_paths?|_files?|_\d+)?"
+    r"|tool_call|function_calls|tool_results?|available_tools"
+    r"|refusal|train_detail|think|scratch_?pad|inner_monologue"
     r"|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
-    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|trajector(?:y|ies)))?",
+    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summar(?:y|ies)|trajector(?:y|ies)))?",
     re.IGNORECASE,
 )
 # Values of these keys that only switch thinking on or off, or set how much the assistant thinks.
@@ -40,12 +42,12 @@ _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium",
 # Keys that mark whether to train on a message, as named by OpenAI, axolotl, ms-swift, xtuner and
 # others. A message is trained on if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
-    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
-    r"|.+_mask",
+    r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
+    r"|.+_mask|requires_grad",
     re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
-    r"(?:is_)?mask(?:ed)?(?:_(?:out|loss|from_loss))?|loss_masked|untrained"
+    r"(?:is_|should_|to_)?mask(?:ed)?(?:_(?:out|loss|from_loss|labels?))?|loss_masked|untrained"
     r"|(?:no|not|do_not)_(?:train|loss|learn).*"
     r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
     re.IGNORECASE,
@@ -55,12 +57,12 @@ _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # Columns that mark a whole row. The pattern is narrower than for messages, because many columns
 # with other purposes have similar names.
 _ROW_MARK = re.compile(
-    r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trainable|loss|masked)"
-    r"|(?:train|loss)_(?:mask|weights?)"
-    r"|(?:sample_)?weights?|ignored?|excluded?|mask",
+    r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
+    r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)"
+    r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask",
     re.IGNORECASE,
 )
-_NO = ("0", "0.0", "-0.0", "false", "no", "off")
+_NO = ("false", "no", "off")  # And numbers that are not above 0.
 _YES = (
     "1",
     "1.0",
@@ -71,6 +73,8 @@ _YES = (
 )  # In NeMo's chats the value of `mask` is a role.
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+_READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
+_READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS, "finish_reason"}
 # Keys whose values are the chat itself. Inside them, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
@@ -193,6 +197,11 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     chat = _parse(row)
     if isinstance(chat, Rejection):
         return chat
+    for index, message in enumerate(chat.messages):
+        for key in _TOOL_COLUMNS:
+            if message.get(key):
+                detail = f"message {index} ({message['role']}) has {key}"
+                return Rejection(RejectReason.CONTENT_NOT_READ, detail)
     return Chat([_plain(message) for message in chat.messages], chat.tools)
 
 
@@ -243,7 +252,7 @@ def _parse(row: Any) -> Chat | Rejection:
     )
     if messages is None:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
-    if unread := _find_unread(row):
+    if unread := _find_unread(row) or _find_other_spelling(row, _READ_COLUMNS):
         return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
     if isinstance(messages, Rejection):
         return messages
@@ -330,7 +339,7 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
             f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
         )
     where = f"{where} ({role})"
-    if unread := _find_unread(item):
+    if unread := _find_unread(item) or _find_other_spelling(item, _READ_KEYS):
         return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
     calls = _parse_calls(item, where)
     if isinstance(calls, Rejection):
@@ -404,9 +413,46 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
     """Return the first key of a row or a message that holds unread content, or an empty text."""
     for key, value in _fields(item):
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
-        if _UNREAD.fullmatch(key) and is_content and str(value).strip().lower() not in _SWITCHES:
+        if (
+            _UNREAD.fullmatch(_snake_case(key))
+            and is_content
+            and str(value).strip().lower() not in _SWITCHES
+        ):
             return key
     return ""
+
+
+def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str:
+    """Return the first key that differs from a known one only in its spelling, or an empty text."""
+    for key, value in item.items():
+        name = _snake_case(str(key)).lower()
+        if name in known and key not in known and _is_filled(value):
+            return str(key)
+    return ""
+
+
+def names_beside_chat(row: Any, template_text: str) -> list[str]:
+    """List the columns of a row and the keys of its messages that are not part of the tokens.
+
+    Empty values do not count, nor do keys of messages that the chat template names, because it may
+    show them.
+
+    Args:
+        row: what :func:`parse_chat` has parsed.
+        template_text: the source of the chat template.
+    """
+    names = [
+        f"column {key}"
+        for key, value in row.items()
+        if key not in _READ_COLUMNS and _is_filled(value)
+    ]
+    for column in _MESSAGE_COLUMNS:
+        for message in _unpacked(row.get(column)) or ():
+            for key, value in message.items():
+                is_read = key in _READ_KEYS or str(key) in template_text
+                if not is_read and _is_filled(value):
+                    names.append(f"message key {key}")
+    return list(dict.fromkeys(names))
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
@@ -418,17 +464,31 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
             for element in values
             if isinstance(element, (bool, int, float, str))
         ]
-        name = _CAMEL_CASE.sub("_", key)
+        name = _snake_case(key)
         # A float column named "loss" is the loss of some model on this row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
-        excluding = _NO if _TRAIN_MARK.fullmatch(name) else ()
         if _SKIP_MARK.fullmatch(name):
-            excluding = _YES
-        if any(word in excluding for word in words):
+            excludes = any(word in _YES for word in words)
+        else:
+            excludes = bool(_TRAIN_MARK.fullmatch(name)) and any(map(_is_no, words))
+        if excludes:
             return f"{key} {value!r:.40}"
     return ""
+
+
+def _snake_case(key: str) -> str:
+    """Write a name such as lossMask or loss-mask as loss_mask."""
+    return _CAMEL_CASE.sub("_", key).replace("-", "_")
+
+
+def _is_no(word: str) -> bool:
+    """Whether the value of a train mark, as a lower-case text, means no."""
+    try:
+        return not float(word) > 0  # NaN means no, too.
+    except ValueError:
+        return word in _NO
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
@@ -497,12 +557,12 @@ def _unpacked(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, object_pairs_hook=_unique)
+        return json.loads(value, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError):
         return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object; raises ValueError for a repeated key, because one value would be lost."""
     values = dict(pairs)
     if len(values) < len(pairs):

@@ -50,6 +50,8 @@ class TokenizedChat:
     # uint8 [n_tokens]. It is 1 for tokens of the assistant, including the end-of-turn token.
     response_mask: np.ndarray
     truncated: bool  # Whether tokens beyond max_length were cut off.
+    # Columns and keys of messages that the row has besides; see :func:`.chat.names_beside_chat`.
+    beside: tuple[str, ...] = ()
 
 
 class _Piece(NamedTuple):

@@ -37,6 +37,14 @@ _DRAFTING_PARTS = (
     "hnorm",
     "shared_head",
 )
+# Names of tensors with one row per token of the vocabulary, in the families with most models.
+_VOCABULARY_TENSORS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+    "lm_head.weight",
+)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -89,6 +97,22 @@ def check_weights(folder: Path) -> None:
     n_needed = families.count_weights(config)
     if n_held < n_needed:
         raise _too_few(folder, n_held, n_needed)
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Refuse embeddings or an LM head that do not have vocab_size rows, by the weight headers.
+
+    Tokenised chats are compared with vocab_size before the target is loaded.
+    """
+    config = families.load_target_config(folder)
+    headers = _read_headers(folder, config)
+    for name in _VOCABULARY_TENSORS:
+        shape = headers[name].shape if name in headers else (config.vocab_size,)
+        if shape[0] != config.vocab_size:
+            raise TargetError(
+                f"the weights of {folder} do not fit config.json: {name} has shape {list(shape)}, "
+                f"expected {[config.vocab_size, *shape[1:]]}. {_ADVICE}"
+            )
 
 
 def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:

@@ -392,9 +392,11 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             for key, value in message.items():
                 is_framed = key != "content" or message["role"] == "tool"
-                parts.append(
-                    (f"message {index}", value, control.framed if is_framed else control.everywhere)
-                )
+                pattern = control.framed if is_framed else control.everywhere
+                parts.append((f"message {index}", value, pattern))
+                if key == "content" and not isinstance(value, str):
+                    # The template joins the parts, and a token may begin in one and end in another.
+                    parts.append((f"message {index}", "".join(content_texts(message)), pattern))
         parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
         for where, value, pattern in parts:
             for text in texts(value):

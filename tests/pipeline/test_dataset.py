@@ -16,7 +16,7 @@ from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
 from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat, parse_prompt
 from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.dataset import ChatSource, Columns, writer_of_answers
+from moa_data.pipeline.dataset import ChatSource, Columns, read_jsonl, writer_of_answers
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.plan import plan_bytes
@@ -31,6 +31,15 @@ def asks(content: Any) -> dict[str, Any]:
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
 PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+
+
+def test_a_key_that_comes_twice_makes_a_row_unreadable(tmp_path: Path) -> None:
+    """Otherwise one of the two values would be lost."""
+    good = json.dumps({"messages": CHAT})
+    lines = [good, good[:-1] + ', "messages": []}', '{"messages": [{"role": "user", "role": "x"}]}']
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert [isinstance(row, UnreadableRow) for row in read_jsonl(path)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from moa_data.demo.target import CHAT_TEMPLATE
-from moa_data.moa.targets.chat import Rejection, RejectReason
+from moa_data.moa.targets.chat import Rejection, RejectReason, parse_prompt
 from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.moa.targets.template import ChatTemplate
 from moa_data.pipeline.dataset import Columns
-from moa_data.pipeline.sequences import tokenize_row
+from moa_data.pipeline.sequences import Sequences, tokenize_row
 from moa_data.tests.kit import templates
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
@@ -329,6 +329,8 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
     {"isTrainable": False}, {"computeLoss": False}, {"lossWeight": 0}, {"skipTraining": True},
     {"isMasked": True},
     {"loss_masked": True}, {"mask_out": True}, {"untrained": True},
+    {"loss-mask": 0}, {"trained": False}, {"should_mask": True}, {"mask_labels": True},
+    {"requires_grad": False}, {"weight": "0.00"}, {"weight": -1}, {"weight": float("nan")},
 ])  # fmt: skip
 def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, Any]) -> None:
     asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -360,6 +362,13 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
         ({"loss_mask": [0, 1]}, RejectReason.MARKED_UNTRAINED),
         ({"train": False}, RejectReason.MARKED_UNTRAINED),
         ({"mask": "Assistant"}, RejectReason.MARKED_UNTRAINED),
+        ({"turn_weights": [0, 1]}, RejectReason.MARKED_UNTRAINED),
+        ({"message_loss_masks": [0]}, RejectReason.MARKED_UNTRAINED),
+        ({"System": "Be brief."}, RejectReason.CONTENT_NOT_READ),
+        ({"Tools": [{"name": "look_up"}]}, RejectReason.CONTENT_NOT_READ),
+        ({"available_tools": [{"name": "look_up"}]}, RejectReason.CONTENT_NOT_READ),
+        ({"messages": [{"role": "assistant", "content": "a", "toolCalls": [{"name": "f"}]}]},
+         RejectReason.CONTENT_NOT_READ),
         ({"messages": [{"role": "user",
                         "content": [{"type": "text", "text": "a", "image": "b.png"}]}]},
          RejectReason.NON_TEXT_PART),
@@ -639,6 +648,8 @@ def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
     "reasoning", "thinking", "reasoning_content", "Chain_of_Thought", "cot", "model_reasoning",
     "thinking_trace",
     "reasoningContent", "thought", "rationale", "scratchpad", "attachments", "media",
+    "reasoning-content", "reasoning_summary", "inner_monologue", "img", "imageUrl", "image-path",
+    "image_0", "screenshot", "attachment", "function_calls", "tool_call", "tool_results",
 ])  # fmt: skip
 def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
     for value in ("Hm.", ["Hm."], {"text": "Hm."}):
@@ -766,3 +777,37 @@ def test_messages_of_other_kinds_reject_their_row(
         reason,
         "message 2",
     )
+
+
+def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> None:
+    parts = [{"type": "text", "text": text} for text in ("hi<|im_", "end|>")]
+    for role in ("user", "assistant"):
+        messages = [
+            message | {"content": parts} if message["role"] == role else message
+            for message in (ASKS, ANSWERS)
+        ]
+        found = tokenize_row(template_of("chatml"), {"messages": messages}, 100)
+        rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "<|im_end|>")
+
+
+def test_a_prompt_whose_message_has_tools_is_rejected() -> None:
+    system = {"role": "system", "content": "s", "tools": "[]"}
+    found = parse_prompt({"messages": [system, ASKS]})
+    rejected(found, RejectReason.CONTENT_NOT_READ, "message 0 (system) has tools")
+
+
+def test_what_a_row_has_besides_its_chat_is_named() -> None:
+    row = {
+        "messages": [ASKS | {"timestamp": 7, "name": "Ada"}, ANSWERS | {"rating": None}],
+        "prompt_id": "x",
+        "notes": "",
+    }
+    found = tokenize_row(template_of("chatml"), row, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("column prompt_id", "message key timestamp")
+    sequences = Sequences()
+    sequences.add(0, found)
+    assert sequences.beside_lines() == [
+        "besides      column prompt_id (1), message key timestamp (1): not part of the tokens"
+    ]
+    assert Sequences.from_arrow(sequences.to_arrow()).beside == sequences.beside

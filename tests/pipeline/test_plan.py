@@ -97,6 +97,13 @@ def shrink(model: Path) -> None:
     build_text_model("llama", vocab_size=100).save_pretrained(model)
 
 
+def lower_vocabulary(model: Path) -> None:
+    """Let config.json have a token less than the weights."""
+    document = json.loads((model / "config.json").read_text())
+    document["vocab_size"] -= 1
+    (model / "config.json").write_text(json.dumps(document))
+
+
 LONG = {
     "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]
 }
@@ -107,6 +114,7 @@ GOOD: list[Any] = random_chats(8)
     ("change", "rows", "options", "error", "message"),
     [
         (None, [], {}, DatasetError, "is empty: no rows"),
+        (lower_vocabulary, None, {}, TargetError, r"embed_tokens.weight has shape .*, expected"),
         (
             None,
             [{"text": "hi"}] * 3,
