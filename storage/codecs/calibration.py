@@ -192,8 +192,8 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(sample.values, place).T * scale
-        # The store holds the axes in float16. Round them first, so that encoding (analysis) uses the
-        # same axes as decoding (synthesis).
+        # The store holds the axes in float16. Round them first, so that encoding (analysis) uses
+        # the same axes as decoding (synthesis).
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, place)
     weighted = on_host(place(sample.values) @ place(on_host(factor).astype(np.float32)))

@@ -150,8 +150,8 @@ class FieldCodec:
             )
 
 
-# Logical dtype -> upper estimate of stored bits per raw bit. Measured values for bfloat16 are 0.66 to
-# 0.70 for KV, and up to 0.70 for hidden states.
+# Logical dtype -> upper estimate of stored bits per raw bit. Measured values for bfloat16 are 0.66
+# to 0.70 for KV, and up to 0.70 for hidden states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
     "float16": 0.90,

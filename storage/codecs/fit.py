@@ -246,8 +246,8 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
-    # If a symbol has a probability above one half, its Huffman code has one bit. The rest of the code
-    # is the Huffman code of the other symbols.
+    # If a symbol has a probability above one half, its Huffman code has one bit. The rest of the
+    # code is the Huffman code of the other symbols.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -404,8 +404,8 @@ def fit_groups(
         *map(np.concatenate, zip(*(vars(m).values() for m in measured), strict=True))
     )
     ends = np.cumsum([len(h) for h in hopeful])[:-1]
-    # The estimated bits differ from the stored bits by a few percent, so the budget of the estimated
-    # bits is scaled until the stored bits meet ``bits_per_token``.
+    # The estimated bits differ from the stored bits by a few percent, so the budget of the
+    # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")

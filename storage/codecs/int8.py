@@ -8,9 +8,9 @@ values       token and head                  No channel is much larger than othe
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The byte chain (``storage.chunk``) entropy-codes the integers. So there is no gain from one scale for
-each 32 values, nor from clipping the largest values: both only trade bits against error at the same
-rate as a different step would. A scale is a bfloat16 with two bits of mantissa, rounded up. It
+The byte chain (``storage.chunk``) entropy-codes the integers. So nothing would be gained by a scale
+for each 32 values, nor by clipping the largest values: both only trade bits against error at the
+same rate as a different step would. A scale is a bfloat16 with two bits of mantissa, rounded up. It
 takes 4 to 5 bits after entropy coding. A full mantissa would take 10 bits and gain nothing, because
 a coarser step also needs fewer bits for the integers.
 
@@ -38,8 +38,8 @@ from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
 LARGEST_CODE = 127.0  # Upper bound on the magnitude of a code.
-# Number of consecutive tokens that share one scale per channel. Sequences are aligned to this number,
-# so that no block contains tokens of two sequences.
+# Number of consecutive tokens that share one scale per channel. Sequences are aligned to this
+# number, so that no block contains tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
 # Stored bits per value after the byte chain, including the scales: measured and rounded up.

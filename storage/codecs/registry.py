@@ -180,7 +180,8 @@ class StoreCodec:
 
         They are ordered from the lowest layer to the last hidden state. Each one is predicted from
         the one before it.
-        """        names = [
+        """
+        names = [
             name
             for name, codec in self.learned.items()
             if not codec.is_kv and codec.settings.is_joint
@@ -211,7 +212,8 @@ class StoreCodec:
         """Return the files of the store's ``codec/`` folder: file name -> content.
 
         The result is empty if no field codec learns.
-        """        if not self.learned:
+        """
+        if not self.learned:
             return {}
         states = [(name, codec.state()) for name, codec in self.learned.items()]
         arrays = {

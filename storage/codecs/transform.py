@@ -199,7 +199,7 @@ class Rope:
             )
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
-        """Raise ValueError if the rotation is not for ``n_layers`` layers and this head dimension."""
+        """Raise ValueError if the rotation does not fit ``n_layers`` layers of this head size."""
         half = self.inv_freq.shape[-1:]
         if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
             raise ValueError(
@@ -357,7 +357,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of components per part of a group from which other fields are predicted."""
+        """Largest number of components that each part of a group contributes to the features."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @override
@@ -604,12 +604,13 @@ class TransformCodec(FieldCodec):
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
     ) -> Array:
-        """Decode the features from which other fields are predicted: float32 [n_tokens, n_features].
+        """Decode the features from which other fields are predicted.
 
-        For a hidden state, the features are its decoded values. For keys and values, they are the
-        leading components (at most :data:`KV_FEATURES`), followed by the token features if keys and
-        values are predicted from tokens. Decoded keys (before RoPE) and values are a linear
-        function of all components and the token features.
+        The result is float32 [n_tokens, n_features]. For a hidden state, the features are its
+        decoded values. For keys and values, they are the leading components (at most
+        :data:`KV_FEATURES`), followed by the token features if keys and values are predicted from
+        tokens. Decoded keys (before RoPE) and values are a linear function of all components and
+        the token features.
 
         Args:
             codes: See :meth:`decode`.
@@ -705,7 +706,8 @@ class TransformCodec(FieldCodec):
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = placed(self._features, like)
-        # The table of features stays on the device. Only the ids are copied, because they are small.
+        # The table of features stays on the device. Only the ids are copied, because they are
+        # small.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
         # device is unusable.
