@@ -89,7 +89,7 @@ class StoreLock:
             self.is_alone = False
 
     def _wait_for(self, take: Callable[[], None], waits: bool = True) -> None:
-        """Take the lock. If another process is opening or cleaning the store, wait for that process.
+        """Take the lock. Wait while another process opens or cleans the store.
 
         Args:
             take: function that takes the lock or raises LockHeld.

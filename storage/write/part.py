@@ -258,7 +258,7 @@ class ArrayWriter:
             )
 
     def _flush_rows(self, row: int) -> None:
-        """Append the buffer to the shard, then zeros, until chunk ``row`` (along axis 0) is next."""
+        """Append the buffer, then zeros, until the next chunk along axis 0 has index ``row``."""
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
