@@ -38,7 +38,7 @@ class OptionInvalid(MoaDataError, ValueError):
 
 
 class OutputOccupied(MoaDataError, FileExistsError):
-    """The output folder contains other files than those of the expected store or run."""
+    """The output path already contains files that the command can neither continue nor replace."""
 
 
 class StorageUnavailable(MoaDataError, OSError):
@@ -66,9 +66,9 @@ class StoreNotFound(StoreError, FileNotFoundError):
 class StoreMismatch(StoreError):
     """An existing store was made from inputs that differ from the current inputs.
 
-    Inputs are compared as dotted keys such as ``extraction.max_length``. Keys with the same first
-    two components form a group. The message shows one key of each of the first groups that differ.
-    A note of the exception, which tracebacks show, lists all keys that differ.
+    Inputs are compared by dotted keys such as ``extraction.max_length``. If several keys with the
+    same prefix differ, the message shows only the first of them, and it shows at most three keys. A
+    note of the exception, which tracebacks show, lists all keys that differ.
 
     Args:
         path: path of the store.

@@ -159,7 +159,7 @@ def naming(path: Path) -> Iterator[None]:
 def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
 
-    Unlike ``os.walk``, this raises an error by default if a folder cannot be listed.
+    If a folder cannot be listed, this raises an error. ``os.walk`` would skip the folder.
     """
 
     def refuse(error: OSError) -> None:
@@ -196,8 +196,8 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
 def system_error(error: BaseException | None) -> OSError | None:
     """Return the system error (OSError) that caused an exception, or None.
 
-    It is the exception itself or one of its causes. If a library's message contains the number or
-    the words of a system error, an OSError with this number is returned.
+    The result is the exception itself or one of its causes. If the message of a library's exception
+    contains the number or the words of a system error, the result is an OSError with this number.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
@@ -270,7 +270,8 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
 class LockHeld(Exception):
     """Another process holds the lock.
 
-    ``holder`` names this process. ``note`` is the text that it wrote about its purpose.
+    ``holder`` is the name of that process. ``note`` is the text that the process has written to the
+    file of the lock for other processes.
     """
 
     def __init__(self, holder: str, note: str = "") -> None:

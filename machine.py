@@ -147,7 +147,7 @@ def fix_sums() -> None:
     By default, matrix products of a few rows on a CPU differ in the last bits between one thread
     and two threads, because MKL adds the terms in a different order. This sets the environment
     variable ``MKL_CBWR``, unless the user has set it. MKL reads the variable at its first matrix
-    product, so call this function before. The setting costs no measurable time.
+    product, so call this function before that. The setting costs no measurable time.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
@@ -168,9 +168,9 @@ def keep_freed_memory() -> None:
 def use_huge_pages() -> None:
     """Ask Linux to use huge pages for the large memory blocks of this process.
 
-    The call takes several seconds per GB. A forward call of the target for a few tokens reads every
-    weight once. With pages of 4 KiB instead of huge pages, a core reads only two thirds as many
-    bytes per second from memory, and serving a small target on a CPU takes 5-7 % longer.
+    This function takes several seconds per GB. A forward call of the target for a few tokens reads
+    every weight once. With pages of 4 KiB instead of huge pages, a core reads only two thirds as
+    many bytes per second from memory, and serving a small target on a CPU takes 5-7 % longer.
     """
     with contextlib.suppress(OSError):
         madvise = ctypes.CDLL("libc.so.6").madvise

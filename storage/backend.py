@@ -38,7 +38,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
 def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
-    """Return the path of a store.
+    """Convert a path or URL of a store to a path object.
 
     Args:
         path_or_url: a path, a ``file://`` URL, or an ``s3://``, ``gs://`` or ``az://`` URL.
@@ -126,7 +126,7 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
 
 
 def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
-    """Replace a file whose content must be ``old``; return whether the content is now ``new``."""
+    """Replace a file if its content is ``old``; return whether the content is now ``new``."""
     if isinstance(path, RemotePath):
         return path.backend.replace(path.key, old, new)
     # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
@@ -208,7 +208,7 @@ def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[
 
 
 def listed_sizes(folder: StorePath) -> dict[str, int]:
-    """Return the sizes in bytes of the files below a remote folder, by name, with one request.
+    """Return name -> size in bytes for all files below a remote folder, with one request.
 
     For a local folder the result is empty, and the caller has to call ``stat`` for each file.
     """
@@ -328,9 +328,9 @@ atomic, so no lock is needed.
 class LocalFile:
     """Reads byte ranges of a local file.
 
-    Threads and forked processes may share it, because ``pread`` does not use the file position. The
-    file is opened on first use. It is closed when too many files are open, or when this object is
-    garbage collected.
+    Threads and forked processes may share a LocalFile, because ``pread`` does not use the file
+    position. The file is opened on first use. It is closed when too many files are open, or when
+    this object is garbage collected.
     """
 
     max_read_bytes = 512 << 10
@@ -384,7 +384,7 @@ _scratch = threading.local()
 
 
 def scratch_bytes(name: str, n_bytes: int) -> np.ndarray:
-    """Return ``n_bytes`` of a uint8 buffer that this thread reuses for each call with ``name``."""
+    """Return the first ``n_bytes`` of this thread's uint8 buffer ``name``, which calls reuse."""
     buffer: np.ndarray | None = getattr(_scratch, name, None)
     if buffer is None or len(buffer) < n_bytes:
         buffer = np.empty(n_bytes, np.uint8)

@@ -4,8 +4,8 @@ The chain consists of codecs of the Zarr v3 specification, so that any Zarr libr
 chunks: ``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB)
 and ``crc32c``.
 
-This module builds most blosc frames itself. Its frames are smaller and take less time than those of
-the blosc library, which encodes many short matches::
+This module builds most blosc frames itself. Its frames are smaller than those of the blosc library,
+which encodes many short matches, and they take less time to process::
 
     | version 2 | zstd format 1 | flags | typesize | n_bytes u32 | block_bytes u32 |    header
     | frame_bytes u32 |

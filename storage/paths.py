@@ -36,7 +36,7 @@ class Backend(Protocol):
     url: str
 
     def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return file name -> size and time, for all files whose name starts with a folder.
+        """Return file name -> size and time, for the file ``folder`` or all files below it.
 
         The listing may be out of date.
         """

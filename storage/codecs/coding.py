@@ -109,9 +109,9 @@ class CodeColumns:
     levels: np.ndarray  # int32, number of levels of the digit.
     step: np.ndarray  # float32, step of the component's quantiser.
     is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
-    rounding: np.ndarray  # float32, see ``fit``.
-    shift_one: np.ndarray  # float32, see ``fit``.
-    shift_more: np.ndarray  # float32, see ``fit``.
+    rounding: np.ndarray  # float32, rounding of the quantiser (see the module ``fit``).
+    shift_one: np.ndarray  # float32, shift of decoded values with code 1 or -1 (see ``fit``).
+    shift_more: np.ndarray  # float32, shift of decoded values with larger codes (see ``fit``).
 
     def table(self) -> np.ndarray:
         """Return all columns as one float32 array [n_columns, 9]."""
@@ -119,7 +119,7 @@ class CodeColumns:
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
-        """Undo :meth:`table`."""
+        """Create the columns from an array that :meth:`table` returned."""
         integers = ("part", "component", "array", "levels")
         names = (column.name for column in fields(cls))
         dtypes = (np.int32 if name in integers else np.float32 for name in names)
@@ -150,7 +150,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
 
     Args:
         scaled: Components divided by their quantisation steps, [n_tokens, n_components].
-        rounding: [n_components], see ``fit``.
+        rounding: Rounding of each component's quantiser (see the module ``fit``), [n_components].
         limit: Largest magnitude of each component's code, [n_components].
 
     Returns:
@@ -343,8 +343,8 @@ class GroupTransform:
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup unpacks a byte and applies shift and step. The table has one row for each
-        # value of each byte of a token.
+        # One table lookup maps a byte to the decoded values of all its codes. The table has one row
+        # for each value of each byte of a token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -357,7 +357,7 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the constants as arrays of the library (NumPy or torch) and device of ``like``."""
+        """Return the constants as NumPy arrays or torch tensors, on the device of ``like``."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -381,7 +381,7 @@ class GroupTransform:
         return {
             "mean": [basis.mean for basis in bases],
             # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
-            # before rounding. For decoding, the tables contain the factor of the steps.
+            # before rounding. The values in the tables for decoding are multiplied by the steps.
             "analysis": [
                 np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
                 for basis, c, ids in zip(bases, component, column_ids, strict=True)

@@ -318,8 +318,7 @@ def _code_bits(counts: np.ndarray) -> np.ndarray:
         counts: Histograms, [n, 256].
 
     Returns:
-        The entropy, and the estimated loss of Huffman coding, times the total of each histogram:
-        [n].
+        Estimated bits of all symbols of each histogram, [n].
     """
     totals = np.maximum(counts.sum(1), 1e-12)
     probability = counts / totals[:, None]
@@ -487,7 +486,7 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
         hopeful: Sorted numbers of the components, counted across all parts.
 
     Returns:
-        The record of the array, which is float32 [n_tokens, len(hopeful)].
+        Offset and shape of the array, which is float32 [n_tokens, len(hopeful)].
     """
     first = 0
     chosen = []

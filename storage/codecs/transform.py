@@ -98,7 +98,8 @@ class TransformSettings:
     kv_bits: float  # Stored bits per value of keys and values.
     # Stored bits per value of hidden states. None for the default that ``bits`` computes.
     hidden_bits: float | None = None
-    # Number of layers that share a basis. 0 for all layers, None to choose it by their width.
+    # Number of layers that share a basis. 0 for all layers, None to choose the number by the width
+    # of a layer.
     group_layers: int | None = None
     # Whether keys and values are predicted from the target's embeddings of the tokens.
     from_tokens: bool = False

@@ -181,7 +181,7 @@ class PartShards:
         )
 
     def grid(self, array: StoredArray) -> ArrayGrid:
-        """Return the grid of an array. All parts share it.
+        """Return the grid of an array, which all parts of the store share.
 
         Raises:
             StoreDamaged: the array's Zarr metadata contradicts the manifest.
@@ -306,7 +306,7 @@ class _Read:
 
 
 def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
-    """Fill the ``out`` buffer of every range.
+    """Read all ranges, and fill their buffers (``RowRange.out``).
 
     Args:
         shards: the shards of the store.

@@ -253,7 +253,7 @@ class ActivationStore:
         """Read the stored rows that ``codec.fields[field].decode`` takes as ``codes``.
 
         The arguments are the same as for :meth:`read`. The rows begin at the first requested token.
-        If the codec is lossy, this token is rounded down to a multiple of 64.
+        If the codec is lossy, they begin at the nearest multiple of 64 tokens before this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]

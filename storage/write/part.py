@@ -59,7 +59,7 @@ A task of this size takes about 1.5 ms, which is much longer than passing it to 
 
 
 class ShardWriter:
-    """Writes one shard sequentially. Only the index and chunks to be written are in memory.
+    """Writes one shard sequentially. Only its index and unwritten chunks are in memory.
 
     Args:
         path: path of the new file.

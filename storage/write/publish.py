@@ -136,7 +136,7 @@ class Publication:
         In a folder the caller must hold the lock.
 
         Returns:
-            Whether the commit is now that of this publication.
+            Whether the commit now has the content of this publication.
         """
         if isinstance(self.commit, RemotePath):
             while not backend.put_if_absent(publication_path(self.commit), self.to_json()):
@@ -148,7 +148,7 @@ class Publication:
         """Execute steps 2 and 3 of the publication, as far as they have not been executed yet.
 
         Returns:
-            Whether the commit is now that of this publication.
+            Whether the commit now has the content of this publication.
         """
         store = self.commit.parent.parent
         has_won = False
@@ -385,8 +385,8 @@ class StoreFiles:
                     below = local.relative_to(folder).as_posix()
                     files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
-            # Delete the old commit, because the files do not match it while they are replaced.
-            # Without a commit the target bundle counts as incomplete, not as damaged.
+            # While the files are replaced, they do not match the old commit. So delete the commit
+            # first. Without a commit the target bundle counts as incomplete, not as damaged.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}

@@ -407,8 +407,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         All parts must already have the fields of the new manifest.
         """
         # Delete commits/store.json first, and write it again last. In between, readers do not
-        # verify the files that it lists. If the disk is full, it stays missing until the store is
-        # opened for writing again.
+        # verify the files that it lists. If the disk is full, the commit stays missing until the
+        # store is opened for writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
