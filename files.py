@@ -418,11 +418,11 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
 
     Args:
         text: the JSON text.
-        allows_infinity: whether the numbers ``Infinity`` and ``-Infinity`` are accepted.
+        allows_infinity: whether the numbers ``Infinity`` and ``-Infinity`` are allowed.
 
     Raises:
-        ValueError: the text is not a JSON object, is too long, or is nested too deeply, or it
-            contains NaN or a number that is not accepted.
+        ValueError: the text is not a JSON object, is too long or nested too deeply, or contains NaN
+            or an infinite number that is not allowed.
     """
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{len(text)} bytes, at most {MAX_JSON_BYTES} are read")

@@ -250,7 +250,7 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Read the grid of an array from its zarr.json.
+    """Convert the content of an array's zarr.json to its grid.
 
     Args:
         text: content of zarr.json.

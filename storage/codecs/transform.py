@@ -24,8 +24,8 @@ Predictions:
 
 - ``,tokens`` predicts keys and values from the token ids. This makes the file of the basis up to
   1,024 bytes larger per token of the vocabulary (131 MB for Llama 3).
-- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. Keys and
-  values are a linear function of their layer's normalised input, which is a hidden state.
+- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. The keys
+  and values of a layer are a linear function of the layer's normalised input, a hidden state.
 - ``,joint`` predicts each hidden state from the next lower hidden state of the store, because a
   decoder layer changes its input little. The last hidden state is predicted from the highest stored
   layer. With ``,tokens`` but without ``,from-kv``, the lowest hidden state is predicted from the

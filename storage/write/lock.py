@@ -41,7 +41,7 @@ On other systems a store is always locked exclusively.
 _OPENING = "opens or cleans the store"
 """Note that a process writes to store.lock while it opens or cleans the store.
 
-Other processes that find this note wait until the process shares the lock.
+Other processes that find this note wait for the lock instead of raising an error.
 """
 # Seconds for which a process waits if it finds no such note, because the holder of the lock may not
 # have written it yet.
