@@ -1,7 +1,7 @@
 """All errors that moa-data raises on purpose.
 
-Each message states what was found, what was expected and what to do next. Some classes also inherit
-from the matching builtin, so that callers can catch them without knowing moa-data.
+Each message states what was found, what was expected and what the user can do. Some classes also
+inherit from a builtin exception, so that callers can catch the errors by the builtin class.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class MoaDataError(Exception):
-    """Base class of all errors that the user can act on.
+    """Base class of all errors of moa-data.
 
     Args:
         message: what was found and what was expected.
-        hint: what to do next, if the message does not say it.
+        hint: what the user can do, unless ``message`` says it.
     """
 
     exit_code: int = 2  # Exit code of a command that ends with this error.
@@ -25,11 +25,11 @@ class MoaDataError(Exception):
 
 
 class Interrupted(MoaDataError):
-    """A signal stopped the work; the message says what is saved and how to continue."""
+    """A signal has stopped the command. The message says what was saved and how to continue."""
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        # None if the KeyboardInterrupt that caused this error knows the signal.
+        # Number of the signal. None if the KeyboardInterrupt that caused this error contains it.
         self.signum = None if signum is None else int(signum)
 
 
@@ -38,13 +38,13 @@ class OptionInvalid(MoaDataError, ValueError):
 
 
 class OutputOccupied(MoaDataError, FileExistsError):
-    """The output folder holds something else."""
+    """The output path already contains files that the command can neither continue nor replace."""
 
 
 class StorageUnavailable(MoaDataError, OSError):
     """A disk or an object store is full, read-only, unreachable, or does not support locks.
 
-    The files on it may be intact.
+    The files on this disk or in this object store may be intact.
     """
 
 
@@ -53,9 +53,9 @@ class NotEnoughMemory(MoaDataError, MemoryError):
 
 
 class StoreError(MoaDataError, ValueError):
-    """Base class of errors of an activation store.
+    """Base class of all errors of an activation store.
 
-    It is raised itself for arrays that do not fit and for missing parts.
+    This class itself is raised for arrays of the wrong shape or dtype, and for missing parts.
     """
 
 
@@ -64,20 +64,23 @@ class StoreNotFound(StoreError, FileNotFoundError):
 
 
 class StoreMismatch(StoreError):
-    """An existing store was made from other inputs than the ones given now.
+    """An existing store was made from inputs that differ from the current inputs.
 
-    The message shows the first key of each group that differs, up to a limit. A note of the
-    exception, which tracebacks show, lists all keys.
+    Inputs are compared by dotted keys such as ``extraction.max_length``. If several keys with the
+    same prefix differ, the message shows only the first of them, and it shows at most three keys. A
+    note of the exception, which tracebacks show, lists all keys that differ.
 
     Args:
-        path: the store.
-        changes: dotted key -> (value in the store, value given now), for every key that differs.
-        advice: what to do; the default is for somebody who extends a store.
+        path: path of the store.
+        changes: dotted key -> (value in the store, current value), for every key that differs.
+        advice: what the user can do. The default is for a command that continues a store.
     """
 
     _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
-    """Prefixes of keys, in the order of the message. Counts and the plan, which depend on them, are
-    last."""
+    """Prefixes of keys, in the order in which the message shows them.
+
+    All other keys, such as counts and the plan, come last, because they depend on these keys.
+    """
     _MAX_SHOWN = 3
     _MAX_VALUE_CHARS = 32
 
@@ -111,19 +114,19 @@ class StoreMismatch(StoreError):
 
 
 class StoreLocked(StoreError, BlockingIOError):
-    """Another process is writing to this store."""
+    """Another process is writing to the store."""
 
 
 class SchemaVersionError(StoreError):
-    """The store has another schema version than the one that this release reads."""
+    """This release cannot read the schema version of the store."""
 
 
 class StoreDamaged(StoreError):
-    """A file of a store is missing, truncated, changed, or does not match its commit."""
+    """A file of a store is missing, truncated or changed, so that it does not match its commit."""
 
 
 class CodecUnknown(StoreError):
-    """A codec does not exist, or does not support such fields."""
+    """A codec does not exist, or does not support the fields of the store."""
 
 
 class SelectionInvalid(StoreError, IndexError):
@@ -131,7 +134,7 @@ class SelectionInvalid(StoreError, IndexError):
 
 
 class ReportUnwritten(StorageUnavailable):
-    """The report of an evaluation cannot be written after everything was measured."""
+    """The report of an evaluation cannot be written, although the evaluation has finished."""
 
     def __init__(self, path: Path, error: Exception, markdown: str) -> None:
         reason = getattr(error, "strerror", None) or error
@@ -139,13 +142,13 @@ class ReportUnwritten(StorageUnavailable):
             f"{path} cannot be written ({reason}); the report is printed instead. Free some space "
             "first."
         )
-        self.markdown = markdown  # The report as text.
+        self.markdown = markdown  # Text of the report, which the command prints.
 
 
 class DatasetError(MoaDataError, ValueError):
     """Chats, prompts, a file of another project or a folder of the Hub cannot be read.
 
-    Also raised if too many chats cannot be used.
+    This error is also raised if too many chats of a dataset cannot be used.
     """
 
 
@@ -154,7 +157,7 @@ class TemplateError(DatasetError):
 
 
 class PromptUnusable(TemplateError):
-    """A prompt holds control tokens of the target, or text that cannot be encoded."""
+    """A prompt contains control tokens of the target, or text that cannot be encoded."""
 
 
 class DrafterError(MoaDataError, ValueError):
@@ -162,9 +165,9 @@ class DrafterError(MoaDataError, ValueError):
 
 
 class TargetError(DrafterError):
-    """A target cannot be loaded, is not supported, or is not the expected one.
+    """A target cannot be loaded, is not supported, or is not the expected target.
 
-    Also raised if it computes values that are not finite.
+    This error is also raised if a target computes values that are not finite.
     """
 
 
@@ -173,7 +176,7 @@ class TrainingError(MoaDataError):
 
 
 class WorkerError(MoaDataError, RuntimeError):
-    """The processes or the engine of an extraction cannot run, or ended before the work did."""
+    """The worker processes or the engine of an extraction cannot run, or ended too early."""
 
 
 class ServingError(MoaDataError):
@@ -181,24 +184,24 @@ class ServingError(MoaDataError):
 
 
 class Overloaded(ServingError):
-    """The server accepts no more sessions, tokens or requests now; try again later."""
+    """The server temporarily accepts no more sessions, tokens or requests."""
 
 
 class RequestInvalid(ServingError, ValueError):
-    """A request that cannot be served as given."""
+    """A request is invalid, so the server cannot serve it."""
 
 
 class NotAllowed(ServingError, PermissionError):
-    """The bearer token is missing or wrong."""
+    """The bearer token of a request is missing or wrong."""
 
 
 class ProtocolMismatch(ServingError):
-    """Client and server have different protocol versions, targets, tokenizers or drafters."""
+    """Protocol version, target, tokenizer or drafter of client and server differ."""
 
 
 class Disconnected(ServingError, ConnectionError):
-    """The connection ended, or could not be made."""
+    """The connection between client and server has ended, or could not be opened."""
 
 
 class RunWarning(UserWarning):
-    """A training run deviates from its settings."""
+    """A warning that a training run deviates from its settings."""

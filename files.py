@@ -1,4 +1,4 @@
-"""Write, lock and read local files safely, and parse foreign JSON within limits."""
+"""Write, lock and read local files safely, and parse JSON of other programs within limits."""
 
 import errno
 import fcntl
@@ -17,26 +17,31 @@ from typing import Any
 from .errors import DrafterError, MoaDataError, NotEnoughMemory, StorageUnavailable, StoreDamaged
 from .text import first_line, format_bytes
 
-# Suffix of files and folders that are being written. After a crash they can be deleted.
+# Suffix of the names of files and folders that are being written. After a crash, files and folders
+# with this suffix can be deleted.
 PARTIAL_SUFFIX = ".partial"
-# Mode of a new file, before the umask is applied.
+# Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
-# Maximum length of a JSON document. The commit of a part has about 100 bytes per file.
+# Largest size of a JSON file that is read. The commit of a part, the longest one, has about 100
+# bytes for each file that it lists.
 MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
-"""Maximum count in a document. Sums and products of a few counts fit into 64 bits or are Python
-integers."""
+"""Largest count that is accepted in a JSON document.
+
+It is small enough that computations with several counts do not overflow: they fit into 64 bits, or
+use Python integers.
+"""
 FULL_DISK_ADVICE = (
     "What was finished is safe. Free some space and run the same command again: it continues with "
     "what is missing."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Errors caused by a wrong path or a damaged file.
+# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
 _ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# How libraries with their own errors write the number of a system error: Rust's, then Python's and
-# Arrow's.
+# Number of a system error in the message of a library's own exception. Rust libraries use the first
+# form, Python and Arrow the second.
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
-# Texts of libraries that omit the number.
+# Words in messages that do not contain the number of the system error -> this number.
 _ERROR_WORDS = {
     "no space left on device": errno.ENOSPC, "disk quota exceeded": errno.EDQUOT,
     "file too large": errno.EFBIG, "read-only file system": errno.EROFS,
@@ -46,7 +51,8 @@ _ASK_FOR_RIGHTS = "Give yourself the rights to it, or choose another path."
 _LOOK_AT_DISK = (
     "What was finished is safe. Check the disk or the mount, and run the same command again."
 )
-# Advice for system errors that are about the machine, whatever the operation was.
+# Number of a system error -> advice. These errors have their cause in the machine, whatever the
+# operation was.
 _ADVICE = {
     errno.ENOSPC: FULL_DISK_ADVICE,
     errno.EDQUOT: FULL_DISK_ADVICE,
@@ -62,7 +68,8 @@ _ADVICE = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the limit of open files of the system, or end other programs.",
 }
-# Errors that mean that a lock is held. Some network file systems report EACCES.
+# Numbers of system errors that mean that another process holds a lock. Some network file systems
+# report EACCES.
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -85,7 +92,7 @@ def write_all(fd: int, data: bytes | memoryview) -> int:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames and new names inside a folder durable."""
+    """Sync a folder, so that files that were created or renamed in it survive a crash."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -94,7 +101,11 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create and sync a file, not atomically; a symbolic link at the path is refused."""
+    """Write and sync a file. This is not atomic.
+
+    Raises:
+        OSError: the path is a symbolic link, or the file cannot be written.
+    """
     fd = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
     )
@@ -107,7 +118,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file atomically: after a crash it is either unchanged or complete."""
+    """Replace a file atomically: after a crash, the file has either its old or its new content."""
     with replacing(path) as partial:
         write_file(partial, data)
 
@@ -127,13 +138,16 @@ def replacing(path: Path, advice: str = FULL_DISK_ADVICE) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        # Without this, the rename itself could be lost in a power failure.
+        # Without this sync, the rename could be lost in a power failure.
         fsync_directory(path.parent)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to a system error that has none, such as one of a write to a descriptor."""
+    """Add the path to system errors in the ``with`` block that do not contain a path.
+
+    For example, the error of a write to a file descriptor does not contain the path of the file.
+    """
     try:
         yield
     except OSError as error:
@@ -143,9 +157,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield (folder, names of folders, names of files) of a tree from the top.
+    """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
 
-    Unlike ``os.walk`` by default, this raises an error for a folder that cannot be listed.
+    If a folder cannot be listed, this raises an error. ``os.walk`` would skip the folder.
     """
 
     def refuse(error: OSError) -> None:
@@ -157,12 +171,17 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 @contextmanager
 def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[None]:
-    """Turn a full disk, an exhausted quota or a read-only file system into one line with advice."""
+    """Turn errors of a full disk, quota or read-only file system into StorageUnavailable.
+
+    Args:
+        path: the path that the ``with`` block writes, for the message.
+        advice: what the user can do if there is no space left.
+    """
     try:
         yield
     except MoaDataError:
         raise
-    except Exception as error:  # Libraries may wrap the system error.
+    except Exception as error:  # A library may have wrapped the system error in its own exception.
         cause = system_error(error)
         if cause is not None and cause.errno == errno.EROFS:
             raise read_only(cause.filename or path, cause) from error
@@ -175,9 +194,10 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """Find the system error that caused an error.
+    """Return the system error (OSError) that caused an exception, or None.
 
-    It is the error itself, one of its causes, or is recognized in the text of a library's error.
+    The result is the exception itself or one of its causes. If the message of a library's exception
+    contains the number or the words of a system error, the result is an OSError with this number.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
@@ -197,9 +217,9 @@ def _error_number(text: str) -> int | None:
 
 
 def machine_trouble(error: BaseException) -> StorageUnavailable | None:
-    """Return an error for a problem with the disk, rights or limits of the machine, with advice.
+    """Return an error with advice if a problem with disk, rights or limits caused an exception.
 
-    Returns None for any other error.
+    For any other exception, return None.
     """
     cause = system_error(error)
     if cause is None or cause.errno not in _ADVICE:
@@ -209,7 +229,7 @@ def machine_trouble(error: BaseException) -> StorageUnavailable | None:
 
 
 def read_only(path: object, error: OSError) -> StorageUnavailable:
-    """Return the error for a folder that cannot be written."""
+    """Return the error to raise for a path that cannot be written."""
     return StorageUnavailable(
         f"{path} cannot be written ({os.strerror(error.errno or errno.EROFS)}). Give yourself the "
         "right to write there, or choose another output folder."
@@ -217,20 +237,20 @@ def read_only(path: object, error: OSError) -> StorageUnavailable:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the path, or its closest parent folder that exists."""
+    """Return the absolute path if it exists, otherwise the closest parent folder that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE) -> None:
-    """Refuse a folder that cannot be written or whose disk has too little room.
+    """Raise an error if a folder cannot be written, or its disk has less than ``n_bytes`` free.
 
-    The folder need not exist. An object store has no such limit, so nothing is checked for anything
-    but a ``Path``.
+    The folder need not exist. Nothing is checked if ``folder`` is not a ``Path``, because an object
+    store has no limited size.
     """
     if not isinstance(folder, Path):
         return
     there = nearest_folder(folder)
-    # On a read-only file system this check fails for root too.
+    # On a read-only file system, os.access returns False for root too.
     if not os.access(there, os.W_OK):
         status = os.statvfs(there)
         raise read_only(
@@ -243,12 +263,16 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
         )
 
 
-# Locking uses flock directly: a store needs shared locks and the name of the holder, and the
-# filelock package has neither.
+# Locks use flock directly. The filelock package supports neither shared locks nor messages that
+# name the process that holds a lock, and a store needs both.
 
 
 class LockHeld(Exception):
-    """Another process holds the lock; the error has its name and its note about the purpose."""
+    """Another process holds the lock.
+
+    ``holder`` is the name of that process. ``note`` is the text that the process has written to the
+    file of the lock for other processes.
+    """
 
     def __init__(self, holder: str, note: str = "") -> None:
         super().__init__(holder)
@@ -257,13 +281,14 @@ class LockHeld(Exception):
 
 
 def open_lock(path: Path) -> int:
-    """Open the file of a lock, creating it if it is missing.
+    """Open the file of a lock. Create the file if it does not exist.
 
-    A symbolic link is refused, because it may lead to somebody else's file.
+    Raises:
+        StoreDamaged: the path is a symbolic link, which could lead to the file of another user.
     """
     try:
-        # Readable and writable: on NFS, flock is a byte-range lock, which needs a writable
-        # descriptor.
+        # Open the file for writing too: on NFS, flock takes a byte-range lock, which needs a
+        # writable descriptor.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
@@ -274,19 +299,21 @@ def open_lock(path: Path) -> int:
 
 
 def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool = False) -> None:
-    """Take a lock, or change a held one; the kernel releases it when the process ends.
+    """Take a lock, or change a lock between shared and exclusive.
 
     Args:
-        fd: from :func:`open_lock`; closing it releases the lock. The file remains.
+        fd: result of :func:`open_lock`. Closing it, or the end of the process, releases the lock.
+            The file is not deleted.
         path: the file of the lock, for messages.
-        shared: take a shared lock, not an exclusive one.
-        note: one line for processes that find it locked.
-        waits: wait until other processes have released the lock.
+        shared: whether to take a shared lock instead of an exclusive one.
+        note: one line of text, written to the file for other processes that want the lock.
+        waits: whether to wait until other processes have released the lock.
 
     Raises:
-        LockHeld: another descriptor holds the lock. A lock that was to be changed is then lost.
-        StorageUnavailable: the file system does not support locks, or has no room for the name of
-            this process.
+        LockHeld: another process or descriptor holds the lock. If a held lock was to be changed, it
+            is lost.
+        StorageUnavailable: the file system does not support locks, or is full, so that the name of
+            this process cannot be written to the file.
     """
     try:
         fcntl.flock(
@@ -321,7 +348,7 @@ def lock_file(path: Path, waits: bool = False) -> int:
 
 
 def no_locks(path: Path, error: OSError) -> StorageUnavailable:
-    """Return the error for a file system that does not support locks."""
+    """Return the error to raise if a file system does not support locks."""
     return StorageUnavailable(
         f"{path} cannot be locked ({os.strerror(error.errno or 0)}), and without a lock two "
         f"processes could write to {path.parent} at the same time. Put that folder on a file "
@@ -334,14 +361,18 @@ def no_locks(path: Path, error: OSError) -> StorageUnavailable:
 
 
 def open_regular(path: Path) -> int:
-    """Open a local file for reading and return its descriptor; StoreDamaged if it is not regular.
+    """Open a regular local file for reading, and return its descriptor.
 
-    Opening a FIFO would block and a device has no end, so both are refused before reading.
+    FIFOs and devices are refused: opening a FIFO could block forever, and a device may have no end.
+
+    Raises:
+        StoreDamaged: the path is not a regular file.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):  # The errors for a socket.
+        # Opening a socket fails with one of these two errors.
+        if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):
             raise
         raise StoreDamaged(f"{path} is a socket or device, expected a regular file") from error
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
@@ -352,34 +383,46 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """Return what a path is: "a file", "a folder", "a FIFO", "a socket" or "a device"."""
+    """Return the type of a path: "a file", "a folder", "a FIFO", "a socket" or "a device"."""
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return the bytes of a file; ValueError before reading if it is too long or not regular."""
+    """Return the content of a file.
+
+    Raises:
+        ValueError: the file is longer than ``max_bytes`` or not a regular file. Nothing was read.
+    """
     with open(open_regular(path), "rb") as file:
         check_length(n_bytes := os.fstat(file.fileno()).st_size, max_bytes)
         return file.read(n_bytes)
 
 
 def check_length(n_bytes: int, max_bytes: int | None) -> None:
-    """Refuse a file that is longer than ``max_bytes``; raises ValueError."""
+    """Raise ValueError if ``n_bytes``, the size of a file, is greater than ``max_bytes``."""
     if max_bytes is not None and n_bytes > max_bytes:
         raise ValueError(f"it has {n_bytes} bytes, at most {max_bytes} are read")
 
 
 def read_object(path: Path, allows_infinity: bool = False) -> dict[str, Any]:
-    """Read a file with one JSON object; the ValueError for anything else is one line."""
+    """Read a file that contains one JSON object (see :func:`parse_object`).
+
+    Raises:
+        ValueError: the file does not contain a valid JSON object. The message is one line.
+    """
     return parse_object(read_bounded(path), allows_infinity)
 
 
 def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, Any]:
     """Parse a JSON object.
 
+    Args:
+        text: the JSON text.
+        allows_infinity: whether the numbers ``Infinity`` and ``-Infinity`` are allowed.
+
     Raises:
-        ValueError: it is not an object, too long, nested too deeply, or has NaN or (unless allowed)
-            Infinity.
+        ValueError: the text is not a JSON object, is too long or nested too deeply, or contains NaN
+            or an infinite number that is not allowed.
     """
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{len(text)} bytes, at most {MAX_JSON_BYTES} are read")
@@ -393,24 +436,33 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
 
 
 def whole_number(value: object, name: str, low: int = 0, high: int = MAX_WHOLE_NUMBER) -> int:
-    """Check and return a whole number of a document; ValueError for anything else."""
+    """Return a value of a JSON document if it is an integer from ``low`` to ``high``.
+
+    Raises:
+        ValueError: the value is anything else. The message contains ``name``.
+    """
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} is {_shown(value)}, expected a whole number from {low} to {high}")
     return value
 
 
 def whole_numbers(value: object, name: str) -> tuple[int, ...]:
-    """Check and return a list of at most 16 positive whole numbers of a document."""
+    """Return a value of a JSON document if it is a list of at most 16 positive integers.
+
+    Raises:
+        ValueError: the value is anything else. The message contains ``name``.
+    """
     if not isinstance(value, list) or len(value) > 16:
         raise ValueError(f"{name} is {_shown(value)}, expected a list of at most 16 numbers")
     return tuple(whole_number(item, name, 1) for item in value)
 
 
 def relative_name(name: object) -> str:
-    """Check and return the name of a file below a folder.
+    """Return a name if it is the relative path of a file below a folder.
 
     Raises:
-        ValueError: it is absolute, or has empty, ``.`` or ``..`` steps.
+        ValueError: the name is absolute, too long or not a string, or one of its components is
+            empty, ``.`` or ``..``.
     """
     if not isinstance(name, str) or "\0" in name or len(name) > 1024:
         raise ValueError(f"{_shown(name)} is not a relative path")
@@ -420,7 +472,11 @@ def relative_name(name: object) -> str:
 
 
 def mapping(value: object, name: str) -> Mapping[str, Any]:
-    """Check and return an object inside a document."""
+    """Return a value of a JSON document if it is an object.
+
+    Raises:
+        ValueError: the value is anything else. The message contains ``name``.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {_shown(value)}, expected an object")
     return value
@@ -441,18 +497,19 @@ def _shown(value: object) -> str:
 def parsing(
     trouble: str, error_class: type[Exception], advice: str = "Restore the file."
 ) -> Iterator[None]:
-    """Turn any error of a library that parses a file into a one-line ``error_class``.
+    """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
 
-    System errors pass unchanged, because they say nothing about the file. For an error of missing
-    memory the file is named.
+    A system error is raised as it is, because it does not mean that the file is damaged. A
+    MemoryError is raised as NotEnoughMemory with the name of the file.
 
     Args:
-        trouble: what failed, such as "cannot read FILE".
+        trouble: the operation that failed, such as "cannot read FILE".
         error_class: class of the error to raise.
-        advice: what to do.
+        advice: what the user can do.
     """
-    # Wrap only the library's own call: for a malformed file, transformers raises nearly every
-    # builtin error and tokenizers a plain Exception.
+    # The `with` block should contain only the call of the library, because all errors are caught:
+    # for a malformed file, transformers raises nearly every builtin error, and tokenizers a plain
+    # Exception.
     try:
         yield
     except (DrafterError, NotEnoughMemory, StorageUnavailable, error_class):

@@ -1,6 +1,6 @@
-"""Resources of this machine, within the limits of this process: cores and memory.
+"""Cores and memory that this process may use, and settings that make its memory faster.
 
-Standard library only, so that every package can import it.
+This module imports only the standard library, so that every package can import it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _TWO_GIB_LESS_ONE = 2**31 - 1
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
+    """Return the number of CPU cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -28,19 +28,22 @@ def usable_cores() -> int:
 def is_first_process() -> bool:
     """Return whether this is the first of the processes that torchrun, SLURM or Lightning started.
 
-    Only the first process prints messages and writes files.
+    The result is also true if none of them has started this process. Only the first process prints
+    messages and writes files.
     """
-    # torchrun's RANK counts over all machines. Under SLURM, each machine may run one torchrun,
-    # whose processes all have the machine's SLURM rank. Without either, Lightning numbers the
-    # machines and the devices of a machine separately.
+    # torchrun sets RANK to the number of the process, counted over all machines. If RANK is set,
+    # the SLURM rank is ignored: each machine may run one torchrun under SLURM, and all its
+    # processes have the machine's SLURM rank. Without torchrun and SLURM, Lightning sets NODE_RANK
+    # (number of the machine) and LOCAL_RANK (number of the device of the machine).
     names = ("RANK",) if "RANK" in os.environ else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can allocate without swapping; None if unknown.
+    """Return the number of bytes that this process can allocate without swapping.
 
-    The limits of its control groups are respected. The page cache counts as free.
+    The limits of its control groups (cgroups) are respected. The page cache counts as free. The
+    result is None if the system does not report the free memory.
     """
     free = [
         _kilobytes(Path("/proc/meminfo"), "MemAvailable"),
@@ -50,7 +53,7 @@ def free_memory() -> int | None:
 
 
 def resident_memory() -> int:
-    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
+    """Return the resident memory of this process in bytes, or 0 if it is not reported."""
     try:
         n_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -59,14 +62,14 @@ def resident_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes; 0 if it is not reported."""
+    """Return the peak resident memory of this process in bytes, or 0 if it is not reported."""
     return _kilobytes(Path("/proc/self/status"), "VmHWM") or 0
 
 
 def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return whether the CPU multiplies bfloat16 in hardware.
+    """Return whether the CPU has instructions that multiply bfloat16 numbers.
 
-    Any other CPU is slower in bfloat16 than in float32.
+    A CPU without them is slower in bfloat16 than in float32.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
@@ -77,7 +80,10 @@ def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """Read a line such as ``MemAvailable:  20 kB`` of a kernel file, and return bytes."""
+    """Return the number of bytes in a line of a kernel file, such as ``MemAvailable:  20 kB``.
+
+    The result is None if the file or the line does not exist.
+    """
     try:
         lines = dict(line.split(":", 1) for line in file.read_text().splitlines())
         return int(lines[name].split()[0]) * 1024
@@ -86,7 +92,15 @@ def _kilobytes(file: Path, name: str) -> int | None:
 
 
 def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
-    """Return the memory left within each limit of the process's control group and its parents."""
+    """Return the bytes that are left within each memory limit of the process's control groups.
+
+    A control group's limits also apply to the groups below it, so the parents of the process's
+    group are included.
+
+    Args:
+        membership: the file that lists the control groups of the process.
+        root: the folder in which control groups are mounted.
+    """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -113,10 +127,13 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return the memory left within one limit without the page cache; empty without a limit."""
+    """Return the bytes that are left within one limit, as a list of one number.
+
+    The page cache counts as free. The list is empty if there is no limit.
+    """
     try:
-        # If memory is not limited, cgroup version 2 has "max", which raises ValueError here, and
-        # version 1 a number larger than any memory.
+        # If memory is not limited, the file of cgroup version 2 contains "max", which raises
+        # ValueError here. That of version 1 contains a number larger than any memory.
         n_limit, n_used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, n_limit - n_used + int(counts.get(cache, 0)))]
@@ -125,19 +142,22 @@ def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int
 
 
 def fix_sums() -> None:
-    """Make MKL sum in one order for any number of threads, unless the user set ``MKL_CBWR``.
+    """Make the results of MKL independent of the number of threads.
 
-    Otherwise products of a few rows on a CPU differ in the last bits between one thread and two.
-    MKL reads the variable at its first product, so call this before. It costs no measurable time.
+    By default, matrix products of a few rows on a CPU differ in the last bits between one thread
+    and two threads, because MKL adds the terms in a different order. This sets the environment
+    variable ``MKL_CBWR``, unless the user has set it. MKL reads the variable at its first matrix
+    product, so call this function before that. The setting costs no measurable time.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc, if it is used, to keep large freed blocks instead of returning them to the system.
+    """Ask glibc to keep large freed blocks instead of returning them to the system.
 
-    Returned blocks would soon be allocated and page-faulted again. Page faults cost 17-33 % of a
-    training step on a CPU, and a fifth of the speed of two encoding threads.
+    Memory that was returned would soon be allocated again, and cause page faults. These take
+    17-33 % of a training step on a CPU, and a fifth of the speed of two encoding threads. If the C
+    library is not glibc, this does nothing.
     """
     with contextlib.suppress(OSError):
         libc = ctypes.CDLL("libc.so.6")
@@ -146,10 +166,11 @@ def keep_freed_memory() -> None:
 
 
 def use_huge_pages() -> None:
-    """Ask Linux for huge pages for the large memory blocks of this process; takes seconds per GB.
+    """Ask Linux to use huge pages for the large memory blocks of this process.
 
-    A call of a few tokens reads every weight once. With pages of 4 KiB, a core reads only two
-    thirds as many bytes per second from memory: serving a small target on a CPU takes 5-7 % longer.
+    This function takes several seconds per GB. A forward call of the target for a few tokens reads
+    every weight once. With pages of 4 KiB instead of huge pages, a core reads only two thirds as
+    many bytes per second from memory, and serving a small target on a CPU takes 5-7 % longer.
     """
     with contextlib.suppress(OSError):
         madvise = ctypes.CDLL("libc.so.6").madvise

@@ -1,6 +1,6 @@
-"""Format progress, sizes, durations and commands, and make foreign text safe to show.
+"""Format sizes, durations and commands, and make text from other sources safe to print.
 
-Standard library only, so that every package can import it.
+This module imports only the standard library, so that every package can import it.
 """
 
 import os
@@ -8,11 +8,14 @@ import re
 from collections.abc import Callable, Iterable
 
 Progress = Callable[[int, int, str], None]
-"""Called with (done, total, message) during a long task; the message starts with the name of its
-phase."""
+"""Type of functions that are called during a long task to report its progress.
 
-# C0 and C1 controls except newline and tab, DEL, characters that change the writing direction, and
-# surrogates.
+The arguments are the amount of work that is done, the total amount, and a message that starts with
+the name of the current phase.
+"""
+
+# Characters that are escaped: C0 and C1 controls except newline and tab, DEL, characters that
+# change the writing direction, and surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -26,26 +29,35 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def counted(count: int, unit: str) -> str:
-    """Format a count with its unit: ``1 part``, ``1,200 parts``."""
+    """Format a count with its unit in the singular or plural: ``1 part``, ``1,200 parts``."""
     return f"{count:,} {unit}{'s' * (count != 1)}"
 
 
 def format_hours(seconds: float) -> str:
-    """Format a duration in hours, or in minutes or seconds if it is short."""
+    """Format a duration in seconds below 2 minutes, in minutes below 2 hours, else in hours."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def format_range(low: float, high: float, form: Callable[[float], str]) -> str:
-    """Format a range: ``2.1 GB to 2.4 GB``, ``up to 2.4 GB``, or one value if both are equal."""
+    """Format a range: ``2.1 GB to 2.4 GB``, or ``up to 2.4 GB`` if ``low`` is 0.
+
+    If both ends have the same text, the result is this text.
+
+    Args:
+        low: lower end of the range.
+        high: upper end of the range.
+        form: function that formats one number.
+    """
     return " to ".join(dict.fromkeys((form(low) if low else "up", form(high))))
 
 
 def activation_name(field: str) -> str:
-    """Return the name of a field in ``--activations``: ``hidden/layer_6`` is ``hidden:layer:6``.
+    """Return the name that the option ``--activations`` uses for a field of a store.
 
-    All keys and values are ``kv``, including those of some layers, such as ``kv/full_attention``.
+    For example, ``hidden/layer_6`` becomes ``hidden:layer:6``. Every field of keys and values
+    becomes ``kv``, including fields of some layers such as ``kv/full_attention``.
     """
     return (
         "kv"
@@ -57,7 +69,7 @@ def activation_name(field: str) -> str:
 def add_command(
     store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0
 ) -> str:
-    """Return the command that adds fields to a store.
+    """Return the command that adds fields to a store, in backquotes.
 
     Args:
         store: path or URL of the store.
@@ -72,9 +84,9 @@ def add_command(
 
 
 def printable(text: str) -> str:
-    r"""Escape the control characters of a text, such as ``\x1b``; newlines and tabs stay.
+    r"""Replace control characters by escapes such as ``\x1b``. Newlines and tabs are kept.
 
-    The result can be encoded as UTF-8, and escaping it again changes nothing.
+    The result can be encoded as UTF-8. Escaping the result again does not change it.
     """
     return _CONTROLS.sub(_escape, text)
 
@@ -85,5 +97,5 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it is empty."""
+    """Return the first line of an error's message, or the name of its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

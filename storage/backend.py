@@ -1,8 +1,8 @@
 """Read and write the files of a store: whole files, and byte ranges of shards.
 
-Each function accepts paths in a folder and paths in a bucket (``object_store.ObjectStore``). A
-function raises FileNotFoundError if a file does not exist, and StorageUnavailable or another
-OSError if it cannot determine whether the file exists.
+Each function accepts local paths and paths in a bucket (``object_store.ObjectStore``). A function
+raises FileNotFoundError if a file does not exist. It raises StorageUnavailable or another OSError
+if it cannot determine whether the file exists.
 """
 
 import errno
@@ -29,16 +29,16 @@ from .paths import REQUEST_BYTES, RemotePath, StorePath, requests
 MISSING = (FileNotFoundError, NotADirectoryError)
 """Errors that mean 'no such file'. Any other OSError means that the file could not be checked."""
 MAX_OPEN_FILES = 128
-"""Upper bound on the files that readers hold open at once.
+"""Upper bound on the number of files that readers hold open at once.
 
-It is half of the lowest default limit per process (macOS).
+It is half of the default limit of a process on macOS, which is the lowest of all systems.
 """
 _BLOCKS_AHEAD = 4
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
 def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
-    """Return the path of a store.
+    """Convert a path or URL of a store to a path object.
 
     Args:
         path_or_url: a path, a ``file://`` URL, or an ``s3://``, ``gs://`` or ``az://`` URL.
@@ -63,7 +63,7 @@ def exists(path: StorePath) -> bool:
     """Whether a file or folder exists.
 
     Raises:
-        OSError: it cannot be determined (``Path.exists`` would return False).
+        OSError: the existence cannot be determined. ``Path.exists`` would return False instead.
     """
     if isinstance(path, RemotePath):
         return path.exists()
@@ -97,7 +97,8 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
     """Write a file that must not exist.
 
     Returns:
-        Whether the file now holds ``data``, also if another writer wrote the same data.
+        Whether the file now holds ``data``. This is also true if another writer wrote the same
+        data.
     """
     if isinstance(path, RemotePath):
         return path.backend.put_if_absent(path.key, data)
@@ -110,7 +111,8 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
                 os.link(temporary, path)
             except FileExistsError:
                 raise
-            # The file system has no hard links. The store's lock keeps other writers out.
+            # Any other OSError means that the file system has no hard links. Checking before the
+            # rename is safe, because the store's lock keeps other writers out.
             except OSError:
                 if path.exists():
                     raise FileExistsError(path) from None
@@ -124,10 +126,10 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
 
 
 def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
-    """Replace a file whose content must be ``old``; return whether the content is now ``new``."""
+    """Replace a file if its content is ``old``; return whether the content is now ``new``."""
     if isinstance(path, RemotePath):
         return path.backend.replace(path.key, old, new)
-    # This is not atomic, but the store's lock keeps other writers out.
+    # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
     if not _holds(path, old):
         return False
     files.write_atomic(path, new)
@@ -155,7 +157,10 @@ def make_folder(path: StorePath) -> None:
 
 
 def sync_names(folder: StorePath) -> None:
-    """Make created and deleted names in a folder durable. In an object store they already are."""
+    """Sync a folder, so that created and deleted files survive a crash.
+
+    In an object store, every change is durable at once, so nothing is done.
+    """
     if isinstance(folder, Path):
         files.fsync_directory(folder)
 
@@ -176,7 +181,7 @@ def names_in(folder: StorePath) -> list[str]:
 def names_below(folder: StorePath) -> list[str]:
     """Return the sorted names of all files below a folder, relative to the folder.
 
-    The listing of a bucket may be out of date.
+    In a bucket, the list may be out of date.
     """
     if isinstance(folder, RemotePath):
         return folder.names()
@@ -191,7 +196,7 @@ def names_below(folder: StorePath) -> list[str]:
 def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:
     """Yield each path with a function that returns the content of the file.
 
-    Remote files are prefetched, all at once.
+    All remote files are prefetched in parallel.
     """
     paths = list(paths)
     ahead = [
@@ -203,9 +208,9 @@ def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[
 
 
 def listed_sizes(folder: StorePath) -> dict[str, int]:
-    """Return the sizes in bytes of the files below a remote folder, by name, with one request.
+    """Return name -> size in bytes for all files below a remote folder, with one request.
 
-    For a local folder the result is empty; the caller gets each size with ``stat``.
+    For a local folder the result is empty, and the caller has to call ``stat`` for each file.
     """
     return folder.sizes() if isinstance(folder, RemotePath) else {}
 
@@ -241,27 +246,28 @@ def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
 
 
 def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> int:
-    """Extend a CRC-32C (Castagnoli) checksum by contiguous bytes, or by the bytes of an array."""
-    # The C extension accepts bytes and arrays, but neither memoryview nor bytearray.
+    """Extend the CRC-32C (Castagnoli) checksum ``crc`` by contiguous bytes or a NumPy array."""
+    # The C extension accepts bytes and NumPy arrays, but neither memoryview nor bytearray.
     plain = data if isinstance(data, bytes | np.ndarray) else np.frombuffer(data, np.uint8)
     return int(google_crc32c.extend(crc, plain))
 
 
 def file_crc32(path: StorePath) -> int:
     """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it."""
-    # This is not CRC-32C: each chunk of a shard ends with its own CRC-32C, and the CRC-32C of such
-    # chunks depends only on their lengths. It would not detect that two shards were swapped.
+    # CRC-32C would not detect that two shards were swapped: each chunk of a shard ends with its own
+    # CRC-32C, so the CRC-32C of a whole shard depends only on the lengths of its chunks.
     crc = 0
     for block in blocks_of(path):
         crc = zlib.crc32(block, crc)
     return crc
 
 
-# Errors of the machine are not damage. Nothing may be deleted because of them.
+# An I/O error or a lack of memory does not mean that a file is damaged. No file may be deleted
+# because of such an error.
 
 
 def reason(error: OSError | MemoryError) -> str:
-    """Return a description of an error that prevented a check."""
+    """Return the system's description of an I/O error or of a lack of memory."""
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
     return os.strerror(error.errno) if error.errno else str(error)
@@ -270,12 +276,12 @@ def reason(error: OSError | MemoryError) -> str:
 def check_incomplete(
     store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1
 ) -> StorageUnavailable:
-    """Return the error for files that could not be checked.
+    """Return the StorageUnavailable error to raise if files could not be checked.
 
     Args:
-        store: the store.
+        store: the store that contains the files.
         path: the first of the files, as an absolute path or a name inside the store.
-        error: what prevented the check of the first file.
+        error: the error that prevented the check of the first file.
         n_files: number of files that could not be checked.
     """
     subject = path if n_files == 1 else f"{n_files} files, the first of them {path},"
@@ -291,7 +297,7 @@ def check_guard(store: StorePath) -> Iterator[None]:
     """Turn I/O errors while a store is inspected into :class:`StorageUnavailable`."""
     try:
         yield
-    except MoaDataError:  # These messages already say what to do.
+    except MoaDataError:  # Errors of moa_data already say what the user can do.
         raise
     except (OSError, MemoryError) as error:
         file_name = None if isinstance(error, MemoryError) else error.filename
@@ -302,7 +308,7 @@ def check_guard(store: StorePath) -> Iterator[None]:
 
 
 class _Descriptor:
-    """A file descriptor that is closed when nothing refers to this object any more."""
+    """A file descriptor. It is closed when this object is garbage collected."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -312,26 +318,28 @@ class _Descriptor:
 
 
 _opened: "deque[weakref.ref[LocalFile]]" = deque()
-"""Open files in the order in which they were opened.
+"""The open files of this process, oldest first.
 
-Beyond MAX_OPEN_FILES the oldest file is closed. A deque needs no lock.
+If there are more than MAX_OPEN_FILES, the oldest file is closed. The operations of a deque are
+atomic, so no lock is needed.
 """
 
 
 class LocalFile:
     """Reads byte ranges of a local file.
 
-    Threads and forked processes may share it, because ``pread`` does not use the file position. The
-    file is opened on first use. It is closed when too many files are open, or when this object is
-    garbage collected.
+    Threads and forked processes may share a LocalFile, because ``pread`` does not use the file
+    position. The file is opened on first use. It is closed when too many files are open, or when
+    this object is garbage collected.
     """
 
     max_read_bytes = 512 << 10
-    """Longest useful read, in bytes.
+    """Largest number of bytes that one read should return.
 
-    The data should still be in the CPU cache when it is decoded.
+    After a longer read, the data would no longer be in the CPU cache when it is decoded.
     """
-    # The kernel truncates one read-ahead request to the largest transfer size of the device.
+    # Bytes of one read-ahead request. The kernel would truncate a longer one to the largest
+    # transfer size of the disk.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
@@ -339,7 +347,7 @@ class LocalFile:
         self._descriptor: _Descriptor | None = None
 
     def _open(self) -> _Descriptor:
-        """Return the descriptor. It stays open as long as the caller refers to it."""
+        """Return the descriptor of the file. It stays open while the caller holds a reference."""
         descriptor = self._descriptor
         if descriptor is None:
             descriptor = self._descriptor = _Descriptor(files.open_regular(self._path))
@@ -349,7 +357,11 @@ class LocalFile:
         return descriptor
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with bytes from ``offset`` on; return the number read."""
+        """Fill ``buffer`` (uint8) with the file's bytes from ``offset`` on.
+
+        Returns:
+            The number of bytes read. It is less than ``len(buffer)`` at the end of the file.
+        """
         n_read = 0
         file = self._open()
         while n_read < len(buffer) and (
@@ -372,7 +384,7 @@ _scratch = threading.local()
 
 
 def scratch_bytes(name: str, n_bytes: int) -> np.ndarray:
-    """Return this thread's reusable uint8 buffer with this name, truncated to ``n_bytes``."""
+    """Return the first ``n_bytes`` of this thread's uint8 buffer ``name``, which calls reuse."""
     buffer: np.ndarray | None = getattr(_scratch, name, None)
     if buffer is None or len(buffer) < n_bytes:
         buffer = np.empty(n_bytes, np.uint8)

@@ -1,24 +1,25 @@
-"""The lossless byte chain of every stored array: encodes inner chunks to bytes, and decodes them.
+"""The byte chain: the lossless codecs that encode the inner chunks of every stored array to bytes.
 
-The chain consists of codecs of the Zarr v3 specification, so that any Zarr library can decode it:
-``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB) and
-``crc32c``.
+The chain consists of codecs of the Zarr v3 specification, so that any Zarr library can decode the
+chunks: ``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB)
+and ``crc32c``.
 
-This module builds most blosc frames itself. They are smaller and faster than the frames of the
-blosc library, which spends its bits on short matches::
+This module builds most blosc frames itself. Its frames are smaller than those of the blosc library,
+which encodes many short matches, and they take less time to process::
 
     | version 2 | zstd format 1 | flags | typesize | n_bytes u32 | block_bytes u32 |    header
     | frame_bytes u32 |
     | offset of the one block: u32 |
     | n_bytes u32, plane 0 | n_bytes u32, plane 1 | ...                                 one block
 
-The block has one plane for each byte of a value, which is the result of the byte shuffle. The low
-byte of a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high
-byte (sign and exponent, or a quantised code) has few distinct values but no useful matches, so zstd
-is configured for entropy coding only.
+The byte shuffle splits the values into planes: plane i holds byte i of every value. The low byte of
+a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high byte (sign
+and exponent, or a quantised code) has few distinct values but no useful matches, so zstd is
+configured for entropy coding only.
 
-If blosc builds the frame, the frame also has one block. With the many small blocks of blosc's
-default, chunks take 0.78 of the raw size instead of 0.69, and three times as long to decode.
+A frame that the blosc library builds has one block, too. The library's default is many small
+blocks. With them, chunks take 0.78 of the raw size instead of 0.69, and three times as long to
+decode.
 """
 
 import struct
@@ -37,8 +38,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from ..errors import StoreDamaged
 from .backend import crc32c, scratch_bytes
 
-# Blosc's own threads would make the order of blocks depend on timing, and they do not survive a
-# fork. Callers use threads of their own.
+# With threads of its own, blosc would write blocks in an order that depends on timing, and would
+# not work after a fork. Callers of this module encode on several threads instead.
 numcodecs.blosc.use_threads = False
 
 BLOSC_BLOCK_BYTES = 1 << 20
@@ -46,15 +47,19 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The names of the codecs in the chain, as ``store.json`` records them."""
 
-# Raw bytes and frame bytes. The field between them is not needed here.
+# Number of raw bytes and number of frame bytes. The header's other fields are skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
-"""CRC-32C of any bytes that end with their own CRC-32C (little endian). Valid chunks have it."""
+"""CRC-32C of every valid chunk.
+
+A chunk ends with the CRC-32C (little endian) of the bytes before it. The CRC-32C of such data is
+always this constant.
+"""
 
 
 def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
-    """Return zarr-python's codecs of the chain after ``bytes``, for an array's metadata."""
+    """Return the ``blosc`` and ``crc32c`` codecs of zarr-python, for an array's metadata."""
     blosc = BloscCodec(
         typesize=dtype.itemsize,
         cname="zstd",
@@ -66,7 +71,10 @@ def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
 
 
 def encode_chunk(values: np.ndarray) -> bytes:
-    """Encode one inner chunk of any memory layout to its bytes in the shard, with checksum."""
+    """Encode one inner chunk to the bytes that a shard contains, including the checksum.
+
+    ``values`` may have any memory layout.
+    """
     contiguous = np.ascontiguousarray(values)
     little = contiguous.astype(contiguous.dtype.newbyteorder("<"), copy=False)
     pieces = encode_frame(little)
@@ -89,10 +97,10 @@ def encode_chunk(values: np.ndarray) -> bytes:
 
 
 def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
-    """Check one inner chunk and decode it.
+    """Verify the checksum of one inner chunk, and decode the chunk.
 
     Args:
-        buffer: the stored bytes with their checksum, uint8 [n_bytes].
+        buffer: the stored bytes including the checksum, uint8 [n_bytes].
         out: C-contiguous array that receives the values.
 
     Raises:
@@ -103,14 +111,14 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
             f"chunk of {len(buffer)} bytes is shorter than its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
-    # After a large decompression, Python's code is no longer in the CPU caches, so the number of
-    # steps matters here: one checksum of the whole buffer, without slicing.
+    # One checksum of the whole buffer avoids slicing. Each Python operation is slow here, because
+    # the decompression of the previous chunk has evicted the interpreter from the CPU caches.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
         raise StoreDamaged(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
-    # Blosc trusts the sizes in its header, so they are checked first.
+    # Check the sizes in the header, because blosc trusts them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
             f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and "
@@ -126,12 +134,14 @@ _HEADER = struct.Struct("<BBBBIII")
 _U32 = struct.Struct("<I")
 _SHUFFLED_ZSTD = 0x81
 _UNSPLIT_ZSTD = 0x90
-_MIN_PLANE_BYTES = 128  # Blosc splits a block into planes only if each has at least 128 bytes.
+# Blosc splits a block into planes only if each plane has at least 128 bytes.
+_MIN_PLANE_BYTES = 128
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
-# Searching for matches costs time, and it costs size if matches are rare. A chunk of eight layers
-# in which only layer 0 repeats is below this share.
+# If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
+# because it searches for matches. The search takes time, and makes the chunk larger if matches are
+# rare. A chunk of eight layers in which only the values of layer 0 repeat is below this share.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -141,13 +151,13 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
     """Encode values as one blosc frame.
 
     Args:
-        values: C-contiguous, little endian; axis 0 counts tokens or blocks of tokens.
+        values: C-contiguous, little endian. Axis 0 is the axis of tokens, or of blocks of tokens.
 
     Returns:
-        The frame in pieces, which are valid until the next call on this thread. None if blosc's own
-        encoder is the better choice: for items of more than two bytes, for tiny or narrow arrays,
-        and for values that repeat from row to row. The values of layer 0 repeat, because they
-        depend only on the token.
+        The consecutive pieces of the frame, which are valid until the next call on this thread.
+        None if the encoder of the blosc library is better: for items of more than two bytes, for
+        tiny or narrow arrays, and for values that repeat from row to row. The values of layer 0
+        repeat, because they depend only on the token.
     """
     planes = _planes(values)
     if planes is None:
@@ -162,7 +172,7 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
 
 
 def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the planes of low and high bytes, or None if this module does not encode the array.
+    """Return the planes of low and high bytes, or None if the blosc library should encode.
 
     For one-byte values, both planes are the same array.
     """
@@ -175,13 +185,14 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         return low, low
     words = values.view(np.uint16).reshape(-1)
     n = len(words)
-    # The kernel maps fresh arrays of this size page by page, which takes longer than encoding them.
+    # Reuse a buffer: the kernel maps a new array of this size page by page, which takes longer than
+    # the encoding.
     scratch = scratch_bytes("planes", 2 * n)
     low = scratch[:n]
     high = scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    # Words that start at the second byte have the high bytes in their low half. Reading them takes
-    # half as long as shifting all words.
+    # View the memory as 16-bit words from the second byte on. The low half of each such word is the
+    # high byte of a value. Copying these words takes half as long as shifting all values.
     shifted = words.view(np.uint8)[1:-1].view("<u2")
     np.copyto(high[:-1], shifted, casting="unsafe")
     high[-1] = words[-1] >> 8
@@ -189,7 +200,7 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Sample a plane and return (whether its rows repeat, whether its values are noise).
+    """Sample a plane. Return two bools: whether its rows repeat, and whether its bytes are noise.
 
     Args:
         plane: uint8 [n_rows * width], at least 8 bytes.
@@ -202,10 +213,10 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # This is plain Python because all of it takes only as long as one NumPy call whose code has
-    # left the CPU caches.
+    # Plain Python takes no longer here than a single NumPy call would, because the code of NumPy is
+    # no longer in the CPU caches.
     words = memoryview(sample).cast("Q").tolist()
-    n_zeros = words.count(0)  # Padding is zero.
+    n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
     # 256 bytes of noise have about 162 distinct values.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
@@ -216,7 +227,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane. Returns the plane itself if coding does not make it smaller."""
+    """Entropy-code a plane. Return the plane unchanged if coding does not make it smaller."""
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
         parameters = zstandard.ZstdCompressionParameters(
@@ -244,9 +255,10 @@ def _frame(
 _Result = TypeVar("_Result")
 
 _AHEAD_PER_THREAD = 4
-"""Queued tasks for each thread.
+"""Number of queued tasks per thread.
 
-With fewer, threads wait if tasks take unequal time. More only use more memory.
+With fewer tasks, threads would wait if the tasks take unequal time. More tasks would only use more
+memory.
 """
 
 
@@ -258,21 +270,21 @@ class EncodePool(AbstractContextManager["EncodePool"]):
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Upper bound on the pending tasks of one shard, which bounds memory. Beyond it, the
-        # shard's writer waits for the oldest task.
+        # Upper bound on the number of pending tasks of one shard, which limits the memory. When it
+        # is reached, the writer of the shard waits for its oldest task.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0  # CPU time of encoding in seconds, summed over all threads.
         self._counting = threading.Lock()
         self._encoders = ThreadPoolExecutor(n_threads, "encode") if n_threads else None
-        # Syncs have a thread of their own, so that no encoder waits for the disk.
+        # A separate thread syncs files to the disk, so that no encoding thread waits for the disk.
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding chunks. Their values must not change until the future is done."""
+        """Start encoding chunks. Their arrays must not change until the future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], None]) -> Future[None]:
-        """Start a task that waits for the disk. Such tasks run one after another."""
+        """Start a task that syncs a file to the disk. Such tasks run one after another."""
         return _start(self._syncer, task)
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
-"""Commits: documents that list the files of a store with their sizes and checksums.
+"""Reads and writes commits: JSON files that list files of a store with sizes and checksums.
 
-``commits/part-K.json`` lists the shards of a part. A part without a commit does not exist for
-readers. ``commits/target.json`` lists the files of the target bundle. ``commits/store.json`` lists
-the files that are read when a store is opened: store.json, plan.parquet and the metadata of the
-arrays. If a store has no ``commits/store.json``, these files are read without a check.
+``commits/part-K.json`` lists the files of part K of the store. Readers ignore a part that has no
+commit. ``commits/target.json`` lists the files of the target bundle (``target/``).
+``commits/store.json`` lists the files that are read when a store is opened: store.json,
+plan.parquet and the Zarr metadata of the arrays. If a store has no ``commits/store.json``, these
+files are read without a check.
 """
 
 import contextlib
@@ -42,7 +43,10 @@ _FileName = Annotated[str, AfterValidator(relative_name)]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and ``zlib.crc32`` of a file. ``backend.file_crc32`` explains why not CRC-32C."""
+    """Size in bytes and ``zlib.crc32`` of a file, as a commit lists them.
+
+    A comment in ``backend.file_crc32`` explains why the checksum is not CRC-32C.
+    """
 
     bytes: _Natural
     crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -52,15 +56,16 @@ _Files = Mapping[_FileName, FileRecord]
 
 
 def record_of(content: bytes) -> FileRecord:
-    """Return the record of a file with this content."""
+    """Return the size and checksum of a file with this content."""
     return FileRecord(len(content), zlib.crc32(content))
 
 
 @dataclass(frozen=True)
 class PartCommit:
-    """The content of ``commits/part-<k>.json``.
+    """The content of ``commits/part-<k>.json``, the commit of one part of the store.
 
-    ``allocated_tokens`` includes padding. The names in ``files`` are relative to ``parts/``.
+    ``allocated_tokens`` is the number of tokens including padding. The names in ``files`` are
+    relative to ``parts/``.
     """
 
     part: _Natural
@@ -71,21 +76,21 @@ class PartCommit:
 
     @property
     def counts(self) -> dict[str, int]:
-        """All values except the files, as in ``plan.part_counts``."""
+        """All values except ``files``, with the same keys as an item of ``plan.part_counts``."""
         return {name: getattr(self, name) for name in _COUNTS}
 
     @property
     def stored_bytes(self) -> int:
-        """Total size of all files in bytes."""
+        """Total size in bytes of all files of the part."""
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the content of the commit file."""
+        """Return the content of the JSON file."""
         return files_json(self.files, self.counts)
 
 
 class _FileList(TypedDict):
-    """The key that commits of every kind have."""
+    """The key that every commit has, whether it is of a part, the target bundle or the manifest."""
 
     files: _Files
 
@@ -99,7 +104,8 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
 
     Args:
         path: path of the commit.
-        read: function that returns the content, from ``backend.reads_of``. None to read the file.
+        read: function of ``backend.reads_of`` that returns the content of the file. None to read
+            the file now.
 
     Raises:
         StoreDamaged: the file is not a valid commit.
@@ -109,10 +115,14 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
 
 
 def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit]:
-    """Read the commits of those parts that have one, ordered by part.
+    """Read the commits of several parts. Parts without a commit are skipped.
+
+    Returns:
+        Number of the part -> its commit, ordered by part.
 
     Raises:
-        StoreDamaged: a commit is not valid, or belongs to another part.
+        StoreDamaged: a commit is not valid, or it contains the number of a part other than the one
+            in its file name.
     """
     commits: dict[int, PartCommit] = {}
     wanted = sorted(parts)
@@ -136,7 +146,8 @@ def committed_bytes(store: StorePath) -> int:
     n_bytes = 0
     folder = store / schema.COMMITS_NAME
     for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
-        with contextlib.suppress(ValueError, OSError):  # Damaged files will be written again.
+        # A damaged commit does not count, because the files that it lists will be written again.
+        with contextlib.suppress(ValueError, OSError):
             n_bytes += sum(
                 record.bytes
                 for record in _FILE_LIST.validate_json(read(), strict=True)["files"].values()
@@ -145,9 +156,10 @@ def committed_bytes(store: StorePath) -> int:
 
 
 def has_parts(store: StorePath) -> bool:
-    """Whether a store has a commit of any part. A store without one may be replaced.
+    """Whether a store has the commit of at least one part.
 
-    It does not matter which inputs the store was made from.
+    A store without such a commit contains no data yet, so an extraction with any inputs may replace
+    it.
     """
     return any(
         name.startswith("part-") and name.endswith(".json")
@@ -156,7 +168,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array that a committed file is a shard of, or None for metadata."""
+    """Return the name of the array to which a shard belongs. For metadata, return None."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 
@@ -168,12 +180,12 @@ def find_size_damage(
 
     Args:
         folder: the folder of the files.
-        files: name relative to the folder -> record in the commit.
-        listed: sizes from ``backend.listed_sizes``. A listing may be out of date, so files that it
-            does not confirm are checked with ``stat``.
+        files: name relative to the folder -> size and checksum in the commit.
+        listed: sizes from ``backend.listed_sizes``, which may be out of date. So a file is checked
+            with ``stat`` if its listed size is missing or differs from the commit.
 
     Returns:
-        (path, error) for each of these files.
+        (path, error) for each file that is missing, not regular, or of the wrong size.
     """
     damage: Damage = []
     for name, record in files.items():
@@ -196,13 +208,13 @@ def find_size_damage(
 
 
 def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
-    """Return the content of a commit that lists files. The commit of a part also has counts."""
+    """Return the JSON of a commit that lists ``files``. Only commits of parts have ``counts``."""
     document = {**(counts or {}), "files": {name: vars(record) for name, record in files.items()}}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read a commit that only lists files.
+    """Read the commit of the target bundle or of the manifest, which contains no counts.
 
     Raises:
         StoreDamaged: the commit is damaged.
@@ -218,7 +230,7 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """Compare the target bundle, or a local copy of it, with its commit, byte for byte.
 
     Args:
-        store: the store that has the commit.
+        store: the store that contains the commit.
         folder: the target bundle of the store, or a copy of it.
 
     Raises:
@@ -243,9 +255,10 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
 def _find_damage(
     commit: StorePath, compare: Callable[[Mapping[str, FileRecord]], Damage]
 ) -> Damage:
-    """Compare files with the commit that lists them.
+    """Compare files with the commit that lists them, and return (path, error) for damaged files.
 
-    If another process replaces the commit during the comparison, the files are compared again.
+    If another process replaces the commit during the comparison, the files are compared with the
+    new commit.
     """
     while True:
         before = content_of(commit)
@@ -263,7 +276,10 @@ def _find_damage(
 
 
 def metadata_names(arrays: Iterable[str]) -> set[str]:
-    """Return the names, inside the store, of the metadata of arrays and of their parent groups."""
+    """Return the names of the zarr.json files of arrays and of the Zarr groups that contain them.
+
+    The names are relative to the store.
+    """
     ancestors = (
         PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents for array in arrays
     )
@@ -272,7 +288,7 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a name inside a store is the name of Zarr metadata, which all parts share."""
+    """Whether ``name``, relative to a store, is a zarr.json file. All parts share these files."""
     return name.startswith(f"{schema.PARTS_NAME}/") and name.endswith(f"/{schema.ZARR_NAME}")
 
 
@@ -281,7 +297,7 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
 
     Args:
         store: the store.
-        metadata: names of the metadata files inside the store.
+        metadata: names of the zarr.json files, relative to the store.
     """
     names = (schema.MANIFEST_NAME, schema.PLAN_NAME, *sorted(metadata))
     files = {name: record_of(read_file(store / name, MAX_PLAN_BYTES)) for name in names}
@@ -289,14 +305,14 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
 
 
 def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
-    """Find the files recorded in ``commits/store.json`` that have changed.
+    """Find files that differ from their size or checksum in ``commits/store.json``.
 
     Args:
         store: the store.
-        metadata: whether the metadata of the arrays is checked too.
+        metadata: whether the zarr.json files are checked too.
 
     Returns:
-        (path, error) for each of these files.
+        (path, error) for each file that differs or is missing.
     """
     commit = schema.manifest_commit_path(store)
 
@@ -342,24 +358,27 @@ def check_manifest(store: StorePath) -> None:
     """Check that store.json and plan.parquet have not changed.
 
     Raises:
-        StoreDamaged: one of them differs from its commit.
+        StoreDamaged: one of the two files differs from ``commits/store.json``.
     """
     for _, error in find_manifest_damage(store, metadata=False):
         raise error
 
 
 def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
-    """Write damaged files again if the commit confirms the given content.
+    """Repair damaged files that ``commits/store.json`` lists.
 
-    A file that already has the given content is not written: in that case, its record is damaged.
+    A file is written only if its new content has the size and checksum that the commit lists. If a
+    file already has the content in ``contents``, it is not written, because the commit is damaged
+    and not the file.
 
     Args:
         store: the store.
-        contents: name inside the store -> content that the same inputs give. Other recorded files
-            are not written.
+        contents: name relative to the store -> content that was computed again from the same
+            inputs. Files that are not in this mapping are not written.
 
     Raises:
-        StoreDamaged: the commit lists other content for a damaged file.
+        StoreDamaged: for a damaged file, the content in ``contents`` does not have the size and
+            checksum that the commit lists.
     """
     for path, error in find_manifest_damage(store):
         name = name_below(store, path)
@@ -371,7 +390,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
         put(path, contents[name])
 
 
-# Documents
+# Reading files
 
 
 def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
@@ -395,5 +414,5 @@ def _reading(path: StorePath) -> Iterator[None]:
         raise StoreDamaged(
             f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
         ) from error
-    except ValueError as error:  # Raised by `read_file`.
+    except ValueError as error:  # `read_file` raises it for a file that is too long or not regular.
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error

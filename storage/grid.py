@@ -1,25 +1,28 @@
-"""Grids of arrays: how an array is cut into inner chunks and shards, and its Zarr metadata.
+"""Chooses the grid of an array, which divides it into inner chunks and shards, and its metadata.
 
-Tokens per inner chunk: each chunk has a fixed cost for a reader, and a reader needs only a part of
-the first and last chunk of a sequence. ``chunk_tokens`` balances the two costs: 64 tokens for wide
-arrays, more for narrow ones (256 at 768 bytes per token, 2048 for token ids).
+Tokens per inner chunk: reading a chunk has a fixed cost, so chunks should be long. But a reader
+also decodes tokens that it does not need in the first and last chunk of a sequence, so chunks
+should be short. ``chunk_tokens`` minimises the sum of the two costs: 64 tokens for wide arrays,
+more for narrow ones (256 at 768 bytes per token, 2048 for token ids).
 
-Layers per inner chunk: enough for 128 KiB to 1 MiB, which decodes fast. For real targets this is
-exactly one layer, so that a drafter that needs one layer reads the bytes of one layer. A chunk has
-one checksum and one entropy code, so a reader of one layer decodes all layers of its chunks. In an
-array of pieces (of transform codes), a chunk holds one piece, and as many tokens as suit the width
-of a piece.
+Layers per inner chunk: as many as make a chunk of 128 KiB to 1 MiB, a size that decodes fast. For
+real targets this is one layer, so that a drafter that needs one layer reads the bytes of one layer.
+With several layers per chunk, a reader of one layer would have to decode all of them, because a
+chunk has one checksum and one entropy code. In an array of pieces (ranges of transform codes, see
+``codecs.coding``), a chunk contains one piece, and its number of tokens depends on the width of a
+piece.
 
-All parts share one array. Part k owns the rows from ``k * part_rows`` on, in its own shards. For
-``kv`` of Llama-3-8B in parts of 65,536 tokens, each part has four shards of 2 GiB::
+All parts of a store share one Zarr array per stored array. Part k has the rows from
+``k * part_rows`` on, in separate shards. For ``kv`` of Llama-3-8B in parts of 65,536 tokens, each
+part has four shards of 2 GiB::
 
     row    0          16,384       32,768       49,152       65,536       81,920    ...
            | c.0.0.0.0.0 | c.1.0.0.0.0 | c.2.0.0.0.0 | c.3.0.0.0.0 | c.4.0.0.0.0 |
            +------------------------ part 0 -----------------------+---- part 1 ---...
 
-A shard spans all layers. Shards are large because each one costs a file, a sync and, in an object
-store, a request. They are not larger because a reader of one chunk reads the whole index of the
-shard: 128 KiB for 2 GiB.
+A shard contains all layers. Shards are large, because each shard takes a file, a sync and, in an
+object store, a request. They are limited to 2 GiB, because a reader of a single chunk has to read
+the whole index of its shard, which takes 128 KiB for 2 GiB.
 """
 
 import math
@@ -41,20 +44,20 @@ MIN_CHUNK_TOKENS = 64
 CHUNK_OVERHEAD_BYTES = 64 << 10
 """Fixed cost of reading a chunk (index, checksum, calls), about 25 microseconds.
 
-It is given as the number of raw bytes that decode in the same time.
+It is expressed as the number of raw bytes that can be decoded in this time.
 """
 SEQUENCE_TOKENS = 512
 """Sequence length for which ``chunk_tokens`` is optimal.
 
-Twice or half this length changes the choice by one step.
+For sequences of twice or half this length, the optimum would be a neighbouring power of two.
 """
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""The rows of each part cover a multiple of this number of tokens.
+"""The rows of each part have room for a multiple of this number of tokens.
 
-It is the largest choice of :func:`chunk_tokens`.
+It equals the largest result of :func:`chunk_tokens`.
 """
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
@@ -63,12 +66,16 @@ _RESTORE = "Restore the file from a copy."
 
 @dataclass(frozen=True)
 class ArrayGrid:
-    """The grid of an array: only axis 0 (tokens or blocks) and axis 1 (layers, pieces) are cut."""
+    """The shapes of an array, of its inner chunks and of its shards.
+
+    Only axis 0 (tokens or blocks of tokens) and axis 1 (layers or pieces) are divided.
+    """
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     shard_shape: tuple[int, ...]  # A multiple of ``chunk_shape`` along every axis.
-    part_rows: int  # Number of rows of each part, a multiple of the rows of a shard.
+    # Number of rows of each part of the store, a multiple of the number of rows of a shard.
+    part_rows: int
 
     @property
     def chunk_tokens(self) -> int:
@@ -82,27 +89,24 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Number of inner chunks that hold the same tokens."""
+        """Number of inner chunks along axis 1. They contain the same tokens."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
     def rows_per_shard(self) -> int:
-        """Number of rows of inner chunks in one shard."""
+        """Number of inner chunks along axis 0 of a shard."""
         return self.shard_shape[0] // self.chunk_shape[0]
 
     def n_chunk_rows(self, n_rows: int) -> int:
-        """Count the rows of inner chunks that hold the first ``n_rows`` rows of axis 0.
-
-        The last row of chunks may extend beyond them.
-        """
+        """Return the number of inner chunks along axis 0 that are needed for ``n_rows`` rows."""
         return math.ceil(n_rows / self.chunk_tokens)
 
     def shard_key(self, part: int, number: int) -> str:
         """Return the path of a shard inside the folder of the array, e.g. ``"c.7.0.0.0.0"``.
 
         Args:
-            part: number of the part.
-            number: number of the shard in the part, counted from 0.
+            part: number of the part of the store.
+            number: number of the shard in this part, counted from 0.
         """
         rest = ["0"] * (len(self.shape) - 1)
         return ".".join(["c", str(part * self.shards_per_part + number), *rest])
@@ -119,14 +123,14 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
     Args:
         array: the stored array.
         n_parts: number of parts in the store.
-        longest_part: tokens of the longest part, with padding.
+        longest_part: number of tokens of the longest part, including padding.
     """
     chunk_shape = _chunk_shape(array)
     room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
     max_chunk_rows = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
-    # The Zarr grid is regular, so all shards have the same size, and a part has a whole number of
-    # shards.
+    # In the regular grid of Zarr, all shards have the same shape. Choose the smallest number of
+    # shards of a part for which no shard is larger than MAX_SHARD_BYTES.
     shards = next(
         n
         for n in range(1, n_chunk_rows + 1)
@@ -139,8 +143,8 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Pieces of the same tokens are adjacent and are read together, so each one costs less than
-        # a separate chunk.
+        # Pieces of the same tokens are adjacent in the file and are read together, so reading one
+        # of them costs less than reading an isolated chunk. Doubling the bytes accounts for this.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -150,11 +154,12 @@ def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
 
 
 def chunk_tokens(token_bytes: float) -> int:
-    """Choose the number of tokens of an inner chunk: the cheapest of 64 times a power of two.
+    """Choose the number of tokens of an inner chunk, 64 times a power of two.
 
-    On average, a sequence of ``SEQUENCE_TOKENS`` tokens that starts at any multiple of 64 overlaps
-    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens. For each of these chunks, reading the
-    sequence costs the bytes of the chunk and ``CHUNK_OVERHEAD_BYTES``.
+    The choice minimises the cost of reading a sequence. On average, a sequence of
+    ``SEQUENCE_TOKENS`` tokens that starts at any multiple of 64 overlaps
+    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens. Each of these chunks costs its raw bytes
+    plus ``CHUNK_OVERHEAD_BYTES``.
 
     Args:
         token_bytes: raw bytes per token.
@@ -172,8 +177,8 @@ def chunk_tokens(token_bytes: float) -> int:
 def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     """Return the number of layers of an inner chunk, a divisor of ``n_layers``.
 
-    It is the smallest divisor that makes a chunk big enough. If none does, it is the largest one
-    that fits.
+    It is the smallest divisor for which a chunk has at least ``MIN_CHUNK_BYTES``. If there is none,
+    it is the largest divisor for which a chunk has at most ``MAX_CHUNK_BYTES``.
     """
     layer_bytes = row_bytes // n_layers
     fitting = [
@@ -185,10 +190,10 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
 
 
 def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:
-    """Return the Zarr metadata, made by zarr-python, of a group that contains these arrays.
+    """Return the zarr.json files, made by zarr-python, of a Zarr group that contains these arrays.
 
     Returns:
-        Path inside the group -> content of the file.
+        Path relative to the group -> content of the file.
     """
     documents: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
@@ -210,17 +215,17 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
 
 
 def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
-    """Read the grid of an array that all parts share.
+    """Read the grid of an array from its zarr.json.
 
     Args:
-        parts: the group of all arrays (``parts/``).
+        parts: path of the Zarr group that contains all arrays (``parts/``).
         array: the stored array.
         n_parts: number of parts in the store.
-        longest_part: tokens of the longest part, with padding.
+        longest_part: number of tokens of the longest part, including padding.
 
     Raises:
-        StoreDamaged: the metadata is missing or invalid, or does not fit the number and length of
-            the parts.
+        StoreDamaged: zarr.json is missing or invalid, or does not fit the number and length of the
+            parts.
     """
     path = parts / array.name / ZARR_NAME
     unit = array.axes[0]
@@ -245,7 +250,7 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Read the grid of an array from its zarr.json.
+    """Convert the content of an array's zarr.json to its grid.
 
     Args:
         text: content of zarr.json.
@@ -253,7 +258,8 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
         source: name of the file in error messages.
 
     Raises:
-        StoreDamaged: this reader would misread an array with this metadata.
+        StoreDamaged: the metadata is invalid, or this module cannot read an array with this
+            metadata correctly.
     """
     try:
         document = parse_object(text)
@@ -309,8 +315,8 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
     """Whether the shapes of a grid are valid.
 
-    Only axis 0 and axis 1 (layers or pieces) are cut, and evenly. Chunks and shards are small
-    enough to be allocated.
+    In a valid grid, only axis 0 and axis 1 (layers or pieces) are divided, and all divisions are
+    even. Chunks and shard indexes are small enough to be allocated.
     """
     shape = grid.shape
     chunk = grid.chunk_shape

@@ -1,14 +1,14 @@
-"""The object-store backend, based on obstore: S3 and compatible servers, Google Cloud, Azure.
+"""Reads and writes files in buckets with obstore: S3 and compatible servers, Google Cloud, Azure.
 
 All settings come from the environment, with the variable names of each provider's own tools:
 ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server with the S3 API),
 ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition,
-``MOA_DATA_REMOTE_TIMEOUT_S`` says how many seconds a server may fail before a command gives up.
+``MOA_DATA_REMOTE_TIMEOUT_S`` is the number of seconds for which failed requests are retried.
 
-A server may answer late, twice or not at all, so the outcome of a request can be unknown. For this
-reason every request can be retried: a read returns the content of the file, and an upload writes
-the same bytes again. If a create or replace gets no clear answer, the content of the file shows the
-outcome.
+A request may be executed although its response is lost or late, so the outcome of a request can be
+unknown. For this reason every request can be retried: a read returns the content of the file, and
+an upload writes the same bytes again. If the response to a conditional write (create or replace)
+does not show its outcome, the file is read and compared with the new content.
 """
 
 import logging
@@ -36,15 +36,17 @@ from ..text import first_line
 from .paths import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
-"""Ranges with at most this many bytes between them are read by one request.
+"""Two ranges of a file with at most this many bytes between them are read by one request.
 
-Reading the gap costs less than a second request.
+Reading the bytes between them costs less than a second request.
 """
-# Longest file that S3 copies with one request. Longer files are read and written again.
+# Size of the largest file that S3 copies with one request. Larger files are downloaded and
+# uploaded.
 COPY_BYTES = 5 << 30
-# Number of blocks of one file that are uploaded in parallel. Each is in memory.
+# Number of blocks of one file that are uploaded in parallel. All of them are in memory.
 UPLOADS_AT_ONCE = 8
-# Seconds without an answer after which a process logs, once, that it waits.
+# If a request gets no response for this number of seconds, the process logs once that it is
+# waiting.
 NOTICE_S = 5.0
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
@@ -59,13 +61,14 @@ T = TypeVar("T")
 
 
 class _Torn(Exception):
-    """A file or range arrived with another length than the server announced."""
+    """The response has fewer or more bytes than the server announced or the request asked for."""
 
 
 class ObjectStore:
-    """A prefix of a bucket.
+    """The files below a prefix of a bucket. Implements ``paths.Backend``.
 
-    It connects separately in each process, is pickled as its URL, and may be shared by threads.
+    Several threads may share an object. Pickling it pickles only the URL, and each process opens a
+    connection of its own.
     """
 
     def __init__(self, url: str) -> None:
@@ -82,7 +85,7 @@ class ObjectStore:
 
     @property
     def connection(self) -> Connection:
-        """The store object of obstore. ``zarr.storage.ObjectStore`` accepts it too."""
+        """The store object of obstore, which ``zarr.storage.ObjectStore`` also accepts."""
         _refuse_fork(self.url)
         if self._connected is None:
             self._connected = _connect(self.url)
@@ -143,8 +146,8 @@ class ObjectStore:
         n_bytes = obstore.head(self.connection, name)["size"]
         if n_bytes >= stop:
             raise failure
-        # The file is shorter than the caller expects. Servers answer such requests in different
-        # ways.
+        # The file ends before `stop`. Servers respond to such a range in different ways, so request
+        # only bytes that exist.
         if start >= n_bytes:
             return memoryview(b"")
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
@@ -164,9 +167,10 @@ class ObjectStore:
         return content == old and self._settled(name, new, version)
 
     def _settled(self, name: str, data: bytes, mode: Any) -> bool:
-        """Put a file under a condition; return whether it now holds ``data``.
+        """Write a file under a condition (``mode``). Return whether the file now holds ``data``.
 
-        If the response does not say who won, the content of the file decides.
+        If the response does not show whether this or another writer was first, compare the content
+        of the file with ``data``.
         """
         pauses = _pauses()
         while True:
@@ -180,8 +184,8 @@ class ObjectStore:
                     current = self._asked(name, lambda: self._get(name))
                 except FileNotFoundError:
                     current = None
-                # S3 may answer 409 to both of two concurrent requests, and possibly neither has
-                # won. In that case, try again.
+                # S3 may respond with 409 to both of two concurrent requests, and it is possible
+                # that neither of them has written the file. In that case, try again.
                 if current == data:
                     return True
                 is_conflict = isinstance(
@@ -209,8 +213,8 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # The reads run on another thread, because obstore panics if it is called while it
-            # takes the blocks of another call.
+            # Read on another thread: while obstore takes the blocks of an upload from an iterator,
+            # it panics if this thread calls it.
             with ThreadPoolExecutor(1) as reader:
                 ranges = (
                     (start, min(start + REQUEST_BYTES, n_bytes))
@@ -243,7 +247,7 @@ class ObjectStore:
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
-        """Make a short request, and log if the server does not answer soon."""
+        """Make a short request with retries, and log a warning if it takes long."""
         with _answering(self.url):
             return self._repeated(name, request)
 
@@ -273,8 +277,8 @@ def _connect(url: str) -> Connection:
     try:
         return from_url(
             url,
-            # Stalled transfers are aborted, slow ones are not. The total time of a request has
-            # a high limit, because links have different speeds.
+            # The read timeout aborts stalled transfers, but not slow ones. The timeout of a whole
+            # request is long, because links have different speeds.
             client_options={
                 "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
                 "connect_timeout": timedelta(seconds=5),
@@ -293,7 +297,7 @@ def _connect(url: str) -> Connection:
 
 
 def timeout_s() -> float:
-    """Return the number of seconds that a server may fail before a request is given up."""
+    """Return the number of seconds for which a failed request is retried."""
     try:
         return max(0.0, float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S)))
     except ValueError:
@@ -301,10 +305,10 @@ def timeout_s() -> float:
 
 
 def _pauses() -> Iterator[bool]:
-    """Sleep between retries, with random and growing pauses.
+    """Sleep before each retry. The pauses are random and become longer.
 
     Yields:
-        Whether there is time for another try.
+        Whether there is time for another retry.
     """
     until = time.monotonic() + timeout_s()
     pause_s = _FIRST_PAUSE_S
@@ -317,10 +321,10 @@ def _pauses() -> Iterator[bool]:
 
 
 def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
-    """Yield groups of ranges that are read by one request each, as indices into ``ranges``.
+    """Group the ranges that are read by one request. Yield each group as indices of ``ranges``.
 
-    The ranges of a group belong to one file, are close together, and span at most
-    REQUEST_BYTES (a single longer range is a group of its own).
+    The ranges of a group are in the same file, have gaps of at most GAP_BYTES, and span at most
+    REQUEST_BYTES. A range that is longer than REQUEST_BYTES is the only range of its group.
     """
     group: list[int] = []
     for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
@@ -342,7 +346,7 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
 
 
 def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
-    """Raise an error if a retry cannot succeed."""
+    """Raise StorageUnavailable if the error of a request shows that a retry cannot succeed."""
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         raise StorageUnavailable(
             f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this "
@@ -373,9 +377,9 @@ _runtime_pid: int | None = None
 
 
 def _refuse_fork(url: str) -> None:
-    """Refuse to run in a process whose parent used obstore before the fork.
+    """Raise an error in a forked process whose parent has used obstore before the fork.
 
-    The threads of obstore do not exist in the child process, so calls would hang.
+    The threads of obstore do not exist in the child process, so its calls would hang.
     """
     global _runtime_pid
     if _runtime_pid is None:
@@ -394,13 +398,10 @@ _watcher: threading.Thread | None = None
 
 @contextmanager
 def _answering(url: str) -> Iterator[None]:
-    """Log that a bucket does not answer if the body takes long.
-
-    The body is a short request with its retries.
-    """
+    """Log a warning if the ``with`` block, a short request with its retries, takes long."""
     global _watcher
     if _watcher is None:
-        # One thread watches all requests. A timer for each would cost as much as some requests.
+        # One thread watches all requests. A timer per request could take as long as the request.
         _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
         _watcher.start()
     request = object()

@@ -1,4 +1,4 @@
-"""Paths of stores: in a folder (``Path``) or below a prefix of a bucket (:class:`RemotePath`)."""
+"""Paths of stores: local paths (``Path``), and paths in a bucket (:class:`RemotePath`)."""
 
 import os
 import stat
@@ -8,34 +8,38 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol, TypeVar
 
-# Longest range of one request to a server, and size of the blocks of an upload.
+# Largest number of bytes that one request to a server reads, and size of the blocks of an upload.
 REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
-"""Upper bound on the concurrent requests of one process.
+"""Upper bound on the number of concurrent requests of one process.
 
-With 8 MiB per request and 20 ms to the first byte, they fill more than a 100 Gbit/s link.
+With 8 MiB per request and 20 ms to the first byte, this many requests saturate a link of 100
+Gbit/s.
 """
 
 
 class Entry(NamedTuple):
-    """Size and time of a file in a listing."""
+    """Size and modification time of a file in a listing of a bucket."""
 
     n_bytes: int
     modified: datetime | None
 
 
 class Backend(Protocol):
-    """A prefix of an object store.
+    """The interface to the files below a prefix of a bucket.
 
-    Object stores cannot rename files. Files are uploaded in blocks and copied by the server. Every
-    method raises FileNotFoundError if a file does not exist, and StorageUnavailable if that cannot
-    be determined.
+    Object stores cannot rename files. Instead, the server copies a file to the new name. Every
+    method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
+    existence cannot be determined.
     """
 
     url: str
 
     def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return all files at or below a folder by name. The listing may be out of date."""
+        """Return file name -> size and time, for the file ``folder`` or all files below it.
+
+        The listing may be out of date.
+        """
 
     def size(self, name: str) -> int:
         """Return the current size of a file in bytes."""
@@ -48,33 +52,34 @@ class Backend(Protocol):
         """
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return bytes [start, stop) of files, given as (name, start, stop).
+        """Return the bytes [start, stop) of files, for a sequence of (name, start, stop).
 
-        A range that extends beyond the end of its file gives fewer bytes.
+        If a file ends before ``stop``, the result has fewer bytes.
         """
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist.
 
         Returns:
-            Whether the file now holds ``data``, also if another writer wrote the same data.
+            Whether the file now holds ``data``. This is also true if another writer wrote the same
+            data.
         """
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:
-        """Replace a file whose content must be ``old``; return whether it is now ``new``."""
+        """Replace a file if its content is ``old``; return whether the content is now ``new``."""
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:
-        """Write or replace a file atomically with the content of another file of ``n_bytes``."""
+        """Copy ``source``, a file of ``n_bytes``, atomically to ``target``."""
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files. Files that do not exist are skipped."""
 
 
 class Stat(NamedTuple):
-    """The values of ``Path.stat`` that are known of a remote file."""
+    """The result of :meth:`RemotePath.stat`: the attributes that are known of a remote file."""
 
     st_size: int
     st_mode: int = stat.S_IFREG
@@ -123,7 +128,7 @@ class RemotePath:
         return Stat(self.backend.size(self.key))
 
     def exists(self) -> bool:
-        """Whether this is a file, or a folder with at least one file below it."""
+        """Whether this is the path of a file, or of a folder with at least one file below it."""
         try:
             self.stat()
         except FileNotFoundError:
@@ -131,7 +136,7 @@ class RemotePath:
         return True
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file below the path, by relative name and sorted."""
+        """Return relative name -> size in bytes, for each file below the path, sorted by name."""
         start = f"{self.key}/" if self.key else ""
         entries = sorted(self.backend.list_files(self.key).items())
         return {
@@ -139,7 +144,7 @@ class RemotePath:
         }
 
     def names(self) -> list[str]:
-        """Return the names of all files below the path, relative to it and sorted."""
+        """Return the sorted names of all files below the path, relative to the path."""
         return list(self.sizes())
 
     def read_bytes(self) -> bytes:
@@ -169,10 +174,10 @@ def requests() -> ThreadPoolExecutor:
 def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
     """Return the thread pool of this process with this name.
 
-    Its threads start on first use. After a fork, the child process gets a new pool.
+    The threads of the pool start on first use. After a fork, the child process gets a new pool.
     """
-    # Two threads that call this at the same time may create two pools. The pool that is not kept
-    # ends when its work is done.
+    # Two threads that call this function at the same time may create two pools. One of them does
+    # not stay in `_pools`, and its threads end when their work is done.
     if (key := (name, os.getpid())) not in _pools:
         _pools[key] = ThreadPoolExecutor(n_threads, name)
     return _pools[key]

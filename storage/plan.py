@@ -1,9 +1,11 @@
-"""The plan and the texts of a store.
+"""Makes, checks, writes and reads plan.parquet, and reads texts.arrow.
 
-The plan gives each sequence its part and position. It is fixed before the first forward pass. Parts
-are filled in source order, so that the first parts of a store are an unbiased sample of the
-dataset. Inside a part, the sequences are sorted by length, so that batches of neighbours have
-little padding.
+The plan assigns each sequence to a part of the store and to a position in this part. It is fixed
+before the first forward pass of the target. Parts are filled in the order of the rows of the
+dataset, so that the first parts of a store are an unbiased sample of the dataset. In a part, the
+sequences are sorted by length, so that batches of consecutive sequences have little padding.
+
+A table of texts (texts.arrow) has the tokens and response masks of all sequences.
 """
 
 import hashlib
@@ -32,49 +34,55 @@ SEQUENCE_SCHEMA = pa.schema(
         ("n_response_tokens", pa.int32()),
     ]
 )
-"""Columns of the table of sequences to plan: content hash, row in the dataset, counts."""
+"""Columns of the table from which a plan is made.
+
+For each sequence, the table contains a hash of its content, its row in the dataset, and its numbers
+of tokens and of response tokens.
+"""
 
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(
     pa.field("first_token", pa.int64())
 )
 """Columns of plan.parquet.
 
-These are the columns of ``SEQUENCE_SCHEMA``, the part, and the first position of the sequence on
-the token axis of the part.
+In addition to ``SEQUENCE_SCHEMA``, ``part`` is the number of the sequence's part, and
+``first_token`` is the position of its first token on the token axis of the part.
 """
 
 TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]  # Columns of texts.arrow.
 
-TEXTS_SHA256 = b"sha256"  # Key of ``texts_sha256`` in the metadata of texts.arrow.
+# Key in the metadata of texts.arrow. Its value is the result of ``texts_sha256``.
+TEXTS_SHA256 = b"sha256"
 
-MAX_ID_BYTES = 1024  # Readers refuse longer sequence ids.
+MAX_ID_BYTES = 1024  # Readers refuse a plan with a longer sequence id.
 
-# Readers refuse a longer plan.parquet. It has about 100 bytes for each of ten million sequences.
+# Readers refuse a longer plan.parquet. This size allows 100 bytes per sequence for ten million
+# sequences.
 MAX_PLAN_BYTES = 1 << 30
 
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:
-    """Return a numeric column without nulls, [n_rows]."""
-    # This avoids to_numpy and pa.array: for both, pyarrow imports pandas, which adds half a second
-    # to each command.
+    """Return a numeric column without nulls as a NumPy array [n_rows]."""
+    # Do not use to_numpy or pa.array: both make pyarrow import pandas, which takes half a second in
+    # each command.
     chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
 
 def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
-    """Return the rows of a table that a mask, [n_rows] bool, selects."""
+    """Return the rows of a table for which ``is_wanted``, bool [n_rows], is true."""
     return table.take(column(np.flatnonzero(is_wanted)))
 
 
 def column(values: np.ndarray) -> pa.Array:
-    """Return numbers [n_rows] as a column without copying them."""
+    """Return a NumPy array of numbers [n_rows] as a pyarrow column without copying it."""
     return pa.Array.from_buffers(
         pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
     )
 
 
 def text_column(values: Iterable[str]) -> pa.Array:
-    """Return texts, at most 2 GB in total, as a column."""
+    """Return strings as a pyarrow column. Their total size must not exceed 2 GB."""
     encoded = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
@@ -86,8 +94,8 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
 
     Args:
         table: sequences with the columns of ``SEQUENCE_SCHEMA``.
-        part_tokens: upper bound on the tokens of a part, with padding. A single sequence that is
-            longer gets a part of its own.
+        part_tokens: upper bound on the number of tokens of a part, including padding. A sequence
+            that is longer is the only sequence of its part.
         alignment_tokens: every sequence starts at a multiple of this number of tokens.
 
     Returns:
@@ -112,7 +120,8 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
             filled = 0
         part_of[row] = part
         filled += n_tokens
-    # Sort by descending length: neighbours of similar length form batches with little padding.
+    # Sort the sequences of each part by descending length, so that batches of consecutive sequences
+    # have little padding.
     order = np.lexsort((np.arange(len(lengths)), -lengths, part_of))
     ends = np.cumsum(padded[order])
     starts = ends - padded[order]
@@ -149,9 +158,9 @@ def _check_sequences(table: pa.Table) -> None:
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return the counts that the manifest records of a plan.
+    """Return the counts of a plan that the manifest contains.
 
-    These are n_sequences, n_parts and n_tokens, without alignment padding.
+    These are n_sequences, n_parts and n_tokens (without alignment padding).
     """
     return {
         "n_sequences": plan.num_rows,
@@ -161,9 +170,10 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
 
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
-    """Return the counts that the commit of each part must contain.
+    """Return, for each part, the counts that its commit must contain.
 
-    These are part, n_sequences, n_tokens and allocated_tokens; the last includes padding.
+    These are part (its number), n_sequences, n_tokens and allocated_tokens (the number of tokens
+    including padding).
     """
     part = numbers(plan, "part")
     ends = numbers(plan, "first_token") + numbers(plan, "n_tokens")
@@ -181,7 +191,8 @@ def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     """Check a plan.
 
-    Its sequences must be valid and aligned, and must not overlap. Part numbers must have no gaps.
+    The sequences must be valid, start at multiples of ``alignment_tokens``, and not overlap. The
+    numbers of the parts must start at 0 and have no gaps.
 
     Raises:
         StoreDamaged: the plan is not valid.
@@ -216,9 +227,9 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
 
 
 def plan_bytes(plan: pa.Table) -> bytes:
-    """Return the content of plan.parquet.
+    """Return the content of plan.parquet for a plan.
 
-    With one release of pyarrow, equal plans give equal bytes.
+    The same release of pyarrow gives equal bytes for equal plans.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(plan.replace_schema_metadata(None).combine_chunks(), sink, compression="zstd")
@@ -230,8 +241,8 @@ def read_plan(path: StorePath) -> pa.Table:
 
     Raises:
         StoreDamaged: the file is missing or not a valid plan.
-        OSError: the file could not be read. This is not evidence of damage.
-        MemoryError: there was not enough memory. This is not evidence of damage.
+        OSError: the file could not be read. It may be undamaged.
+        MemoryError: there was not enough memory. The file may be undamaged.
     """
     try:
         content = read_file(path, MAX_PLAN_BYTES)
@@ -244,8 +255,8 @@ def read_plan(path: StorePath) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         metadata = file.metadata
-        # The sizes that the file claims are checked before anything is allocated. Ids are distinct,
-        # so each row takes at least one byte of the file.
+        # Check the sizes in the file's metadata before memory is allocated. Sequence ids are
+        # distinct, so each row takes at least one byte of the file.
         columns = [
             metadata.row_group(i).column(k)
             for i in range(metadata.num_row_groups)
@@ -260,7 +271,7 @@ def read_plan(path: StorePath) -> pa.Table:
             raise ValueError(
                 f"{metadata.num_rows} rows, {len(content)} bytes that unpack to {n_bytes}"
             )
-        # A single thread is used: failing to start another one would look like a damaged file.
+        # Read on one thread. A failure to start another thread would look like a damaged file.
         plan = file.read(use_threads=False)
         if (
             max(
@@ -272,7 +283,8 @@ def read_plan(path: StorePath) -> pa.Table:
             raise ValueError("a sequence id is too long")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
-    # pyarrow's own MemoryError is also an ArrowException. It is not evidence of damage.
+    # pyarrow's memory error is both a MemoryError and an ArrowException. It does not mean that the
+    # file is damaged.
     except MemoryError:
         raise
     except (
@@ -297,8 +309,8 @@ def read_plan(path: StorePath) -> pa.Table:
 def map_texts(path: StorePath) -> pa.Table:
     """Map texts.arrow into memory.
 
-    A remote file is first copied to a temporary file. That file is deleted at once, and only the
-    mapping keeps its content.
+    A remote file is first copied to a temporary file, which is mapped and then deleted. Its content
+    stays available until the mapping is freed.
     """
     if isinstance(path, Path):
         with pa.memory_map(os.fspath(path)) as file:
@@ -309,7 +321,7 @@ def map_texts(path: StorePath) -> pa.Table:
 
 
 def texts_sha256(texts: pa.Table) -> bytes:
-    """Return the sha256, in hex, of the counts, ids, rows, tokens and masks of texts.arrow.
+    """Return the sha256, in hex, of the counts and of all columns of texts.arrow.
 
     Raises:
         ValueError: the table is not a table of texts.
@@ -320,8 +332,8 @@ def texts_sha256(texts: pa.Table) -> bytes:
     ):
         raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
     digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
-    # Each column has one chunk, as it was written. Combining chunks would copy them, and the table
-    # may be as large as the memory.
+    # Use the only chunk of each column. Combining chunks would copy the table, which may be as
+    # large as the memory.
     ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
     for key in ids.to_pylist():
         digest.update(key.encode())

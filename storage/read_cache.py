@@ -1,18 +1,19 @@
 """Reads byte ranges of remote shards, with an optional cache on a local disk.
 
-With the cache, a second epoch makes no requests to the server. The cache consists of blocks of
-1 MiB, each in its own file. The name of a block is derived from the path of the shard and from its
-size and checksum in the commit. A block is therefore never used for another shard, and a store that
-is written again has new blocks. Each block ends with its own CRC-32C. A block whose checksum is
-wrong is fetched again::
+If the cache is large enough, the second epoch of a training makes no requests to the server. The
+cache consists of blocks, which are consecutive ranges of 1 MiB of a shard. Each block is a file.
+The file's name is derived from the path of the shard and from the shard's size and checksum in the
+commit. A block is therefore never used for a different shard, nor for the shard of a store that was
+written again. Each file ends with the CRC-32C of its block. A block whose checksum is wrong is
+fetched again::
 
     DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then its CRC-32C
 
-Any number of processes may share a folder. A complete block appears by a rename. Blocks are not
-synced, because a block that was torn by a crash is not used. When the folder is full, the least
-recently used blocks are evicted, 1/20 of the folder at a time. A process counts the blocks of other
-processes only after it has written 1/20 of the folder, so the folder may exceed its size by that
-much.
+Any number of processes may share a folder. A block is written to a temporary file that is then
+renamed, so readers see only complete blocks. Files are not synced, because a block that a crash has
+damaged has a wrong checksum. When the folder is full, the least recently used blocks are evicted,
+1/20 of the size limit at a time. A process counts the blocks of other processes only after it has
+written 1/20 of the limit. So each process may exceed the limit by 1/20.
 """
 
 import hashlib
@@ -33,19 +34,21 @@ from .paths import REQUEST_BYTES, RemotePath, requests
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
-# Reading a whole sequence takes many blocks of this size. Smaller blocks only mean more files.
+# Size of a block. Smaller blocks would not save reads, because a whole sequence takes many blocks
+# of this size. They would only need more files.
 BLOCK_BYTES = 1 << 20
 _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
 
 
 class RemoteFile:
-    """A remote file whose byte ranges are read, with one request per range.
+    """A remote file of which byte ranges can be read.
 
     Args:
         path: path of the file.
         record: size and checksum of the file from its commit.
-        cache: cache on a local disk; a store has one for all of its files. None to read without.
+        cache: cache on a local disk, which all files of a store share. None to read without a
+            cache.
     """
 
     max_read_bytes = REQUEST_BYTES
@@ -60,7 +63,11 @@ class RemoteFile:
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with bytes from ``offset`` on; return the number read."""
+        """Fill ``buffer`` (uint8) with the file's bytes from ``offset`` on.
+
+        Returns:
+            The number of bytes read. It is less than ``len(buffer)`` at the end of the file.
+        """
         (data,) = fetch_ranges([(self, offset, offset + len(buffer))])
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
         return len(data)
@@ -73,7 +80,7 @@ Ranges = Sequence[tuple[RemoteFile, int, int]]
 def fetch_ranges(ranges: Ranges) -> list[memoryview]:
     """Fetch byte ranges with concurrent requests.
 
-    The result of a range is shorter than requested if its file ends earlier.
+    If a file ends before the end of a range, the range's result is shorter than requested.
     """
     cache = ranges[0][0].cache
     return _request(ranges) if cache is None else cache.read(ranges)
@@ -85,29 +92,31 @@ def _request(ranges: Ranges) -> list[memoryview]:
 
 
 class ReadCache:
-    """A folder of blocks. Processes may share it, and it is pickled as its path and size.
+    """A cache of blocks of remote files in a local folder. Several processes may share the folder.
+
+    Pickling this object pickles only the path and size of the folder.
 
     Args:
-        folder: folder of the cache; it is created when the first block is stored.
-        max_bytes: upper bound on the bytes of all blocks.
+        folder: folder of the cache. It is created when the first block is written.
+        max_bytes: upper bound on the total size of all blocks.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.max_bytes = max_bytes
         self._counting = threading.Lock()
-        # The first block triggers a count of the folder.
+        # With this initial value, writing the first block triggers a count of the folder.
         self._n_used, self._n_written = 0, max_bytes
 
     def __reduce__(self) -> "tuple[type[ReadCache], tuple[Path, int]]":
         return (ReadCache, (self.folder, self.max_bytes))
 
     def read(self, ranges: Ranges) -> list[memoryview]:
-        """Return the bytes of ranges. Blocks that are not cached are fetched and then cached."""
+        """Return the bytes of ranges. Missing blocks are fetched and then added to the cache."""
         keys = [
             [(file, block) for block in _blocks(file, start, stop)] for file, start, stop in ranges
         ]
-        # Several ranges may overlap one block.
+        # Several ranges may need the same block. Load each block once.
         wanted = list(dict.fromkeys(key for range_keys in keys for key in range_keys))
         loads = requests().map(lambda key: self._load(*key), wanted)
         blocks = {key: data for key, data in zip(wanted, loads, strict=True) if data is not None}
@@ -141,12 +150,12 @@ class ReadCache:
         return data
 
     def _keep(self, file: RemoteFile, block: int, data: bytes) -> None:
-        """Cache a block. Best effort: a full disk is ignored."""
+        """Write a block to the cache. If that fails, for example on a full disk, do nothing."""
         start, stop = _span(file, block)
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
-            # Either the file is shorter than its commit says, which its reader will detect, or the
-            # cache is smaller than one block.
+            # Do not cache this block. Either the file is shorter than its commit says, which the
+            # reader of the file will detect, or the cache is smaller than one block.
             return
         path = self._path(file, block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
@@ -161,7 +170,7 @@ class ReadCache:
                 partial.unlink(missing_ok=True)
 
     def _make_room(self, n_bytes: int) -> None:
-        """Account for a new block, and evict old blocks if it does not fit."""
+        """Count a new block of ``n_bytes``, and evict old blocks if it does not fit."""
         share = self.max_bytes // _FREED_SHARE
         if self._n_written > share or self._n_used + n_bytes > self.max_bytes:
             blocks = sorted(self._found())
@@ -180,7 +189,7 @@ class ReadCache:
         self._n_written += n_bytes
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of last use, size in bytes, path) of every block."""
+        """Yield (time of last use, size in bytes, path) of the file of every block."""
         with suppress(FileNotFoundError):
             for folder in os.scandir(self.folder / "blocks"):
                 for entry in os.scandir(folder):
@@ -190,11 +199,14 @@ class ReadCache:
 
 
 def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache | None:
-    """Return the cache that the arguments or the environment describe, or None without a folder.
+    """Return the read cache with the settings in the arguments or the environment.
 
     Args:
-        folder: folder of the cache; None for ``MOA_DATA_CACHE_DIR``.
-        n_gb: size of the cache in GB; None for ``MOA_DATA_CACHE_GB`` (default 100).
+        folder: folder of the cache. None for the value of ``MOA_DATA_CACHE_DIR``.
+        n_gb: size of the cache in GB. None for the value of ``MOA_DATA_CACHE_GB`` (default 100).
+
+    Returns:
+        The cache, or None if neither the argument nor the environment gives a folder.
 
     Raises:
         OptionInvalid: the size is not a positive number.
@@ -225,7 +237,10 @@ def _span(file: RemoteFile, block: int) -> tuple[int, int]:
 
 
 def _cut(blocks: Sequence[bytes], start: int, stop: int) -> memoryview:
-    """Cut a range from its blocks. The last block may be shorter than expected."""
+    """Return the bytes [start, stop) of a file from the consecutive blocks that contain them.
+
+    The result is shorter if the last block is shorter than expected.
+    """
     skipped = start % BLOCK_BYTES
     n_bytes = max(0, stop - start)
     data = blocks[0] if len(blocks) == 1 else b"".join(blocks)

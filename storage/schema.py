@@ -10,8 +10,8 @@
                                   (may be absent)
       target/                     config, tokenizer and frozen weights that training needs
       codec/basis.safetensors     parameters that the codec has learned (transform codecs only)
-      parts/                      one Zarr v3 group; the parts follow each other on the token axis
-                                  of each array
+      parts/                      one Zarr v3 group of arrays that all parts share; on the token
+                                  axis of each array, part 1 follows part 0, and so on
         tokens                    int32    [token]
         response_mask             uint8    [token]
                                   1 = written by the assistant
@@ -36,9 +36,10 @@
       publish.lock                used if several processes write: one byte per part is locked while
                                   the part is renamed and committed
 
-A part without a commit does not exist for a reader. Equal inputs give equal bytes in every file
-except ``runs/``, ``store.lock`` and ``publish.lock``. ``docs/format.md`` explains the format to
-authors of other programs.
+A store is divided into parts, ranges of sequences that are written and committed independently. The
+commit of a part is the JSON file that lists its files. Readers ignore a part that has no commit.
+Equal inputs give equal bytes in every file except ``runs/``, ``store.lock`` and ``publish.lock``.
+``docs/format.md`` explains the format to authors of other programs.
 """
 
 import json
@@ -64,8 +65,8 @@ PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
-# Key in the record of a run: weights_sha256 of the model that wrote the answers of the chats, or
-# null.
+# Key in a JSON file of ``runs/``. Its value is the weights_sha256 of the model that wrote the
+# answers of the chats, or null.
 ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
@@ -97,14 +98,15 @@ def target_commit_path(store: AnyPath) -> AnyPath:
 
 
 def manifest_commit_path(store: AnyPath) -> AnyPath:
-    """Return the path of the commit of store.json and plan.parquet."""
+    """Return the path of the commit that lists store.json, plan.parquet and the zarr.json files."""
     return below(store, COMMITS_NAME, MANIFEST_NAME)
 
 
 def publication_path(commit: AnyPath) -> AnyPath:
     """Return the path of the publication record of a commit.
 
-    In a bucket, this record lists the uploads that a writer is publishing until the commit exists.
+    A store in a bucket has this JSON file while a writer publishes uploaded files: from before the
+    files get their final names until the commit exists (see ``write.publish``).
     """
     return below(cast(AnyPath, commit.parent), f"{commit.name}.partial")
 
@@ -117,12 +119,15 @@ def below(folder: AnyPath, *names: str) -> AnyPath:
 ALIGNMENT_TOKENS = 64
 """Every sequence of a new store starts at a multiple of this number of tokens.
 
-An aligned block of 64 tokens therefore never spans two sequences.
+An aligned block of 64 tokens therefore never contains tokens of two sequences.
 """
 
 SCHEMA_VERSION = 2
 FORMAT_NAME = "moa-data activation store"
-"""Value of ``format`` in store.json. Other folders with a store.json do not have it."""
+"""Value of the key ``format`` in store.json.
+
+It distinguishes a store from a folder of another program that also contains a store.json.
+"""
 
 CONVENTIONS: dict[str, str] = {
     "kv_keys": "after RoPE, positions counted from 0 at the first token of each sequence",
@@ -132,62 +137,70 @@ CONVENTIONS: dict[str, str] = {
     "response_mask": "1 on tokens written by the assistant, its end-of-turn token included",
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
-"""Meaning of the stored numbers, the same in every schema version so far.
+"""Meaning of the stored numbers. It has been the same in every schema version so far.
 
-Every manifest contains these entries. A reader refuses other values, except the variants
-:data:`ROTATED_IN_SOME` and :data:`LATENTS`.
+Every manifest contains these entries under ``conventions``. A reader refuses a store with different
+values, except those of :data:`ROTATED_IN_SOME` and :data:`LATENTS`.
 """
 ROTATED_IN_SOME: dict[str, str] = {
     "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions "
     "counted from 0 at the first token of each sequence",
 }
-"""Replaces entries of :data:`CONVENTIONS` if some layers of the target do not use RoPE."""
+"""These entries replace those of :data:`CONVENTIONS` if some layers of the target lack RoPE."""
 LATENTS: dict[str, str] = {
     "kv_keys": "the latent after its norm, which has no positions",
     "kv_order": "the latent, then the part of the key that all heads share, after RoPE, positions "
     "counted from 0 at the first token of each sequence",
 }
-"""Replaces entries of :data:`CONVENTIONS` if the layers cache latents."""
+"""These entries replace those of :data:`CONVENTIONS` if the target's layers cache latents.
+
+A latent is a compressed form of a token's keys and values (multi-head latent attention).
+"""
 
 MAX_LAYERS = 1 << 12
-# Upper bound on the values of one token in a field. The largest models have about a million.
+# Upper bound on the number of values per token in a field. The largest models have about a million.
 MAX_TOKEN_VALUES = 1 << 26
 
-Array = Any  # A NumPy array or a torch tensor: the type of functions that accept both.
+Array = Any  # Type of a NumPy array or a torch tensor, for functions that accept both.
 
 # Name of the field of token ids. Some codecs need the token ids to decode another field.
 TOKENS = "tokens"
-# Name of the field of keys and values of all layers. If layers have different caches, the layers of
-# each kind have a field below this name.
+# Name of the field with keys and values of all layers. If the layers have different caches, there
+# is one field for the layers of each kind instead, such as ``kv/full_attention``.
 KV = "kv"
-HIDDEN_LAST = "hidden/last"  # Name of the field of hidden states after the final norm.
+HIDDEN_LAST = "hidden/last"  # Name of the field with hidden states after the final norm.
 
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
-BLOCK_AXIS = "block"  # Name of axis 0 of a stored array in which one row covers several tokens.
-# Name of axis 1 of a stored array if each index on that axis is read separately. Each index then
-# has inner chunks of its own.
+# Name of axis 0 of a stored array in which each row is for a block of consecutive tokens.
+BLOCK_AXIS = "block"
+# Name of axis 1 of a stored array of pieces (see ``codecs.coding``). Each piece can be read
+# separately, because it has separate inner chunks.
 PIECE_AXIS = "piece"
 KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # Axes of one token's keys and values.
 UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
-"""Axes of one token's keys and values if their widths differ.
+"""Axes of one token's keys and values if a key and a value have different widths.
 
-The last axis holds the key, then the value.
+The last axis contains the key, followed by the value.
 """
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One field of a store."""
+    """One field of a store: values of one kind for every token, such as keys and values.
+
+    A codec stores each field in one or more arrays (:class:`StoredArray`).
+    """
 
     name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
     dtype: str  # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
     token_shape: tuple[int, ...]  # Shape of one token's values; ``()`` for one number per token.
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str = ""
-    # Numbers of the target layers on the layer axis of keys and values; None for all layers.
+    # Number of the target's layer at each index of the layer axis. None if the field has no layer
+    # axis, or contains all layers in order.
     layers: tuple[int, ...] | None = None
-    # Width of the key on the last axis, if keys and values have different widths; otherwise None.
+    # Width of the key on the last axis. None if keys and values have the same width.
     key_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -234,17 +247,17 @@ class FieldSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Raw bytes of one token's values."""
+        """Size in bytes of one token's values before encoding."""
         return int(np.prod(self.token_shape, dtype=np.int64)) * self.storage_dtype.itemsize
 
     @property
     def layer_axis(self) -> int | None:
-        """Index of the layer axis in the whole array, or None."""
+        """Index of the layer axis in ``axes``, or None if the field has no layer axis."""
         return self.axes.index(LAYER_AXIS) if LAYER_AXIS in self.axes else None
 
     @property
     def layer_numbers(self) -> Sequence[int]:
-        """Numbers of the target layers on the layer axis. The field must have a layer axis."""
+        """Number of the target's layer at each index of the layer axis, which must exist."""
         return range(self.token_shape[0]) if self.layers is None else self.layers
 
 
@@ -252,7 +265,7 @@ _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 _Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
-# Stores of other programs may have additional keys.
+# For objects to which other programs that write stores may add keys.
 _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
@@ -266,13 +279,13 @@ class _FieldDocument(BaseModel):
     token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]
     description: str
-    # Omitted from the document if they are None.
+    # store.json does not contain the following keys if their values are None.
     layers: Annotated[tuple[_Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     key_width: _Count | None = None
 
 
 class _Sizes(TypedDict, total=False):
-    """The sizes of a target that readers use in computations."""
+    """The object ``target`` in store.json: the sizes of the target that readers compute with."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy allows only keys here
 
@@ -286,7 +299,7 @@ class _Sizes(TypedDict, total=False):
 
 
 class _Extraction(TypedDict, total=False):
-    """The extraction settings that readers use in computations."""
+    """The object ``extraction`` in store.json: the settings that readers compute with."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -299,7 +312,7 @@ class _Extraction(TypedDict, total=False):
 
 
 class _Codec(TypedDict):
-    """The keys that the description of every codec has."""
+    """The object ``codec`` in store.json: the keys that all codecs have."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -327,15 +340,17 @@ class _ManifestDocument(BaseModel):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One Zarr array of a store. One row stands for a token or for a block of tokens."""
+    """One Zarr array of a store. Each row along axis 0 is for one token or one block of tokens."""
 
     name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
     dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
     row_shape: tuple[int, ...]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
-    block_tokens: int = 1  # Number of tokens per row; divides the alignment of sequences.
-    layer_axis: int | None = None  # Index of the layer axis in the stored array (1), or None.
-    # Logical dtype of the values, if it differs from ``dtype`` (``"bfloat16"`` in uint16).
+    block_tokens: int = 1  # Number of tokens per row. It divides the alignment of sequences.
+    # Index of the layer axis in ``axes``, which is 1. None if the array has no layer axis.
+    layer_axis: int | None = None
+    # Logical dtype of the values, e.g. ``"bfloat16"`` if ``dtype`` is ``"uint16"``. By default it
+    # equals ``dtype``.
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -348,11 +363,11 @@ class StoredArray:
 
     @property
     def row_bytes(self) -> int:
-        """Raw bytes of one row."""
+        """Size in bytes of one row before encoding."""
         return int(np.prod(self.row_shape, dtype=np.int64)) * self.storage_dtype.itemsize
 
     def n_rows(self, n_tokens: int) -> int:
-        """Count the rows that cover ``n_tokens`` tokens, starting at a block boundary."""
+        """Return the number of rows for ``n_tokens`` tokens that start at a block boundary."""
         return -(-n_tokens // self.block_tokens)
 
 
@@ -375,7 +390,7 @@ def kv_field(
 
     Args:
         n_layers: number of layers of the target.
-        n_kv_heads: KV heads of each layer.
+        n_kv_heads: number of KV heads of each layer.
         head_dim: width of one key and of one value.
         dtype: logical dtype of the values.
         is_rotated: whether all layers rotate their keys (RoPE).
@@ -432,22 +447,25 @@ def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """Everything that shapes the data of a store, as recorded in ``store.json``."""
+    """The content of ``store.json``: everything that determines the data of a store."""
 
     fields: tuple[FieldSpec, ...]
     # Sizes (``n_layers``, ``hidden_size``, ...) and architecture of the target.
     target: Mapping[str, Any]
-    # Hashes of target, tokenizer, template, dataset: ``"target.weights_sha256"``, ...
+    # Hashes of target, tokenizer, template and dataset, under keys such as
+    # ``"target.weights_sha256"``.
     identities: Mapping[str, str]
-    # Other settings that shape the data, e.g. max_length, compute dtype, truncation.
+    # Other settings that determine the data, e.g. max_length, compute dtype, truncation.
     extraction: Mapping[str, Any]
     n_sequences: int
     n_parts: int
     n_tokens: int  # Number of planned tokens without alignment padding.
-    codec: Mapping[str, Any]  # ``StoreCodec.describe()``
-    # Conventions beyond those of the schema version, which are added automatically.
+    codec: Mapping[str, Any]  # The result of ``StoreCodec.describe``.
+    # Conventions in addition to ``CONVENTIONS``, or instead of its entries. All other entries of
+    # ``CONVENTIONS`` are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
-    alignment_tokens: int = ALIGNMENT_TOKENS  # Every sequence starts at a multiple of this.
+    # Every sequence starts at a multiple of this number of tokens.
+    alignment_tokens: int = ALIGNMENT_TOKENS
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -476,7 +494,7 @@ class StoreManifest:
     def to_json(self) -> str:
         """Return the text of store.json: sorted keys, indent of two spaces, final newline."""
         document = {"format": FORMAT_NAME} | asdict(self)
-        # Most fields have neither of these keys. They are omitted if they are None.
+        # Most fields have neither layers nor key_width. Omit a key whose value is None.
         for spec in document["fields"]:
             for name in ("layers", "key_width"):
                 if spec[name] is None:
@@ -537,9 +555,9 @@ def first_problem(error: ValidationError) -> str:
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested JSON object to dotted key -> leaf.
+    """Flatten a nested JSON object. The result maps dotted keys to values that are not objects.
 
-    The items of the top-level ``fields`` are keyed by their names.
+    The items of the list ``fields`` at the top level get their names as keys.
     """
     flat: dict[str, Any] = {}
     for key, value in document.items():
@@ -553,9 +571,9 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# A logical dtype says what the numbers mean. A storage dtype is the dtype in NumPy and Zarr. They
-# differ only for bfloat16, which NumPy and Zarr do not have. Its bits are stored unchanged as
-# uint16, and the array has the attribute "logical_dtype".
+# A logical dtype is the dtype of the values. A storage dtype is the dtype of the array in NumPy and
+# Zarr. The two differ only for bfloat16, which NumPy and Zarr do not have. The bits of bfloat16
+# values are stored unchanged as uint16, and the array has the attribute "logical_dtype".
 
 STORAGE_DTYPES = {
     "bfloat16": "uint16",
@@ -566,10 +584,11 @@ STORAGE_DTYPES = {
 }
 """Logical dtype name -> NumPy dtype name on disk (always little endian)."""
 
-# Logical dtypes that can hold NaN or infinity.
+# Logical dtypes whose values can be NaN or infinite.
 FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
-# All exponent bits set means infinity or NaN; testing the bits needs no conversion.
+# A bfloat16 value is infinite or NaN if all its exponent bits are set. Testing the bits avoids a
+# conversion to float32.
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
@@ -585,9 +604,9 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
 
 
 def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Convert values from the storage dtype of a logical dtype to float32.
+    """Convert values of a logical dtype, given in its storage dtype, to float32.
 
-    The conversion is exact for bfloat16 and float16.
+    The conversion of bfloat16 and float16 is exact.
     """
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:
@@ -605,9 +624,9 @@ def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 
 
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:
-    """Round float32 values to bfloat16 (to nearest, ties to even) and return the bits, uint16.
+    """Round float32 values to bfloat16 (to nearest, ties to even) and return their bits as uint16.
 
-    NaN stays NaN. Values beyond the range become infinity.
+    NaN stays NaN. Values beyond the range of bfloat16 become infinity.
     """
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -616,9 +635,9 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Return a bool for each stored value: whether it is neither NaN nor infinite.
+    """Return for each value, given in its storage dtype, whether it is neither NaN nor infinite.
 
-    For integer dtypes every value is finite.
+    Every value of an integer dtype is finite.
     """
     if logical_dtype == "bfloat16":
         return np.asarray((array & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT)

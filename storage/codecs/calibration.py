@@ -1,9 +1,10 @@
-"""Learns a transform codec from a sample: means, principal components, predictions, error metrics.
+"""Learns the state of a transform codec from a sample of sequences.
 
-A *part* of a field is quantised separately: the keys (before RoPE), the values, or a hidden state.
-A *group* is a run of consecutive layers that share one basis. The sample is on disk, and only one
-part of one group is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, this
-takes 2 GB instead of 8 GB::
+The state consists of means, principal components, and matrices of linear predictions. A *group* is
+a run of consecutive layers that share one basis. A *part* of a group is the keys (before RoPE) of
+its layers, their values, or a hidden state. Each part is quantised separately. The sample is on
+disk, and only one part of one group is in memory at a time. For 16 layers of an 8B target and
+30,000 tokens, this takes 2 GB of memory instead of 8 GB::
 
     one sequence                 [n_tokens, *token_shape]
     -> parts of each group       float32 [n_tokens, width] each
@@ -24,17 +25,19 @@ from array_api_compat import array_namespace, to_device
 from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 
-# Moves a NumPy array to the device of large products, see ``codecs.field.Learning``.
+# Type of functions that move a NumPy array to the device on which large matrix products run. See
+# ``codecs.field.Learning``.
 Place = Callable[[np.ndarray], Array]
 
-MAX_COMPONENTS = 4_096  # Largest number of components of one part of one group.
-MAX_FEATURES = 512  # Largest number of token features that keys and values are predicted from.
-# Largest width whose axes are computed from the covariance. Wider parts use subspace iteration.
+MAX_COMPONENTS = 4_096  # Largest number of principal components of one part of one group.
+MAX_FEATURES = 512  # Largest number of token features from which keys and values are predicted.
+# Largest width of a part whose principal axes are computed from its covariance matrix. For a wider
+# part, they are computed by subspace iteration.
 EXACT_WIDTH = 8_192
-# Largest width whose covariance is decomposed in float64. Wider parts use float32, which takes half
-# the time.
+# Largest width of a part whose covariance matrix is decomposed in float64. For a wider part,
+# float32 is used, which takes half the time.
 _PRECISE_WIDTH = 2_048
-_POWER_ITERATIONS = 4  # Rounds of subspace iteration.
+_POWER_ITERATIONS = 4  # Number of subspace iterations.
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
 _FEATURE_RIDGE = 1e-3
@@ -49,10 +52,10 @@ class Kept(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The concatenated sequences of one part of one group.
+    """The rows of several sequences, for one part of one group.
 
-    ``values`` are float32 [n_tokens, width], and ``lengths`` are the numbers of tokens per
-    sequence.
+    ``values`` is the concatenation of the sequences, float32 [n_tokens, width]. ``lengths`` holds
+    the number of tokens of each sequence.
     """
 
     values: np.ndarray
@@ -65,27 +68,28 @@ class Rows(NamedTuple):
 
 
 class Sample:
-    """Sequences of a field, cut into groups and parts, in a temporary file without a name.
+    """A sample of sequences of one field, in a temporary file without a name.
 
-    The file is deleted when it is closed.
+    Each sequence is split into the parts of the groups. The file is deleted when it is closed.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.lengths: list[int] = []
-        # Token ids of each sequence, int [n_tokens]; empty if the codec does not use them.
+        # Token ids of each sequence, int [n_tokens]. The list is empty if the codec does not use
+        # token ids.
         self.tokens: list[np.ndarray] = []
         self._kept: list[list[list[Kept]]] = []
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (`close` closes it)
 
     def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
-        """Add a sequence, given as float32 [n_tokens, width] for each part of each group."""
+        """Add a sequence: ``groups[g][p]`` is part p of group g, float32 [n_tokens, width]."""
         self.lengths.append(len(groups[0][0]))
         self._kept.append([[self.keep(part) for part in parts] for parts in groups])
         if tokens is not None:
             self.tokens.append(np.asarray(tokens))
 
     def rows(self, group: int, part: int, chosen: Sequence[int]) -> Rows:
-        """Read some sequences of one part of one group."""
+        """Read one part of one group, for the sequences whose indices are ``chosen``."""
         entries = [self._kept[i][group][part] for i in chosen]
         lengths = [self.lengths[i] for i in chosen]
         rows = Rows(np.empty((sum(lengths), entries[0].shape[1]), np.float32), lengths)
@@ -117,7 +121,7 @@ def on_host(array: Array) -> np.ndarray:
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute one mean per early position, and one mean of all later positions.
+    """Compute the mean of each of the first ``EARLY_POSITIONS`` positions, and of all later ones.
 
     An early position that no sequence reaches gets the mean of the later positions.
 
@@ -125,7 +129,7 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
         sequences: Whole sequences, [n_tokens, width] each.
 
     Returns:
-        float32 [EARLY_POSITIONS + 1, width], the mean of the later positions last.
+        float32 [EARLY_POSITIONS + 1, width]. The last row is the mean of the later positions.
     """
     width = sequences[0].shape[1]
     sums = np.zeros((EARLY_POSITIONS + 1, width))
@@ -143,13 +147,18 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
-    """Compute the root mean square (RMS) of each layer of a part, relative to that of all layers.
+    """Compute a scale per layer: the layer's root mean square, relative to that of all layers.
 
-    Values are divided by this scale before errors are measured. So the error of each layer is
-    relative to its size, and a layer with small values does not lose more precision than others.
+    Values are divided by this scale before quantisation errors are measured. So each layer's error
+    is relative to the size of its values, and a layer with small values does not lose more
+    precision than the others.
+
+    Args:
+        sample: The rows of one part of a group.
+        n_layers: Number of layers of the group.
 
     Returns:
-        float32 [width], the scale of each value's layer.
+        float32 [width]. Entry i is the scale of the layer to which column i belongs.
     """
     energies = np.zeros(n_layers)
     for values in sample.sequences:
@@ -169,12 +178,13 @@ def learn_basis(
     """Learn the means and the principal components of a part, sorted by falling variance.
 
     Args:
-        sample: Sequences, each from position 0 on. Their values are changed in place.
-        metric: [width, width], symmetric and positive semidefinite. The components are principal
-            components in this metric: an error ``e`` costs ``e @ metric @ e``. None if an error
-            costs the sum of squares of ``e / scale``.
+        sample: The part's rows of whole sequences, from position 0 on. The values are changed in
+            place.
+        metric: [width, width], symmetric and positive semidefinite. A quantisation error ``e``
+            costs ``e @ metric @ e``, and the components are principal components in this metric.
+            None if an error costs the sum of squares of ``e / scale``.
         scale: [width], see :func:`layer_scale`.
-        place: Moves an array to the device of large products.
+        place: Moves an array to the device on which large matrix products run.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
@@ -182,7 +192,8 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(sample.values, place).T * scale
-        # The store holds the axes in float16. Analysis must use the same rounded axes as synthesis.
+        # The store holds the axes in float16. Round them first, so that encoding (analysis) uses
+        # the same axes as decoding (synthesis).
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, place)
     weighted = on_host(place(sample.values) @ place(on_host(factor).astype(np.float32)))
@@ -195,25 +206,26 @@ def learn_basis(
 
 
 def metric_scale(metric: np.ndarray) -> float:
-    """Compute the average cost of an error of 1 in one dimension.
+    """Compute the mean of a metric's diagonal: the mean cost of an error of 1 in one dimension.
 
-    Bases are learned in the metric divided by this scale.
+    Bases are learned in the metric divided by this number.
     """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
 
 def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
-    """Compute the features of each token from which its keys and values are predicted.
+    """Compute features of every token id, from which its keys and values are predicted.
 
-    The first layer's keys and values are a function of the token's normalised embedding. Those of
-    the other layers partly depend on it.
+    The keys and values of the first layer (before RoPE) are a function of the token's normalised
+    embedding. The keys and values of the other layers partly depend on that embedding.
 
     Args:
-        embeddings: float32 [vocab_size, width], or an object that returns rows for slices and for
-            arrays of ids.
-        tokens: int [n_tokens], tokens of the sample. The features are the directions of the largest
-            variance among these tokens.
-        place: Moves an array to the device of large products.
+        embeddings: The target's input embeddings, float32 [vocab_size, width], or an object that
+            returns their rows for slices and for arrays of ids.
+        tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
+            ``MAX_FEATURES``, they are projected on the directions in which the embeddings of these
+            tokens have the largest variance.
+        place: Moves an array to the device on which large matrix products run.
 
     Returns:
         float16 [vocab_size, n_features].
@@ -222,7 +234,7 @@ def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asar
     if embeddings.shape[1] > MAX_FEATURES:
         axes = place(principal_axes(_normalised(embeddings[tokens]), place, MAX_FEATURES))
     blocks = []
-    # In blocks, because the whole table in float32 takes 2 GB for Llama-3-8B.
+    # Convert the embeddings in blocks: all of them in float32 would take 2 GB for Llama-3-8B.
     for start in range(0, len(embeddings), _VOCABULARY_BLOCK):
         unit = _normalised(embeddings[start : start + _VOCABULARY_BLOCK])
         blocks.append((unit if axes is None else on_host(place(unit) @ axes)).astype(np.float16))
@@ -240,12 +252,13 @@ def learn_regression(
     """Learn a linear prediction of a part by ridge regression.
 
     Args:
-        features: float32 [n_tokens, n_features] for each sequence of the sample.
-        sample: The values to predict.
-        place: Moves an array to the device of large products.
+        features: Features of each sequence of the sample, float32 [n_tokens, n_features].
+        sample: The part's rows, which are to be predicted.
+        place: Moves an array to the device on which large matrix products run.
 
     Returns:
-        float32 [n_features, width], rounded to the precision of float16.
+        The matrix of the prediction ``features @ matrix``, float32 [n_features, width], rounded to
+        the precision of float16.
     """
     n_features = features[0].shape[1]
     n_tokens, width = sample.values.shape
@@ -265,14 +278,14 @@ def learn_regression(
 def principal_axes(
     rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None
 ) -> np.ndarray:
-    """Compute the principal axes of rows [n, width] around zero, sorted by falling variance.
+    """Compute the principal axes of rows [n, width] without centring, sorted by falling variance.
 
-    The axes are exact up to ``EXACT_WIDTH``. Wider rows use subspace iteration from a fixed start,
-    which gives at most n axes.
+    The axes are exact if the width is at most ``EXACT_WIDTH``. For wider rows, subspace iteration
+    from a fixed start computes at most n axes.
 
     Returns:
-        float32 [width, n_axes]. The axes are orthonormal, and the largest entry of each is
-        positive.
+        float32 [width, n_axes]. The axes are orthonormal. The entry of each axis with the largest
+        magnitude is positive.
     """
     n, width = rows.shape
     max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
@@ -314,11 +327,10 @@ def _metric_factor(metric: np.ndarray, place: Place) -> Array:
     """Compute the Cholesky factor of a regularised metric, divided by its scale.
 
     Returns:
-        float64 [width, width], lower triangular. The factor times its transpose is the regularised
-        metric.
+        float64 [width, width], lower triangular. ``factor @ factor.T`` is the regularised metric.
     """
-    # An eigendecomposition of a part of width 16,384 takes about ten minutes and three times the
-    # memory.
+    # For a part of width 16,384, an eigendecomposition instead of the Cholesky factor would take
+    # about ten minutes and three times the memory.
     even = (1 - _METRIC_RIDGE) / metric_scale(metric) * np.asarray(metric, np.float64)
     even += even.T
     even /= 2
@@ -330,17 +342,17 @@ def _metric_factor(metric: np.ndarray, place: Place) -> Array:
 def logit_metric(
     hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, place: Place = np.asarray
 ) -> np.ndarray:
-    """Measure how errors of the last hidden state change the target's next-token distribution.
+    """Compute how errors of the last hidden state change the target's next-token distribution.
 
     To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of
     Kullback-Leibler divergence on average. The metric is the mean over tokens of
-    ``head.T @ (diag(p) - p p.T) @ head``.
+    ``head.T @ (diag(p) - outer(p, p)) @ head``, where ``p`` is the distribution after the token.
 
     Args:
-        hidden: float32 [n_tokens, width], inputs of the LM head (after the final norm).
-        head: float32 [vocab_size, width].
+        hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].
+        head: Weight of the LM head, float32 [vocab_size, width].
         batch_tokens: Number of tokens whose logits are in memory at once.
-        place: Moves an array to the device of large products.
+        place: Moves an array to the device on which large matrix products run.
 
     Returns:
         The metric, float64 [width, width].

@@ -1,30 +1,32 @@
-"""Converts the components of tokens to bytes: quantised codes, packed, and sorted into arrays.
+"""Converts the values of tokens to bytes in stored arrays, and back, for transform codecs.
 
-::
+A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
+values, or a hidden state. A *code* is the quantised value of one component of a part::
 
-    parts -> subtract the mean -> multiply by the basis -> quantise -> digits
+    parts -> subtract the mean -> multiply by the basis -> quantise to codes -> split into digits
           -> runs of bytes with similar statistics -> arrays, or pieces of one array
 
-*Packing.* A Huffman code spends at least one bit on a symbol, so codes with few levels are packed:
-five codes of three levels are one symbol with 243 values, and cost as little as 0.2 bit each.
-Several numbers of levels allow the same number of codes per byte. Only the largest odd one of them
+*Packing.* A Huffman code takes at least one bit per symbol, so several codes with few levels are
+packed into one symbol: five codes of three levels are one byte with 243 values, and take as little
+as 0.2 bit each. For each number of codes per byte, only the largest odd number of levels that fits
 is used, because levels that never occur cost nothing. A code ``q`` is between
-``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit ``q mod levels``, so that
-the most frequent code, zero, is a zero in the byte, as the padding between sequences is. Codes with
-``WIDE_LEVELS`` levels do not fit into a byte. They are stored as two digits:
+``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit ``q mod levels``. So the
+most frequent code, zero, is stored as zero, like the padding between sequences. A *wide* code has
+``WIDE_LEVELS`` levels and does not fit into a byte. It is stored as two digits:
 ``q = low + 255 * high``.
 
-*Runs and pieces.* A run is a range of codes with similar statistics and the same number of levels.
-In a narrow group of layers each run is a stored array. The runs of a wide group are side by side in
-one array, and cut into pieces of equal width. Each piece is an inner chunk with its own Huffman
-code. Each group starts with a new piece, so that a reader of some layers reads only the pieces of
-their groups::
+*Runs and pieces.* A run is a range of columns of codes that have similar statistics and the same
+number of levels. If the groups are narrow, each run is a stored array. If they are wide, all runs
+are side by side in one array, which is cut into pieces of equal width. Each piece is an inner chunk
+with its own Huffman code. Each group starts with a new piece, so that a reader of some layers reads
+only the pieces of the groups that contain them::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
 
-A piece that holds the end of one run and the start of the next costs more than two separate pieces.
-This costs little if a group has many pieces, and up to 10 % of the bytes if it has few.
+A piece that holds the end of one run and the start of the next takes more bytes than two pieces
+with one run each. This costs little if a group has many pieces, and up to 10 % of the bytes if it
+has few.
 """
 
 from collections.abc import Sequence
@@ -39,9 +41,10 @@ from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
 from .field import Codes, Layers, placed
 
 EARLY_POSITIONS = 8
-"""Number of positions that have a mean of their own.
+"""Number of positions at the start of a sequence that have a mean of their own.
 
-These positions are attention sinks, or hold the constant start of a chat template.
+Their values differ from those of later positions, because these positions are attention sinks or
+hold the constant start of a chat template.
 """
 
 # Number of levels of a digit -> number of digits per byte.
@@ -49,10 +52,10 @@ CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
-WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # Levels of a code that is stored as two digits.
+WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # Number of levels of a code that is stored as two digits.
 
-# Smallest average size of a group, in bytes of codes per token, for which runs are joined in one
-# array.
+# If the groups have at least this many bytes of codes per token on average, their runs are pieces
+# of one array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -66,8 +69,8 @@ class Basis:
     ``components = (values - mean) @ analysis``, and ``values = components @ synthesis + mean``.
     """
 
-    # float32 [EARLY_POSITIONS + 1, width]. Row p belongs to position p, the last row to all later
-    # positions.
+    # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean at position p. The last row is the
+    # mean at all later positions.
     mean: np.ndarray
     synthesis: np.ndarray  # float32 [n_components, width]
     analysis: np.ndarray  # float32 [width, n_components]
@@ -77,12 +80,15 @@ class Basis:
 
     @classmethod
     def scaled(cls, mean: np.ndarray, synthesis: np.ndarray, scale: np.ndarray) -> "Basis":
-        """Make a basis with the axes ``synthesis / scale``, orthonormal for ``values / scale``."""
+        """Make a basis whose axes ``synthesis / scale`` are orthonormal."""
         return cls(mean, synthesis, np.ascontiguousarray((synthesis / np.square(scale)).T), scale)
 
 
 def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
-    """Return the row of ``Basis.mean`` for each of consecutive positions: int32 [n_tokens]."""
+    """Return the index of the row of ``Basis.mean`` for each of ``n_tokens`` consecutive positions.
+
+    The result is int32 [n_tokens].
+    """
     return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(
         np.int32
     )
@@ -90,22 +96,22 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CodeColumns:
-    """Describes the codes of one token in one group of layers, in their stored order.
+    """Describes the digits that a group of layers stores for each token, in their stored order.
 
-    All arrays have the shape [n_columns].
+    Each column is one digit. All arrays have the shape [n_columns].
     """
 
-    part: np.ndarray  # int32, part of the field: 0 for keys, 1 for values; 0 for hidden states.
-    # int32, row of the component in the part's basis. If two columns have the same component, they
-    # are its two digits.
+    part: np.ndarray  # int32, part of the group: 0 for keys, 1 for values; 0 for hidden states.
+    # int32, row of the component in the part's basis. Two columns with the same component are the
+    # low and the high digit of its code.
     component: np.ndarray
     array: np.ndarray  # int32, number of the run. It never decreases from one column to the next.
     levels: np.ndarray  # int32, number of levels of the digit.
     step: np.ndarray  # float32, step of the component's quantiser.
     is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
-    rounding: np.ndarray  # float32, see ``fit``.
-    shift_one: np.ndarray  # float32, see ``fit``.
-    shift_more: np.ndarray  # float32, see ``fit``.
+    rounding: np.ndarray  # float32, rounding of the quantiser (see the module ``fit``).
+    shift_one: np.ndarray  # float32, shift of decoded values with code 1 or -1 (see ``fit``).
+    shift_more: np.ndarray  # float32, shift of decoded values with larger codes (see ``fit``).
 
     def table(self) -> np.ndarray:
         """Return all columns as one float32 array [n_columns, 9]."""
@@ -113,7 +119,7 @@ class CodeColumns:
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
-        """Undo :meth:`table`."""
+        """Create the columns from an array that :meth:`table` returned."""
         integers = ("part", "component", "array", "levels")
         names = (column.name for column in fields(cls))
         dtypes = (np.int32 if name in integers else np.float32 for name in names)
@@ -121,7 +127,7 @@ class CodeColumns:
 
     @property
     def limit(self) -> np.ndarray:
-        """Largest magnitude of the code of each column's component: int32 [n_columns]."""
+        """For each column, the largest magnitude of its component's code: int32 [n_columns]."""
         component = (self.part.astype(np.int64) << 20) + self.component
         is_wide = np.isin(component, component[self.is_high > 0])
         return np.where(is_wide, (WIDE_LEVELS - 1) // 2, (self.levels - 1) // 2).astype(np.int32)
@@ -129,29 +135,30 @@ class CodeColumns:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """The learned state of one group of layers: a basis per part, and the codes of all parts."""
+    """The learned state of one group of layers: the basis of each part, and the code columns."""
 
     bases: tuple[Basis, ...]
     columns: CodeColumns
-    # A matrix per part, float32 [n_features, width]. The prediction, features times this matrix, is
-    # subtracted from the values before the basis is applied. Empty if nothing is predicted.
+    # One matrix per part, float32 [n_features, width]. The prediction ``features @ matrix`` is
+    # subtracted from the values before the basis is applied. The tuple is empty if the values are
+    # not predicted.
     regressions: tuple[np.ndarray, ...] = ()
 
 
 def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
-    """Quantise components, which the caller has divided by their steps.
+    """Quantise components to codes.
 
     Args:
-        scaled: [n, n_components].
-        rounding: [n_components], see ``fit``.
-        limit: [n_components], the largest magnitude of a code.
+        scaled: Components divided by their quantisation steps, [n_tokens, n_components].
+        rounding: Rounding of each component's quantiser (see the module ``fit``), [n_components].
+        limit: Largest magnitude of each component's code, [n_components].
 
     Returns:
-        The codes as floats, [n, n_components].
+        The codes as floats, [n_tokens, n_components].
     """
     xp = array_namespace(scaled)
     codes = xp.floor(xp.abs(scaled) + rounding)
-    # Not by xp.sign, because it treats NaN separately, with a mask as an index.
+    # This does not use xp.sign, which handles NaN separately by indexing with a mask.
     codes = xp.where(scaled < 0, -codes, codes)
     return xp.minimum(xp.maximum(codes, -limit), limit)
 
@@ -167,9 +174,9 @@ def split_wide(codes: Array) -> tuple[Array, Array]:
 
 
 def pack(codes: Array, levels: int) -> Array:
-    """Pack integer codes [n, n_codes] into bytes: uint8 [n, n_bytes].
+    """Pack integer codes [n_tokens, n_codes] into bytes, uint8 [n_tokens, n_bytes].
 
-    The last byte of a row is padded with codes of zero.
+    If the last byte of a row has room for more codes, these are zero.
     """
     xp = array_namespace(codes)
     per_byte = CODES_PER_BYTE[levels]
@@ -183,19 +190,19 @@ def pack(codes: Array, levels: int) -> Array:
 
 
 def unpack_table(levels: int) -> np.ndarray:
-    """Return the codes of each value of a byte: int16 [256, CODES_PER_BYTE[levels]].
+    """Return the codes to unpack from each value of a byte: int16 [256, CODES_PER_BYTE[levels]].
 
-    Values that :func:`pack` never writes are mapped to valid codes too, so that a reader cannot
-    fail.
+    A value that :func:`pack` never writes is mapped to valid codes too, so that reading it does
+    not fail.
     """
     digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
     return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
 
 
 class _Run(NamedTuple):
-    """The columns ``first`` to ``last`` of a group, and the stored array of their bytes.
+    """The columns from ``first`` to ``last`` (exclusive) of a group, and the array of their bytes.
 
-    The array is uint8 [token, byte].
+    ``array`` is uint8 [token, byte]. ``levels`` is the number of levels of each column's digit.
     """
 
     array: StoredArray
@@ -205,9 +212,9 @@ class _Run(NamedTuple):
 
 
 class GroupTransform:
-    """The transform of one group of layers, with copies of its constants on each device.
+    """Encodes and decodes one group of layers. Keeps a copy of the constants on each device.
 
-    ``arrays`` are the stored arrays of its runs.
+    ``arrays`` are the arrays of the group's runs.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -226,12 +233,12 @@ class GroupTransform:
         """Encode a whole sequence.
 
         Args:
-            parts: float32 [n_tokens, width] per part, from position 0 on.
-            features: float32 [n_tokens, n_features] of the tokens; required if the fit has
-                regressions.
+            parts: Values of each part from position 0 on, float32 [n_tokens, width].
+            features: Features of the tokens, float32 [n_tokens, n_features]. Required if the fit
+                has regressions.
 
         Returns:
-            Array name -> uint8 [n_tokens, n_bytes].
+            Name of a run's array -> its rows, uint8 [n_tokens, n_bytes].
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
@@ -247,8 +254,8 @@ class GroupTransform:
                 parts, constants["mean"], constants["analysis"], strict=True
             )
         ]
-        # The columns are sorted by part. Sort them by the stored order, in which codes with similar
-        # statistics are neighbours.
+        # The components are sorted by part. Reorder them to the stored order, in which codes with
+        # similar statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -269,12 +276,12 @@ class GroupTransform:
         """Decode consecutive tokens.
 
         Args:
-            codes: Array name -> uint8 [at least n_tokens, n_bytes].
-            first_position: Position of the first token.
-            n_tokens: Number of tokens.
+            codes: Name of a run's array -> its rows, uint8 [at least n_tokens, n_bytes].
+            first_position: Position of the first token in its sequence.
+            n_tokens: Number of tokens to decode.
             n_layers: Number of layers of the group.
-            layers: Layers to decode, counted from the first layer of the group; None for all.
-            features: The features that :meth:`encode` takes, for these tokens.
+            layers: Layers to decode, counted from the first layer of the group. None for all.
+            features: Features of these tokens, as for :meth:`encode`.
 
         Returns:
             The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the width
@@ -298,8 +305,8 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrices[1]
             if constants["regression"]:
                 product = product + features @ matrices[2]
-            # Most reads start after the early positions. Then all tokens have the same mean, and no
-            # gather is needed.
+            # Most reads start after the early positions. In that case all tokens have the same
+            # mean, and no gather is needed.
             late = (
                 mean[EARLY_POSITIONS, :]
                 if first_position >= EARLY_POSITIONS
@@ -309,15 +316,16 @@ class GroupTransform:
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
-        """Decode the first components of each part, at most ``max_components``.
+        """Decode the first ``max_components`` components of each part, or all if it has fewer.
 
         Returns:
-            The components of all parts side by side, float32 [n_tokens, n_components].
+            The components of the first part, then those of the next part, in one float32 array
+            [n_tokens, n_components].
         """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        # Append a column of zeros, for components that have no high digit.
+        # Append a column of zeros, which stands for a digit that a component does not have.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components = [
             xp.take(columns, low[:max_components], axis=1)
@@ -327,16 +335,16 @@ class GroupTransform:
         return xp.concat(components, axis=1)
 
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
-        """Look up the decoded value of each code of each token: float32 [n_tokens, n_columns].
+        """Look up the decoded value of each column of each token: float32 [n_tokens, n_columns].
 
-        The value of a component is the sum of the values of its columns.
+        The value of a component is the sum of the values of its one or two columns.
         """
         like = codes[self._runs[0].array.name]
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup undoes packing, shift and step together. The table has one row per value
-        # of each byte.
+        # One table lookup maps a byte to the decoded values of all its codes. The table has one row
+        # for each value of each byte of a token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -349,7 +357,7 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the constants in the namespace and on the device of ``like``."""
+        """Return the constants as NumPy arrays or torch tensors, on the device of ``like``."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -372,8 +380,8 @@ class GroupTransform:
         to_stored[np.concatenate(column_ids)] = np.arange(len(columns.part), dtype=np.int32)
         return {
             "mean": [basis.mean for basis in bases],
-            # The analysis is divided by the steps, so that its product gives codes before rounding.
-            # The tables of decoding multiply by the steps.
+            # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
+            # before rounding. The values in the tables for decoding are multiplied by the steps.
             "analysis": [
                 np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
                 for basis, c, ids in zip(bases, component, column_ids, strict=True)
@@ -396,9 +404,10 @@ class GroupTransform:
         }
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Find the column of the low or high digit of each component of a part.
+        """Return the column of the low or high digit of each component of a part.
 
-        The result is the number of columns for a component that has no such digit.
+        For a component without that digit, the entry is the number of columns. It is the index of
+        the column of zeros that :meth:`leading` appends.
         """
         columns = self.fit.columns
         column_ids = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
@@ -407,10 +416,10 @@ class GroupTransform:
         return digit_columns
 
     def _table(self, run: _Run) -> np.ndarray:
-        """Compute the decoded values of each value of each byte of a run.
+        """Compute the table that maps each byte of a run to the decoded values of its codes.
 
         Returns:
-            float32 [n_bytes * 256, codes per byte].
+            float32 [n_bytes * 256, codes per byte]. Row ``256 * i + v`` is for value v of byte i.
         """
         columns = self.fit.columns
         n_bytes = run.array.row_shape[0]
@@ -429,9 +438,9 @@ class GroupTransform:
 
 
 def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
-    """Take the columns of some layers from a matrix whose columns are sorted by layer.
+    """Select the columns of some layers from a matrix whose columns are sorted by layer.
 
-    The shape changes from [rows, width] to [rows, width * len(layers) / n_layers].
+    The shape changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
     by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
     ids = placed(np.asarray(layers, np.int32), matrix)
@@ -442,10 +451,10 @@ def piece_bytes(widths: Sequence[int]) -> int:
     """Choose the width of pieces in bytes.
 
     Args:
-        widths: Bytes per token of each group.
+        widths: Bytes of codes per token of each group.
 
     Returns:
-        0 if each run shall be a stored array of its own.
+        The width of a piece, or 0 if each run should be a separate stored array.
     """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
@@ -460,7 +469,7 @@ class Pieces:
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # The runs of each group, as arrays uint8 [token, byte]. They are not stored as such.
+        # The runs of each group, as arrays uint8 [token, byte]. Only the joined array is stored.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]
@@ -469,7 +478,7 @@ class Pieces:
         )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
-        """Return the pieces of some groups, in the order of the groups."""
+        """Return the indices of the pieces of some groups, in the order of the groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         return [piece for group in groups for piece in range(firsts[group], firsts[group + 1])]
 
@@ -477,7 +486,7 @@ class Pieces:
         """Join the rows of all runs into pieces.
 
         Args:
-            codes: Array name -> uint8 [n_tokens, bytes of the run].
+            codes: Name of a run's array -> its rows, uint8 [n_tokens, bytes of the run].
 
         Returns:
             uint8 [n_tokens, n_pieces, n_bytes].
@@ -497,10 +506,10 @@ class Pieces:
 
         Args:
             rows: uint8 [n_tokens, n_pieces, n_bytes], the pieces of these groups only.
-            groups: The groups.
+            groups: Indices of these groups, in the order of their pieces in ``rows``.
 
         Returns:
-            Array name -> uint8 [n_tokens, bytes of the run].
+            Name of a run's array -> its rows, uint8 [n_tokens, bytes of the run].
         """
         flat = array_namespace(rows).reshape(rows, (rows.shape[0], rows.shape[1] * self._n_bytes))
         codes = {}

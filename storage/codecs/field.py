@@ -16,18 +16,19 @@ from ...text import Progress
 from ..schema import Array, FieldSpec, StoredArray
 
 Codes = Mapping[str, Array]  # Name of a stored array -> its rows.
-Layers = list[int] | None  # The layers to read, in this order; None for all.
+# Indices of the layers to decode, on the field's layer axis and in this order. None for all layers.
+Layers = list[int] | None
 
 
 def placed(array: np.ndarray, like: Array) -> Array:
-    """Copy an array of the host to the namespace and device of ``like``.
+    """Copy a NumPy array to the library (NumPy or torch) and device of ``like``.
 
     The copy does not synchronize with a CUDA device.
     """
     xp = array_namespace(like)
     if getattr(like, "is_cuda", False):
-        # A copy from memory that is not pinned would wait for all work that was queued on the
-        # device before.
+        # A copy from memory that is not pinned would wait until the device has finished all work
+        # that is already queued.
         return xp.asarray(array).pin_memory().to(device(like), non_blocking=True)
     return xp.asarray(array, device=device(like))
 
@@ -39,10 +40,12 @@ class FieldCodec:
     implementation.
     """
 
-    # Whether the only stored array is the field itself, bit for bit. Such a field is read and
-    # written in its storage dtype, at any positions, without ``encode`` and ``decode``.
+    # Whether the codec has one stored array, which contains the values of the field bit for bit.
+    # Such a field is read and written in its storage dtype, at any positions, without ``encode``
+    # and ``decode``.
     is_identity = False
-    # Codecs of the fields that this field is predicted from, in the order of their features.
+    # Codecs of the fields from which this field is predicted. Their features are concatenated in
+    # this order.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
@@ -50,7 +53,7 @@ class FieldCodec:
     ) -> None:
         # The stored arrays, in the order in which they are written.
         self.spec, self.arrays = spec, tuple(arrays)
-        # Upper bound of the stored bits per value, after the byte chain.
+        # Upper estimate of the stored bits per value, after the byte chain (``storage.chunk``).
         self.expected_bits = expected_bits
 
     @property
@@ -61,7 +64,7 @@ class FieldCodec:
     def describe(self) -> dict[str, Any]:
         """Return the settings that ``store.json`` records for this field.
 
-        A different setting means different stored bytes.
+        Codecs with different settings store different bytes.
         """
         raise NotImplementedError
 
@@ -76,12 +79,12 @@ class FieldCodec:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
-            features: float32 [n_tokens, n_features], ``as_features`` of the ``sources`` side by
-                side.
+            features: Features from which the values are predicted: ``as_features`` of all
+                ``sources``, concatenated along axis 1, float32 [n_tokens, n_features].
 
         Returns:
-            Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device
-            of ``values``.
+            Name of a stored array -> its rows, [array.n_rows(n_tokens), *row_shape] in the array's
+            dtype, on the device of ``values``.
         """
         raise NotImplementedError
 
@@ -91,40 +94,42 @@ class FieldCodec:
         """Decode consecutive tokens of one sequence.
 
         Args:
-            codes: The rows of ``arrays_of(layers)``, and of all arrays of the ``sources``, that
-                cover the tokens. They start at ``first_position``, and have the indices of
-                ``indices_of`` along axis 1. If a codec ``needs_tokens``, also ``"tokens"``, int [at
-                least n_tokens].
+            codes: Name of a stored array -> the rows that cover the tokens, from
+                ``first_position`` on. The arrays are those of ``arrays_of(layers)`` and all arrays
+                of the ``sources``. Along axis 1, the rows have the indices that ``indices_of``
+                returns. If this codec or a source ``needs_tokens``, there is also the key
+                ``"tokens"`` with the token ids, int [at least n_tokens].
             first_position: Position of the first token in its sequence, a multiple of 64.
-            n_tokens: Number of tokens.
-            layers: The layers to decode; None for all.
+            n_tokens: Number of tokens to decode.
+            layers: The layers to decode. None for all.
 
         Returns:
-            float32 [n_tokens, *token_shape]. If ``layers`` are given, the layer axis has the length
-            ``len(layers)``.
+            The values, float32 [n_tokens, *token_shape]. If ``layers`` are given, the length of the
+            layer axis is ``len(layers)``.
         """
         raise NotImplementedError
 
     def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
-        """Return the arrays of ``arrays`` that are needed to decode these layers."""
+        """Return the members of ``arrays`` that are needed to decode these layers."""
         return self.arrays
 
     def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
         """Return the indices along axis 1 of an array that are needed to decode these layers.
 
-        None means whole rows.
+        None means that whole rows are needed.
         """
         return None if array.layer_axis is None else layers
 
     def arrays_read(self, layers: Layers = None) -> tuple[StoredArray, ...]:
-        """Return all arrays that are read to decode these layers, those of the sources included."""
+        """Return all arrays that are read to decode these layers, including those of sources."""
         of_sources = (array for source in self.sources for array in source.arrays_read())
         return tuple(dict.fromkeys([*self.arrays_of(layers), *of_sources]))
 
     def with_sources(self) -> "list[FieldCodec]":
-        """List the codecs that are needed to decode the field.
+        """List the codecs that are needed to decode this field.
 
-        The codecs of all fields that it is predicted from, directly or indirectly, come first.
+        The codecs of all fields from which this field is directly or indirectly predicted come
+        first, then this codec.
         """
         return list(
             dict.fromkeys(
@@ -135,7 +140,7 @@ class FieldCodec:
     def check_finite(self, values: Array) -> None:
         """Raise StoreError if a value is NaN or infinite.
 
-        This synchronizes with the device of the values.
+        The check synchronizes with the device of the values.
         """
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
@@ -145,8 +150,8 @@ class FieldCodec:
             )
 
 
-# Upper estimates of stored bits per raw bit. Measured values in bfloat16 are 0.66 to 0.70 for KV,
-# and up to 0.70 for hidden states.
+# Logical dtype -> upper estimate of stored bits per raw bit. Measured values for bfloat16 are 0.66
+# to 0.70 for KV, and up to 0.70 for hidden states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
     "float16": 0.90,
@@ -157,7 +162,7 @@ _STORED_FRACTION = {
 
 
 class LosslessCodec(FieldCodec):
-    """Stores a field in its storage dtype: the stored array is the field itself."""
+    """Stores the values of a field unchanged, in one array of the field's storage dtype."""
 
     is_identity = True
 
@@ -178,13 +183,13 @@ class LosslessCodec(FieldCodec):
 
 @dataclass(frozen=True)
 class Learning:
-    """Settings of learning, which the store does not record."""
+    """Settings for learning a codec. The store does not record them."""
 
-    # Folder for the sample, in temporary files without names. None for the system's temporary
-    # folder.
+    # Folder in which the sample is kept in temporary files without names. None for the system's
+    # temporary folder.
     folder: Path | None = None
-    # Moves an array to the device of large products and decompositions, e.g. to a GPU as a torch
-    # tensor.
+    # Moves a NumPy array to the device on which large matrix products and decompositions run, e.g.
+    # to a GPU as a torch tensor.
     place: Callable[[np.ndarray], Array] = lambda array: array
-    # Called with (steps done, all steps, message).
+    # Called with the number of finished steps, the number of all steps, and a message.
     progress: Progress = lambda n_done, n_all, message: None

@@ -1,19 +1,24 @@
-"""Fits a transform codec to a sample: stored components, their quantisers, and the layout of codes.
+"""Fits a transform codec to a sample: chooses the components to store and their quantisers.
 
-*Allocation.* Every component has a list of options (step, rounding, number of levels), each with
-its bits and squared error on a sample. :func:`allocate` chooses one option per component, which
-minimises error + multiplier * bits. It finds the multiplier by bisection. The result is the optimum
-of all allocations that spend as many bits. The budget counts stored bytes, not entropy: the codes
-of the sample are packed and go through the byte chain, and the budget of the estimated bits is
-corrected until the stored bytes meet the given budget.
+A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
+values, or a hidden state. The *error* of a component is its mean squared quantisation error.
 
-*Quantiser.* ``q = sign(x) * floor(|x| / step + rounding)``, clipped to the levels. A rounding below
-0.5 widens the interval of zero. If most codes are zero, this saves many bits and adds little error.
-The decoded value is ``sign(q) * (|q| - shift) * step``. One shift applies to ``|q| = 1``, and
-another one to all larger codes. Both are fitted to the sample.
+*Allocation.* For every component, several quantisers (step, rounding, number of levels) are
+options. The bits and the error of each option are measured on the sample. :func:`allocate` chooses
+the option of each component that minimises ``error + multiplier * bits``, and finds the multiplier
+by bisection. No other allocation with the same total of bits has a smaller total error. The budget
+counts stored bytes, not entropy: the codes of the sample are packed and encoded by the byte chain
+(``storage.chunk``), and the budget of the estimated bits is scaled until the stored bytes meet the
+caller's budget.
 
-*Sample.* The sequences of the sample are split into two sets. The basis is learned from one set.
-The cost of its components is measured on the other set, so that it is valid for unseen sequences.
+*Quantiser.* The code of x is ``q = sign(x) * floor(|x| / step + rounding)``, clipped to the levels.
+A rounding below 0.5 widens the interval of values with code zero. If most codes are zero, this
+saves many bits and adds little error. The decoded value is ``sign(q) * (|q| - shift) * step``.
+There is one shift for ``|q| = 1``, and one for all larger codes. Both are fitted to the sample.
+
+*Sample.* The sequences of the sample are split into two sets. The basis is learned from the first
+set. The bits and errors are measured on the second set, so that they are valid for sequences from
+which the basis was not learned.
 """
 
 from collections.abc import Sequence
@@ -39,21 +44,25 @@ from .field import Learning
 LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
 ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
-"""Steps to try, relative to the step of high-rate theory, in ratios of 2^(1/3)."""
+"""Factors from ``2**(-5/3)`` to ``2**(5/3)``.
 
-DROPPED = 1  # Number of levels of a component that is not stored.
+Each factor times the base step (``measure_options``) is a step to try.
+"""
+
+DROPPED = 1  # Marks a component that is not stored. Its quantiser has one level, zero.
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Range of magnitudes, in units of the base step, that the finest step can represent. It leaves room
-# for values beyond those of the sample.
+# Largest magnitude, in units of the base step, that the finest step should represent. The factor of
+# 0.8 leaves room for values larger than those of the sample.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
-# Cost of one more stored array, in bits per inner chunk. The Huffman table, headers, checksum and
-# index entry take about 120 bytes. The other 80 bytes stand for the time to read one more chunk.
+# Cost of an additional stored array, in bits per inner chunk. Huffman table, headers, checksum and
+# index entry of a chunk take about 120 bytes. Another 80 bytes are added as the equivalent of the
+# time to read one more chunk.
 _ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
 
 CHUNK_TOKENS = 512
-"""Assumed number of tokens of an inner chunk when codes are split into arrays.
+"""Assumed number of tokens per inner chunk when the stored bytes of codes are estimated.
 
 Arrays of about 50 bytes per token have this chunk size.
 """
@@ -62,8 +71,8 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# Components with a variance below this share of the water level get zero bits, whatever the shape
-# of their distribution.
+# A component whose variance is below this fraction of the water level (``water_level``) would get
+# zero bits, whatever the shape of its distribution is. Its options are not measured.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -71,17 +80,19 @@ _SPLIT_ROUNDS = 60
 
 @dataclass(frozen=True)
 class Quantisers:
-    """Quantisers of components, or the options for them, with their costs.
+    """One quantiser per component, or several options per component, with their bits and errors.
 
-    All arrays have the same shape.
+    All arrays have the same shape, [n_components] or [n_components, n_options].
     """
 
-    levels: np.ndarray  # int32; ``DROPPED`` if the component is not stored.
-    step: np.ndarray  # float32, width of a level in the component's units.
-    rounding: np.ndarray  # float32; 0.5 rounds to the nearest level.
-    # float32, average distance of values with code 1 or -1 from the level towards zero, in steps.
+    levels: np.ndarray  # int32, number of levels, or ``DROPPED`` if the component is not stored.
+    step: np.ndarray  # float32, distance of two levels in the component's units.
+    rounding: np.ndarray  # float32. With 0.5, values are rounded to the nearest level.
+    # float32, in steps. The magnitude of values with code 1 or -1 is ``1 - shift_one`` on average.
     shift_one: np.ndarray
-    shift_more: np.ndarray  # float32, the same distance for all larger codes.
+    # float32, in steps. The magnitude of values with a larger code q is ``|q| - shift_more`` on
+    # average.
+    shift_more: np.ndarray
     bits: np.ndarray  # float64, bits per token after packing and Huffman coding.
     error: np.ndarray  # float64, mean square error times the component's weight.
 
@@ -101,7 +112,7 @@ class Quantisers:
 def water_level(variances: np.ndarray, bits: float) -> float:
     """Compute the error per component at which Gaussian components take ``bits`` in total.
 
-    This is reverse water-filling.
+    This error is the water level of reverse water-filling. ``variances`` are [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -115,9 +126,11 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
     """Measure bits and error of every option of every component: arrays [n_components, n_options].
 
     Args:
-        sample: float32 [n_tokens, n_components], components with their means subtracted.
-        weights: [n_components], weights of the components' errors.
-        base_step: Step of a component with weight 1. Others use ``base_step / sqrt(weight)``.
+        sample: Components of the sample's tokens, float32 [n_tokens, n_components]. Their means
+            have been subtracted.
+        weights: Weight of each component's error, [n_components].
+        base_step: Base step of a component with weight 1. The base step of any other component is
+            ``base_step / sqrt(weight)``.
     """
     scales = np.sqrt(weights)
     columns = [
@@ -135,19 +148,19 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
-    """Measure the options of one component. The first option is not to store it.
+    """Measure the options of one component. The first option is not to store the component.
 
     Returns:
         Seven arrays [n_options]: levels, step, rounding, bits, error, and the two shifts.
     """
     n = len(magnitude)
-    # With sorted magnitudes and their running sums, the moments of any interval of any option take
-    # two lookups.
+    # With sorted magnitudes and their cumulative sums, the sums over the magnitudes in any interval
+    # take two lookups.
     ordered = np.sort(magnitude).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])
-    # A component with far larger values than the others gets the finest step whose levels span its
-    # range.
+    # If the component has far larger values than the others, use a base step so large that even
+    # with the finest step, the levels cover all values.
     base_step = max(base_step, ordered[-1] / _WIDEST_SPAN)
     steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
     roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
@@ -155,7 +168,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
     columns = [[np.array([value]) for value in (DROPPED, 1.0, 0.5, 0.0, squares[-1] / n, 0.0, 0.0)]]
     max_code = min(int(ordered[-1] / steps.min() + 0.5), (coding.WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, max_code + 1) - roundings[:, None]) * steps[:, None]
-    # [n_options, code - 1]: index of the first value with that code.
+    # ``first_index[option, code - 1]`` is the index of the smallest magnitude with this code.
     first_index = np.searchsorted(ordered, edges)
     start = np.concatenate(
         [np.zeros((len(steps), 1), np.int64), first_index, np.full((len(steps), 1), n)], axis=1
@@ -187,10 +200,17 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
 def _bits_and_error(
     counts: np.ndarray, sums: np.ndarray, squares: np.ndarray, steps: np.ndarray, levels: int
 ) -> list[np.ndarray]:
-    """Compute bits, error and the two shifts of options, each [n_options].
+    """Compute bits, error and the two shifts of options with the same number of levels.
 
-    ``counts``, ``sums`` and ``squares`` are moments of the magnitudes with each code,
-    [n_options, n_codes].
+    Args:
+        counts: Number of magnitudes with each code, [n_options, n_codes].
+        sums: Sum of these magnitudes, [n_options, n_codes].
+        squares: Sum of the squares of these magnitudes, [n_options, n_codes].
+        steps: Step of each option, [n_options].
+        levels: Number of levels.
+
+    Returns:
+        Four arrays [n_options]: bits, error, and the two shifts.
     """
     n = counts[0].sum()
     magnitude = np.arange(counts.shape[1])
@@ -216,9 +236,9 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate how many bits per code Huffman coding of packed bytes takes above the entropy.
+    """Estimate how many bits per code Huffman coding of packed bytes takes beyond the entropy.
 
-    ``zero`` is the share of codes that are zero.
+    ``zero`` is the share of codes that are zero, for each option.
     """
     if levels == coding.WIDE_LEVELS:
         return np.full(zero.shape, np.log2(256 / coding.LOW_LEVELS) + 0.2)
@@ -226,19 +246,24 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
-    # A symbol with a probability above one half gets a code of one bit. The other symbols are coded
-    # as if it did not exist.
+    # If a symbol has a probability above one half, its Huffman code has one bit. The rest of the
+    # code is the Huffman code of the other symbols.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
 
 def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
-    """Choose one option per component with the least error, within a budget of bits per token.
+    """Choose one option per component, so that the total error within a budget of bits is minimal.
+
+    Args:
+        options: Options of each component, [n_components, n_options].
+        budget_bits: Upper bound on the total bits per token.
 
     Returns:
         Index of each component's option, int64 [n_components].
     """
-    # A larger multiplier never leads to more bits. So bisect, on a logarithmic scale.
+    # A larger multiplier never leads to more bits, so it is found by bisection on a logarithmic
+    # scale.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -254,17 +279,19 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
-    """Cut a row of bytes into runs with one Huffman code each, so that they take the fewest bits.
+    """Split the columns of packed bytes into runs, each with its own Huffman code.
+
+    The runs minimise the estimated bits of all codes and arrays.
 
     Args:
-        counts: [n_bytes, 256], how often each byte has each value, per token. Neighbours should
-            have similar statistics.
-        chunk_tokens: Number of tokens of an inner chunk.
+        counts: How often each column has each byte value, per token, [n_bytes, 256]. Neighbouring
+            columns should have similar statistics.
+        chunk_tokens: Number of tokens per inner chunk.
 
     Returns:
-        The ends of the runs.
+        The end (exclusive) of each run, as an index of a column.
     """
-    # Dynamic programming over the end of the last run.
+    # Dynamic programming: ``best[i]`` is the smallest cost of runs that end at ``ends[i]``.
     n_bytes = len(counts)
     ends = np.unique(np.linspace(0, n_bytes, min(n_bytes, _MAX_SEGMENTS) + 1).astype(int))
     total = np.concatenate([np.zeros((1, 256)), np.cumsum(counts, axis=0)])[ends]
@@ -285,7 +312,14 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """Estimate the bits of Huffman codes for histograms [n, 256], as entropy plus loss: [n]."""
+    """Estimate the bits of a Huffman code for each histogram of byte values.
+
+    Args:
+        counts: Histograms, [n, 256].
+
+    Returns:
+        Estimated bits of all symbols of each histogram, [n].
+    """
     totals = np.maximum(counts.sum(1), 1e-12)
     probability = counts / totals[:, None]
     entropy = -(probability * np.log2(np.where(counts > 0, probability, 1.0))).sum(1)
@@ -295,13 +329,16 @@ def _code_bits(counts: np.ndarray) -> np.ndarray:
 
 
 class _FittedPart(NamedTuple):
-    """One part of one group: its basis, and components of sequences that the basis has not seen."""
+    """One part of one group: its basis, and its components on the measured sequences.
+
+    The measured sequences are those from which the basis was not learned.
+    """
 
     regression: np.ndarray | None
     basis: coding.Basis
-    components: Kept  # [n_tokens, n_components]
-    variances: np.ndarray  # [n_components]
-    energy: float  # Mean over tokens of the sum of squares of the part.
+    components: Kept  # Components of the measured sequences on disk, [n_tokens, n_components].
+    variances: np.ndarray  # Variance of each component, [n_components].
+    energy: float  # Mean over tokens of the sum of squares of the part's values.
 
 
 def fit_groups(
@@ -313,24 +350,25 @@ def fit_groups(
     features: Sequence[np.ndarray] | None = None,
     learning: Learning | None = None,
 ) -> list[coding.GroupFit]:
-    """Fit all groups of a field together, with the least relative error for a budget of bits.
+    """Fit all groups of a field together, with the smallest error within a budget of bits.
 
-    The error is the sum over parts and layers of squared error / sum of squares. With metrics it is
-    the sum of the errors in these metrics. At any time, only one part of one group, or the
-    components of one group, are in memory.
+    The error is relative: each layer of each part contributes its squared error divided by the sum
+    of squares of its values. If ``metrics`` are given, the errors in these metrics are added up
+    instead. At any time, only one part of one group, or the components of one group, are in memory.
 
     Args:
-        sample: The sample.
+        sample: The sample of the field.
         n_layers: Number of layers of each group.
         n_parts: Number of parts of each group.
-        bits_per_token: Budget of all groups together: bytes of the stored arrays times 8.
-        metrics: A metric per part of each group, see ``learn_basis``; None for relative errors.
-        features: float32 [n_tokens, n_features] per sequence, to predict the values from. None for
-            no prediction.
-        learning: Settings of learning; None for the defaults.
+        bits_per_token: Budget of all groups together: 8 times the bytes of their stored arrays.
+        metrics: A metric for each part of each group, see ``learn_basis``. None for relative
+            errors.
+        features: Features of each sequence, float32 [n_tokens, n_features], from which the values
+            are predicted. None for no prediction.
+        learning: Settings of learning. None for the defaults.
 
     Returns:
-        One fit per group. Its bases hold only the components that are stored.
+        One fit per group. Its bases contain only the components that are stored.
     """
     learning = learning or Learning()
     n_bases = len(n_layers) * n_parts
@@ -351,7 +389,7 @@ def fit_groups(
         np.concatenate([p.variances for p in parts]) * w
         for parts, w in zip(fitted, weights, strict=True)
     ]
-    # Reverse water-filling tells which components may get bits. Only their options are measured.
+    # Options are measured only for components that may get bits according to reverse water-filling.
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
     components = [
@@ -365,8 +403,8 @@ def fit_groups(
         *map(np.concatenate, zip(*(vars(m).values() for m in measured), strict=True))
     )
     ends = np.cumsum([len(h) for h in hopeful])[:-1]
-    # Estimated bits differ from stored bits by a few percent. So the budget is scaled until the
-    # stored bits fit.
+    # The estimated bits differ from the stored bits by a few percent, so the budget of the
+    # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
@@ -391,7 +429,10 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn a basis from most sequences, and write the components of the others to disk."""
+    """Learn the basis of a part from most sequences.
+
+    The components of the other sequences, on which the options are measured, are written to disk.
+    """
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
     learned_from = [i for i in range(n) if i % _STATISTICS_EVERY] or list(range(n))
@@ -423,23 +464,29 @@ def _weights(
     n_layers: Sequence[int],
     metrics: Sequence[Sequence[np.ndarray]] | None,
 ) -> list[np.ndarray]:
-    """Return the weights of the errors of each group's components, part after part."""
+    """Return the weights of the components' errors: for each group, the parts one after another."""
     weights = []
     for group, parts in enumerate(fitted):
-        # Components are those of values divided by the scale of their layer. So the sum of squares
-        # of each layer is the part's energy divided by the number of layers.
+        # The basis is that of values divided by the scale of their layer. After this division, all
+        # layers have the same sum of squares: the part's energy divided by the number of layers.
         part_weights = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
         if metrics is not None:
-            # The basis was learned in the metric divided by this scale.
+            # The basis was learned in the metric divided by ``metric_scale``.
             part_weights = [metric_scale(metric) for metric in metrics[group]]
         weights.append(np.repeat(part_weights, [len(part.variances) for part in parts]))
     return weights
 
 
 def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
-    """Write the components that may get bits to disk, part after part.
+    """Write the components of a group that may get bits to disk, as one array.
 
-    The array is float32 [n_tokens, len(hopeful)].
+    Args:
+        sample: The sample, whose file the array is written to.
+        parts: The fitted parts of the group.
+        hopeful: Sorted numbers of the components, counted across all parts.
+
+    Returns:
+        Offset and shape of the array, which is float32 [n_tokens, len(hopeful)].
     """
     first = 0
     chosen = []
@@ -453,23 +500,24 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
 def _place_codes(
     sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
 ) -> tuple[coding.CodeColumns, float]:
-    """Assign the codes of the chosen quantisers to stored arrays.
+    """Order the codes of a group, and split them into runs.
 
     Args:
-        sample: float32 [n_tokens, n_components].
-        quantisers: The chosen quantisers, [n_components].
-        component: [n_components], number of each component in the group, part after part.
+        sample: Components of the sample's tokens, float32 [n_tokens, n_components].
+        quantisers: The chosen quantiser of each component, [n_components].
+        component: Number of each component, counted across all parts of the group, [n_components].
         part_sizes: Number of components of each part.
 
     Returns:
-        The columns, and the bits per token that their stored arrays take.
+        The columns of codes, and the bits per token that they take in a store.
     """
-    # Every group must store at least one component, because readers take the device from its codes.
+    # Every group must store at least one component, because decoding runs on the device of the
+    # group's codes.
     if (quantisers.levels == DROPPED).all():
         quantisers = replace(
             quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
         )
-    limits = (quantisers.levels - 1) // 2  # Codes are symmetric around zero.
+    limits = (quantisers.levels - 1) // 2  # Largest codes. Levels are symmetric around zero.
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS
@@ -487,8 +535,8 @@ def _place_codes(
         columns += [(c, 1) for c in wide] if levels == coding.HIGH_LEVELS else []
         if not columns:
             continue
-        # Neighbours should have similar statistics, so sort by the share of zeros. High digits are
-        # nearly always zero.
+        # Neighbouring columns should have similar statistics, so sort the columns by their share of
+        # zeros. High digits come first, because they are nearly always zero.
         columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
         ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
         packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
@@ -496,8 +544,8 @@ def _place_codes(
             [np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]
         ) / len(packed)
         start = 0
-        # Bytes with different statistics need different Huffman codes, so each run has its own
-        # array or pieces.
+        # Bytes with different statistics need different Huffman codes, so each run gets an array or
+        # pieces of its own.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
             arrays += [n_arrays] * (
                 min(end * coding.CODES_PER_BYTE[levels], len(ids))
@@ -530,7 +578,8 @@ def _place_codes(
 def _stored_bits(rows: np.ndarray) -> float:
     """Measure the stored bits per token of packed codes, uint8 [n_tokens, n_bytes].
 
-    The codes go through the byte chain. The bits include the entries of the index.
+    The codes are encoded by the byte chain. The result includes the chunks' entries in the index of
+    a shard.
     """
     chunks = [rows[start : start + CHUNK_TOKENS] for start in range(0, len(rows), CHUNK_TOKENS)]
     return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
@@ -551,26 +600,27 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
     return coding.GroupFit(tuple(compacted), replace(columns, component=component), regressions)
 
 
-# Joint hidden states: each hidden state is predicted from the one of the layer below. A decoder
-# layer adds little, so the lowest state takes most of the bits. The bits are split so that all
-# states have the same error d. A component of a Gaussian state with variance v takes
-# 0.5 * log2(v / d) bits, and none if v is below d. The residual of a predicted state also contains
-# the error of the state below, which is d too. So its components take 0.5 * log2((v + d) / d) bits.
-# Variances and errors are shares of each state's energy.
+# Joint hidden states: each hidden state is predicted from the state of the layer below. A decoder
+# layer changes its input little, so the lowest state takes most of the bits. The bits are split so
+# that all states have the same error ``d``. A Gaussian component of the lowest state with variance
+# ``v`` takes ``0.5 * log2(v / d)`` bits, and none if ``v`` is below ``d``. The residual of a
+# predicted state also contains the error ``d`` of the state below, so a component of the residual
+# takes ``0.5 * log2((v + d) / d)`` bits. Variances and errors are divided by each state's energy.
 
 
 def left_variances(
     values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray
 ) -> np.ndarray:
-    """Compute the variances of the residual of a state after a linear prediction.
+    """Compute the variances that remain in a hidden state after a linear prediction.
 
     Args:
-        values: The state, float32 [n_tokens, width].
-        known: The values to predict from, float32 [n_tokens, n]; None for no prediction.
-        place: Moves an array to the device of large products.
+        values: The hidden state, float32 [n_tokens, width].
+        known: The values from which it is predicted, float32 [n_tokens, n]. None for no prediction.
+        place: Moves an array to the device on which large matrix products run.
 
     Returns:
-        Variances as shares of the state's energy, float64 [width].
+        Variances of the residual along its principal axes, divided by the energy (the sum of
+        squares) of the hidden state: float64 [width].
     """
     centred = place(values - values.mean(0))
     left = on_host(centred.T @ centred).astype(np.float64)
@@ -591,7 +641,10 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
 
     Args:
         variances: :func:`left_variances` of each state, the lowest state first.
-        bits_per_token: The bits to split.
+        bits_per_token: Bits per token of all states together.
+
+    Returns:
+        The bits per token of each state.
     """
 
     def spent(error: float) -> list[float]:

@@ -1,20 +1,21 @@
 """``int8``: each value is an 8-bit integer times a scale that several values share.
 
 ===========  ==============================  ==================================================
-values       one scale per                   reason
+tensor       one scale per                   reason
 ===========  ==============================  ==================================================
 keys         channel and block of 64 tokens  Some channels are much larger than others.
 values       token and head                  No channel is much larger than others.
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The byte chain entropy-codes the integers. So groups of 32 values, or clipping the largest values,
-would gain nothing: both only move along the same curve of bits against error. A scale is a bfloat16
-with two bits of mantissa, rounded up. It takes 4 to 5 bits after entropy coding. A full mantissa
-would take 10 bits and gain nothing, because a coarser step also needs fewer bits for the integers.
+The byte chain (``storage.chunk``) entropy-codes the integers. So nothing would be gained by a scale
+for each 32 values, nor by clipping the largest values: both only trade bits against error at the
+same rate as a different step would. A scale is a bfloat16 with two bits of mantissa, rounded up. It
+takes 4 to 5 bits after entropy coding. A full mantissa would take 10 bits and gain nothing, because
+a coarser step also needs fewer bits for the integers.
 
-NumPy and torch share one implementation. It uses only operations that round in the same way
-everywhere, so that codes are bit-equal.
+NumPy and torch share one implementation. It uses only operations that round in the same way in both
+libraries and on all devices, so that the same values always give the same codes.
 """
 
 from typing import Any, NamedTuple
@@ -36,18 +37,20 @@ from ..schema import (
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-LARGEST_CODE = 127.0  # Code of the largest value of a group.
-# Number of tokens that share a scale per channel. Sequences are aligned to this number, so that no
-# block holds tokens of two sequences.
+LARGEST_CODE = 127.0  # Upper bound on the magnitude of a code.
+# Number of consecutive tokens that share one scale per channel. Sequences are aligned to this
+# number, so that no block contains tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
-_BITS = 7.9  # Measured bits per value after the byte chain, scales included, rounded up.
-_SCALE_STEP = 1 << 21  # Rounding step of float32 bits that keeps two bits of mantissa.
+# Stored bits per value after the byte chain, including the scales: measured and rounded up.
+_BITS = 7.9
+# Float32 bit patterns are rounded to multiples of this number, which keeps two bits of mantissa.
+_SCALE_STEP = 1 << 21
 _SMALLEST_NORMAL = 2.0**-126
 
 
 class _Part(NamedTuple):
-    """The stored arrays of the keys, of the values, or of a hidden state."""
+    """The two stored arrays (codes and scales) of the keys, of the values, or of a hidden state."""
 
     codes: StoredArray
     scale: StoredArray
@@ -58,7 +61,7 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises a KV field, whose widths may differ, or a field [token, width]."""
+    """Quantises a KV field or a field [token, width]. Keys and values may have different widths."""
 
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
@@ -68,7 +71,7 @@ class Int8Codec(FieldCodec):
             )
         shape = spec.token_shape
         axes = spec.axes[1:]
-        # Prefix of array names -> width, and whether there is a scale per channel.
+        # Prefix of array names -> (width, whether scales are per channel).
         parts = {f"{spec.name}/": (shape[-1], True)}
         if self._is_kv:
             width = shape[3] if spec.key_width is None else spec.key_width
@@ -138,7 +141,8 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     axis = 1 if part.is_per_channel else -1
     scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
-    # If the scale is zero, the values are too small for any scale, and all codes are zero.
+    # The scale is zero if the values are too small for any normal float32 scale. Their codes are
+    # zero.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
     # Both NumPy and torch round to nearest, ties to even.
     codes = xp.astype(xp.round(scaled), xp.int8)
@@ -162,9 +166,9 @@ def _decode(part: _Part, codes: Codes, n_tokens: int) -> Array:
 
 
 def _to_blocks(xp: Any, values: Array) -> Array:
-    """Cut tokens into blocks, and pad the last block with zeros.
+    """Split the token axis into blocks, and pad the last block with zeros.
 
-    The shape changes from [n, ...] to [n_blocks, BLOCK_TOKENS, ...].
+    The shape changes from [n_tokens, ...] to [n_blocks, BLOCK_TOKENS, ...].
     """
     n_missing = -values.shape[0] % BLOCK_TOKENS
     if n_missing:
@@ -174,12 +178,13 @@ def _to_blocks(xp: Any, values: Array) -> Array:
 
 
 def _scale(xp: Any, largest: Array) -> Array:
-    """Compute the scales of groups from their largest magnitudes.
+    """Compute scales from the largest magnitude of the values that share each scale.
 
-    A scale has two bits of mantissa. It is 0 if it would be below the normal numbers.
+    A scale has two bits of mantissa. It is 0 if it would be smaller than all normal float32
+    numbers.
     """
-    # A product and not a division, because some devices replace a division by a constant by a
-    # product, and others do not.
+    # Multiply by the reciprocal: some devices compute a division by a constant in this way and
+    # others do not, so a division would not be bit-equal.
     bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

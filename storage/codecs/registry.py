@@ -1,4 +1,4 @@
-"""The codec of a store by its name: its field codecs, their learned state, and its record."""
+"""Creates the codec of a store from its name or manifest, and loads and saves its learned state."""
 
 import contextlib
 import hashlib
@@ -21,10 +21,11 @@ from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, sid
 LOSSLESS = "lossless"
 TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
-# The new basis while fields are added to a store. It is renamed to BASIS_NAME after store.json
-# holds its hash.
+# Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME
+# after its hash is in store.json.
 NEXT_BASIS_NAME = "next-basis.safetensors"
-_MAX_BASIS_BYTES = 16 << 30  # The basis of a 405B target with all options has 5 GB.
+# Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
+_MAX_BASIS_BYTES = 16 << 30
 _LAYER = "hidden/layer_"
 _LAST_LAYER = 1 << 20
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
@@ -34,14 +35,14 @@ class StoreCodec:
     """The codecs of all fields of a store.
 
     Args:
-        name: E.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
+        name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: The store's fields. Fields of integers are lossless in every codec.
-        sources: Field -> the fields that it is predicted from. None for the predictions that the
-            codec's name asks for.
+        sources: Name of a field -> names of the fields from which it is predicted. None to choose
+            them by the codec's name.
 
     Raises:
-        CodecUnknown: No codec has this name, the codec does not support a field, or it needs a
-            field that the store does not have.
+        CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
+            needs a field that the store does not have.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StoreCodec:
 
     @classmethod
     def open(cls, manifest: StoreManifest, store: StorePath) -> "StoreCodec":
-        """Return the codec of a store, with its learned state."""
+        """Create the codec of an existing store, and load its learned state."""
         try:
             codec = cls(
                 str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest)
@@ -84,14 +85,14 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return the codec of some of the fields, which shares their learned state."""
+        """Return a codec for some of the fields. It shares their learned state with this codec."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
 
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """Sources of each predicted field: field -> the fields that it is predicted from."""
+        """Name of each predicted field -> names of the fields from which it is predicted."""
         source_names = {
             name: tuple(source.spec.name for source in codec.sources)
             for name, codec in self.fields.items()
@@ -99,15 +100,16 @@ class StoreCodec:
         return {name: names for name, names in source_names.items() if names}
 
     def with_sources(self, name: str) -> list[str]:
-        """List the fields that are needed to decode a field.
+        """List the names of the fields that are needed to decode a field.
 
-        These are its sources, their sources, and the field itself.
+        These are its sources (the fields from which it is predicted), their sources, and the field
+        itself.
         """
         return [codec.spec.name for codec in self.fields[name].with_sources()]
 
     @property
     def in_order(self) -> list[str]:
-        """All fields. Each field follows the fields that it is predicted from."""
+        """Names of all fields, ordered so that each field follows its sources."""
         return list(
             dict.fromkeys(
                 needed
@@ -120,16 +122,17 @@ class StoreCodec:
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
     ) -> dict[str, dict[str, Array]]:
-        """Encode fields of one whole sequence, see ``FieldCodec.encode``.
+        """Encode the values of some fields for one whole sequence, see ``FieldCodec.encode``.
 
         Args:
-            values: Field -> values. If a field is predicted from others, these must be given too.
+            values: Field name -> values. If a field is predicted from other fields, their values
+                are required too.
             tokens: The token ids of the sequence.
-            is_finite: Whether all values are known to be finite. If not, they are checked, which
-                synchronizes with their device.
+            is_finite: Whether the caller knows that all values are finite. If false, the values are
+                checked, which synchronizes with their device.
 
         Returns:
-            Field -> array name -> rows.
+            Field name -> array name -> rows.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
@@ -137,7 +140,8 @@ class StoreCodec:
         used = {name for names in sources.values() for name in names}
         for name in (name for name in self.in_order if name in values):
             names = sources.get(name, ())
-            # If sources are missing, the field's codec raises an error that names them.
+            # If the values of sources are missing, there are no features, and the field's codec
+            # raises an error that names the sources.
             has_all = bool(names) and set(names) <= offered.keys()
             features = side_by_side([offered[source] for source in names]) if has_all else None
             if not is_finite:
@@ -157,14 +161,14 @@ class StoreCodec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every field is decoded bit for bit."""
+        """Whether the decoded values of every field are bit-equal to the original values."""
         return all(codec.is_identity for codec in self.fields.values())
 
     @property
     def learned(self) -> dict[str, TransformCodec]:
-        """The field codecs that learn from a sample.
+        """Field name -> codec, for the field codecs that learn from a sample of sequences.
 
-        They must have learned before ``describe`` and ``files`` are called.
+        All of them must have learned before ``describe`` and ``files`` are called.
         """
         return {
             name: codec for name, codec in self.fields.items() if isinstance(codec, TransformCodec)
@@ -172,7 +176,11 @@ class StoreCodec:
 
     @property
     def joint(self) -> list[str]:
-        """The joint hidden states in the order of prediction, from the lowest to the last state."""
+        """Names of the fields of hidden states that are predicted from each other (``,joint``).
+
+        They are ordered from the lowest layer to the last hidden state. Each one is predicted from
+        the one before it.
+        """
         names = [
             name
             for name, codec in self.learned.items()
@@ -182,9 +190,9 @@ class StoreCodec:
         return sorted(names, key=lambda name: layers.get(name, _LAST_LAYER))
 
     def describe(self) -> dict[str, Any]:
-        """Return the record of the codec in ``store.json``.
+        """Return the description of the codec that ``store.json`` contains.
 
-        A different value means different stored bytes.
+        Codecs with different descriptions store different bytes.
         """
         settings = {
             name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity
@@ -195,12 +203,16 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # The hash links the parts of the store to the basis that they were encoded with.
+            # The hash proves that a basis file is the one with which the parts of the store were
+            # encoded.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
     def files(self) -> dict[str, bytes]:
-        """Return the files of the store's ``codec/`` folder; empty if no codec learns."""
+        """Return the files of the store's ``codec/`` folder: file name -> content.
+
+        The result is empty if no field codec learns.
+        """
         if not self.learned:
             return {}
         states = [(name, codec.state()) for name, codec in self.learned.items()]
@@ -209,22 +221,22 @@ class StoreCodec:
             for name, state in states
             for key, array in state.items()
         }
-        # Sorted, so that equal states give equal bytes.
+        # Sort the arrays by name, so that equal states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
-        """Load a basis that :meth:`files` returned.
+        """Load the content of a basis file that :meth:`files` returned.
 
         Raises:
-            ValueError: The content is not such a basis.
+            ValueError: The content is not a basis for these fields.
         """
         try:
             arrays = safetensors.numpy.load(content)
-        # A dtype that NumPy does not have raises KeyError.
+        # safetensors raises KeyError for a dtype that NumPy does not have.
         except (safetensors.SafetensorError, KeyError) as error:
             raise ValueError(f"not a safetensors file: {error}") from error
-        # Load sources first: their number of features determines the shapes of the regressions that
-        # use them.
+        # Load the sources of a field before the field: their number of features determines the
+        # shapes of the field's regressions.
         for name in (name for name in self.in_order if name in self.learned):
             prefix = f"{name}:"
             self.learned[name].load_state(
@@ -234,8 +246,9 @@ class StoreCodec:
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         got = ""
-        # When fields are added, the process may be killed before it renames the new basis, or it
-        # may rename it while this loop runs.
+        # A process that adds fields may have been killed before it renamed the new basis, so look
+        # for the new basis too. The process may also rename it during this loop, so look at the
+        # first path again.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
@@ -252,9 +265,10 @@ class StoreCodec:
             raise StoreDamaged(f"{path}: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Choose the sources of hidden states that the codec's name asks for.
+        """Choose the sources of each hidden state by the codec's name.
 
-        These are keys and values, then the state below.
+        ``,from-kv`` makes keys and values the first source. ``,joint`` adds the hidden state of the
+        layer below.
         """
         kv = [name for name, codec in self.learned.items() if codec.is_kv]
         sources: dict[str, list[str]] = {}
@@ -273,10 +287,10 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Make other fields the sources of a hidden state.
+        """Set the sources of a hidden state, the fields from which it is predicted.
 
         Raises:
-            CodecUnknown: The field cannot be predicted from these fields.
+            CodecUnknown: The hidden state cannot be predicted from these fields.
         """
         codec = self.learned.get(field)
         sources = [self.learned[name] for name in names if name in self.learned]
@@ -293,7 +307,8 @@ def read_basis(path: StorePath) -> bytes:
     """Read a file of the store's ``codec/`` folder.
 
     Returns:
-        The content, or no bytes if the file is too large to be a basis. Then no hash can match.
+        The content. If the file is too large to be a basis, the result is empty, so that its hash
+        does not match.
     """
     try:
         return read_file(path, _MAX_BASIS_BYTES)
@@ -314,7 +329,11 @@ def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
 
 
 def _settings(name: str) -> TransformSettings | None:
-    """Parse the name of a codec; None for a codec without settings."""
+    """Parse the name of a codec. Return None for ``lossless`` and ``int8``, which have no settings.
+
+    Raises:
+        CodecUnknown: No codec has this name.
+    """
     if name in (LOSSLESS, INT8):
         return None
     if name.split(":")[0] != TRANSFORM:

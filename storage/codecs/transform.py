@@ -6,29 +6,33 @@
     values  ----------------+-> subtract the mean -> multiply by the basis -> quantise
     hidden  ----------------+-> pack several codes per byte -> arrays of similar statistics
 
-Decoding takes one table lookup per byte, and one matrix product per part and group of layers. Then
-it adds the mean, and rotates the keys at the positions that are read. If values are predicted, from
-tokens or from the decoded values of other fields, the prediction is subtracted before the mean and
-added after it. This takes one more matrix product.
+A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
+values, or a hidden state. Decoding takes one table lookup per byte, and one matrix product per part
+of a group. Then the mean is added, and the keys are rotated to their positions (RoPE). If a part is
+predicted, from tokens or from the decoded values of other fields, the prediction is subtracted
+before the mean during encoding and added after it during decoding. This takes one more matrix
+product.
 
-The *scope* selects which layers share a basis. It trades stored bytes for the cost of reading one
-layer. Layers hold similar information about a token, so a basis over all of them (``@all``) needs
-less than half the bits of a basis per layer (``@layer``). But a reader of one layer must read the
-codes of all layers of its group. Without a scope, the keys of a group are up to 4,096 numbers wide.
-No basis is wider than 16,384 numbers. If ``@all`` would exceed this width, it makes several equal
-groups.
+The *scope* in the codec's name selects the size of the groups. It is a trade-off between stored
+bytes and the cost of reading one layer. Layers contain similar information about a token, so a
+basis for all layers (``@all``) needs less than half the bits of one basis per layer (``@layer``).
+But a reader of one layer must read the codes of all layers of its group. Without a scope, a group
+has as many layers as fit into 4,096 numbers of keys. No basis is wider than 16,384 numbers. If
+``@all`` would exceed this width, several groups of about the same size are made.
 
 Predictions:
 
-- ``,tokens`` predicts keys and values from the token ids. The basis then takes up to 1,024 more
-  bytes per token of the vocabulary (131 MB for Llama 3).
-- ``,from-kv`` predicts hidden states from the decoded keys and values of their token. Keys and
-  values are a linear function of what their layer reads from the residual stream.
-- ``,joint`` predicts each hidden state from the one stored below it, and the last hidden state from
-  the highest stored layer, because a decoder layer adds little to the residual stream. With
-  ``,tokens`` but without ``,from-kv``, it also predicts the lowest hidden state from the tokens.
+- ``,tokens`` predicts keys and values from the token ids. This makes the file of the basis up to
+  1,024 bytes larger per token of the vocabulary (131 MB for Llama 3).
+- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. The keys
+  and values of a layer are a linear function of the layer's normalised input, a hidden state.
+- ``,joint`` predicts each hidden state from the next lower hidden state of the store, because a
+  decoder layer changes its input little. The last hidden state is predicted from the highest stored
+  layer. With ``,tokens`` but without ``,from-kv``, the lowest hidden state is predicted from the
+  token ids.
 
-A reader of a predicted field must also read the codes of its sources.
+The *sources* of a field are the fields from which it is predicted. A reader of the field must also
+read the codes of its sources.
 """
 
 import math
@@ -58,22 +62,23 @@ from .coding import (
 from .field import Codes, FieldCodec, Layers, Learning, placed
 from .fit import fit_groups
 
-AUTO_GROUP_WIDTH = 4_096
-# Largest width of one part of one group. A wider basis would keep too small a share of its
-# components, and learn from fewer tokens than it has dimensions. For 32 layers of width 1,024 at 1
-# bit per value, two groups have a 30 % lower error than one basis.
+AUTO_GROUP_WIDTH = 4_096  # Largest width of the keys of a group if the codec's name has no scope.
+# Largest width of one part of one group. A wider basis could keep only a small share of its
+# components, and would be learned from fewer tokens than it has dimensions. For 32 layers of width
+# 1,024 at 1 bit per value, two groups have a 30 % lower error than one group.
 MAX_BASIS_WIDTH = 16_384
-# Default bits per value of hidden states, relative to those of keys and values.
+# Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
-# Smallest default difference between the bits per value of the last hidden state and those of keys
-# and values. Teacher distributions are computed from the last hidden state, and it is a small share
-# of a store with keys and values. The ratio of 1.7 alone gave a KL of 0.04 nats on a real model.
+# By default, the last hidden state has at least this many more bits per value than keys and values,
+# because the teacher's distributions are computed from it. It is only a small share of a store that
+# also contains keys and values. With HIDDEN_BITS_RATIO alone, the teacher's distributions of a real
+# model had a KL divergence of 0.04 nats from the exact ones.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
 # Largest number of leading components of keys and values from which hidden states are predicted.
-# Each part of each group contributes the same number. Twice as many components would double the
-# size of the regression of an 8B model, and improve it little. This number is part of the format of
-# stores.
+# Each part of each group contributes the same number of components. Twice as many would double the
+# size of the regression matrix of an 8B model, and improve the prediction little. Changing this
+# number would change the format of stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -91,8 +96,10 @@ class TransformSettings:
     """The settings in the name of a transform codec."""
 
     kv_bits: float  # Stored bits per value of keys and values.
-    hidden_bits: float | None = None  # Stored bits per value of hidden states. None: see ``bits``.
-    # Number of layers that share a basis; 0 for all, None to choose it by their width.
+    # Stored bits per value of hidden states. None for the default that ``bits`` computes.
+    hidden_bits: float | None = None
+    # Number of layers that share a basis. 0 for all layers, None to choose the number by the width
+    # of a layer.
     group_layers: int | None = None
     # Whether keys and values are predicted from the target's embeddings of the tokens.
     from_tokens: bool = False
@@ -104,7 +111,7 @@ class TransformSettings:
         """Parse a name of the form :data:`TRANSFORM_GRAMMAR`.
 
         Raises:
-            ValueError: The name has another form, or bits are outside 0.05 to 10.
+            ValueError: The name does not have this form, or a number of bits is outside 0.05 to 10.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -139,7 +146,12 @@ class TransformSettings:
         )
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
-        """Return the number of layers that share a basis, given the width of one layer's keys."""
+        """Return the number of layers that share a basis.
+
+        Args:
+            n_layers: Number of layers of the field.
+            layer_width: Width of the keys of one layer.
+        """
         max_layers = MAX_BASIS_WIDTH // layer_width
         if self.group_layers is None:
             return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
@@ -158,20 +170,21 @@ class TransformSettings:
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """A target's rotary position embedding (RoPE), which rotates keys or undoes their rotation.
+    """Applies a target's rotary position embedding (RoPE) to keys, or undoes it.
 
-    Without RoPE, keys spread over far fewer directions, because the same content has the same key
-    at two positions. The rotation is that of Llama and related models in ``transformers``:
-    dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by ``position * inv_freq[i]``,
-    and the result is multiplied by an attention scaling (1 except for YaRN and LongRoPE).
-    Dimensions beyond ``rotary_dim`` are not rotated (partial rotary embedding).
+    Before RoPE, the same content has the same key at all positions, so keys vary in far fewer
+    directions than after RoPE and take fewer bits. The rotation is that of Llama and related models
+    in ``transformers``: dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by
+    ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except for
+    YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
+    embedding).
     """
 
-    # Radians per position, float32 [rotary_dim / 2], or [n_layers, rotary_dim / 2] if layers
-    # differ.
+    # Radians per position, float32 [rotary_dim / 2]. If the layers have different rotations:
+    # [n_layers, rotary_dim / 2].
     inv_freq: np.ndarray
-    scaling: np.ndarray  # Factor of rotated dimensions, float32 [] or [n_layers].
-    # Namespace, device and direction -> cosine and sine of the positions from 0 on.
+    scaling: np.ndarray  # Factor of the rotated dimensions, float32 [] or [n_layers].
+    # Cached tables. Array library, device and direction -> cosine and sine at positions from 0 on.
     _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +200,7 @@ class Rope:
             )
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
-        """Raise ValueError if the rotation does not fit this number of layers and size of keys."""
+        """Raise ValueError if the rotation does not fit ``n_layers`` layers of this head size."""
         half = self.inv_freq.shape[-1:]
         if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
             raise ValueError(
@@ -207,8 +220,9 @@ class Rope:
         Args:
             keys: [n_tokens, n_layers, n_kv_heads, head_dim].
             first_position: Position of the first token.
-            layers: The target's layer of each index of axis 1; None for all layers in order.
-            undo: Whether to undo the rotation.
+            layers: Number of the target's layer at each index of axis 1. None if axis 1 contains
+                all layers in order.
+            undo: Whether to undo the rotation instead of applying it.
         """
         xp = array_namespace(keys)
         half = self.inv_freq.shape[-1]
@@ -222,21 +236,21 @@ class Rope:
     def _tables(
         self, first: int, stop: int, layers: Layers, undo: bool, like: Array
     ) -> list[Array]:
-        """Return cosine and sine of the angles, each multiplied by the scaling.
+        """Return the tables of cosine and sine for positions [first, stop), times the scaling.
 
-        Both are float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
+        Each table is float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
         """
         if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # All layers share these tables. They are cached, so that the next sequence neither computes
-        # them nor copies them to a device.
+        # All layers share the tables, which are cached, so that they are not computed and copied to
+        # the device again for the next sequence.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # Do not read them from `_kept` again: another thread may have replaced them by shorter
-        # ones.
+        # Use the local variable, not `_kept`: another thread may have replaced the cached tables by
+        # shorter ones.
         return [table[first:stop] for table in tables]
 
     def _compute(
@@ -248,7 +262,7 @@ class Rope:
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling
-        # In float64, because angles of late positions would have too few digits in float32.
+        # Compute in float64: float32 is not precise enough for the large angles of late positions.
         angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(
             np.float64
         )
@@ -260,14 +274,15 @@ class Rope:
 class TransformCodec(FieldCodec):
     """Transform coding of one field.
 
-    The codec must learn by :class:`Observation`, or load its state by :meth:`load_state`, before it
-    encodes or decodes.
+    Before the codec can encode or decode, it must learn from an :class:`Observation`, or load its
+    state with :meth:`load_state`.
 
     Args:
-        spec: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state [token, width].
+        spec: The field: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state
+            [token, width].
         settings: The settings in the codec's name.
-        rope: The target's rotation. Without it, keys are coded as they are, which takes twice the
-            bits. It is ignored for hidden states.
+        rope: The target's rotation of keys. None to encode keys after RoPE, which takes twice the
+            bits. Ignored for hidden states.
     """
 
     sources: "Sequence[TransformCodec]"
@@ -289,19 +304,20 @@ class TransformCodec(FieldCodec):
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None
-        # Metrics of errors, [width, width] for each part of each group that :meth:`parts` returns.
-        # An example is ``calibration.logit_metric`` for ``hidden/last``. None for relative errors.
+        # A metric of quantisation errors, [width, width], for each part of each group, such as
+        # ``calibration.logit_metric`` for ``hidden/last``. None for relative errors.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
-        # The target's input embeddings [vocab_size, width], required for learning if the codec
-        # ``needs_tokens``.
+        # The target's input embeddings [vocab_size, width]. They are required for learning if the
+        # codec ``needs_tokens``.
         self.embeddings: Array | None = None
         self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
         self._feature_tables: dict[str, Array] = {}
         self._groups: list[GroupTransform] = []
-        # ``n_parts`` is the number of parts of each group: keys and values, or the hidden state.
+        # ``n_parts`` is the number of parts of each group: 2 for keys and values, 1 for a hidden
+        # state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # How many numbers a token has in one part of one layer.
+        # Number of values of a token in one layer of one part.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise ValueError(
@@ -310,16 +326,16 @@ class TransformCodec(FieldCodec):
             )
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
-        # The layers of each group. A hidden state has one group of one layer.
+        # Indices of the layers of each group. A hidden state has one group of one layer.
         self.groups = [
             list(layers[first : first + size]) for first in range(0, self._n_layers, size)
         ]
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the field is predicted from the tokens.
+        """Whether the field is predicted from the token ids.
 
-        Keys and values can be, and the lowest of joint hidden states.
+        This is possible for keys and values, and for the lowest of the joint hidden states.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
@@ -342,7 +358,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of components per part and group that other fields are predicted from."""
+        """Largest number of components that each part of a group contributes to the features."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @override
@@ -368,11 +384,11 @@ class TransformCodec(FieldCodec):
     def state(self) -> dict[str, np.ndarray]:
         """Return the learned state, which is stored in the store's ``codec/`` folder.
 
-        The state consists of float16 and float32 arrays: ``rope/*``, ``tokens/features``,
-        ``g/columns`` for group g (the fields of ``CodeColumns``), and ``g/p/mean``,
+        The state maps names to float16 and float32 arrays: ``rope/*``, ``tokens/features``,
+        ``g/columns`` for group g (the table of ``CodeColumns``), and ``g/p/mean``,
         ``g/p/synthesis`` and ``g/p/regression`` for part p of group g. If the basis was learned in
-        a metric, there is also ``g/p/analysis``, otherwise ``g/p/scale``, from which the analysis
-        is computed (see ``Basis``).
+        a metric, ``g/p/analysis`` is also stored. Otherwise ``g/p/scale`` is stored, and
+        ``Basis.scaled`` computes the analysis matrix from it.
         """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
@@ -396,14 +412,14 @@ class TransformCodec(FieldCodec):
         return state
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a state that :meth:`state` returned. The sources must be loaded first.
+        """Load a state that :meth:`state` returned. Load the states of the ``sources`` first.
 
         Raises:
-            ValueError: The state does not fit the field.
+            ValueError: The arrays do not have the shapes or values that the field needs.
         """
         try:
             if self.is_kv and "rope/inv_freq" in state:
-                # If all layers share a scaling, it is stored as an array of one number.
+                # If all layers have the same scaling, it is stored as an array of one number.
                 scaling = np.asarray(state["rope/scaling"]).reshape(-1)
                 self.rope = Rope(
                     state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling
@@ -452,7 +468,7 @@ class TransformCodec(FieldCodec):
                     Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis)))
                 )
                 continue
-            # Bases of earlier releases have no scale. It is 1.
+            # Bases that earlier releases wrote have no array of scales. Their scales are 1.
             has_scale = f"{group}/{part}/scale" in state
             scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
             bases.append(Basis.scaled(mean, synthesis, scale))
@@ -477,11 +493,12 @@ class TransformCodec(FieldCodec):
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
-        """Use a new learned state from now on.
+        """Replace the learned state.
 
         Args:
-            fits: A fit per group.
-            features: The features of each token, float16 [vocab_size, n_features]; None for none.
+            fits: The fit of each group.
+            features: The features of each token id, float16 [vocab_size, n_features]. None if the
+                field is not predicted from token ids.
         """
         self._features = features
         self._feature_tables = {}
@@ -511,7 +528,13 @@ class TransformCodec(FieldCodec):
         tokens: Array | None = None,
         features: Array | None = None,
     ) -> dict[str, Array]:
-        """Encode one whole sequence that :meth:`parts` has cut into groups and parts."""
+        """Encode one whole sequence that :meth:`parts` has split.
+
+        Args:
+            groups: ``groups[g][p]`` is part p of group g.
+            tokens: See :meth:`encode`.
+            features: See :meth:`encode`.
+        """
         first = groups[0][0]
         if not self.sources:
             features = self._features_of(tokens, len(first), first)
@@ -521,7 +544,8 @@ class TransformCodec(FieldCodec):
                 f"Field {self.spec.name!r} is predicted from {names}: encode them together by "
                 "StoreCodec.encode."
             )
-        # All groups share one dictionary, because array names contain the number of the group.
+        # One dictionary can hold the codes of all groups, because the name of each array contains
+        # the number of its group.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
@@ -543,9 +567,9 @@ class TransformCodec(FieldCodec):
         layers: Layers,
         features: Array | None,
     ) -> Array:
-        """Decode as :meth:`decode` does.
+        """Implement :meth:`decode`.
 
-        ``features`` are those of the ``sources``; None to decode them.
+        ``features`` are the features of the ``sources``. If they are None, they are decoded.
         """
         groups = self._learned()
         if not self.sources:
@@ -581,17 +605,19 @@ class TransformCodec(FieldCodec):
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
     ) -> Array:
-        """Decode the features that other fields are predicted from: float32 [n_tokens, n_features].
+        """Decode the features from which other fields are predicted.
 
-        For a hidden state, the features are its decoded values. For keys and values, they are the
-        leading components (:data:`KV_FEATURES`), and the features of the tokens from which keys and
-        values are predicted. Keys and values before RoPE are a linear function of both.
+        The result is float32 [n_tokens, n_features]. For a hidden state, the features are its
+        decoded values. For keys and values, they are the leading components (at most
+        :data:`KV_FEATURES`), followed by the token features if keys and values are predicted from
+        tokens. Decoded keys (before RoPE) and values are a linear function of all components and
+        the token features.
 
         Args:
             codes: See :meth:`decode`.
             first_position: See :meth:`decode`.
             n_tokens: See :meth:`decode`.
-            features: Features of the ``sources``; None to decode them.
+            features: Features of the ``sources``. None to decode them from ``codes``.
         """
         if not self.is_kv:
             return self._decode(codes, first_position, n_tokens, None, features)
@@ -616,9 +642,10 @@ class TransformCodec(FieldCodec):
         return self._pieces.of_groups(self._groups_of(layers))
 
     def parts(self, values: Array) -> list[list[Array]]:
-        """Cut a sequence into groups, and each group into parts, with keys before RoPE.
+        """Split a sequence into groups of layers, and each group into parts.
 
-        Each part is [n_tokens, width].
+        Returns:
+            ``groups[g][p]``, part p of group g, [n_tokens, width]. The rotation of keys is undone.
         """
         if not self.is_kv:
             return [[values]]
@@ -638,7 +665,7 @@ class TransformCodec(FieldCodec):
         ]
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Join the groups and parts of a sequence. This is the inverse of :meth:`parts`."""
+        """Join the parts of a sequence that :meth:`parts` returned, and rotate the keys again."""
         if not self.is_kv:
             return groups[0][0]
         joined = [
@@ -648,7 +675,7 @@ class TransformCodec(FieldCodec):
         return array_namespace(*joined).concat(joined, axis=1)
 
     def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
-        """Rotate the decoded keys of some layers, and join them with the values.
+        """Rotate the decoded keys of some layers, and stack the keys and the values.
 
         Returns:
             [n_tokens, len(layers), n_kv_heads, 2, head_dim].
@@ -662,10 +689,11 @@ class TransformCodec(FieldCodec):
         return xp.stack([keys, others], axis=3)
 
     def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
-        """Look up the features of tokens on the device of ``like``.
+        """Look up the features of token ids on the device of ``like``.
 
         Returns:
-            float32 [n_tokens, n_features], or None if the codec has no features of tokens.
+            The features, float32 [n_tokens, n_features]. None if the field is not predicted from
+            token ids.
         """
         if self._features is None:
             return None
@@ -679,7 +707,8 @@ class TransformCodec(FieldCodec):
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = placed(self._features, like)
-        # The table stays on the device. The ids are copied to it, because they are small.
+        # The table of features stays on the device. Only the ids are copied, because they are
+        # small.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
         # device is unusable.
@@ -689,11 +718,12 @@ class TransformCodec(FieldCodec):
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Split pieces into the rows of each run of the groups that contain these layers."""
+        """Split pieces into the rows of the runs, for the groups that contain these layers."""
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # A batch that several fields share holds all pieces, even if this field needs fewer.
+        # A batch whose codes are decoded for several fields contains all pieces, even if only some
+        # of them are needed for ``layers``.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -714,9 +744,9 @@ class TransformCodec(FieldCodec):
 
 
 class Observation(Sample):
-    """The sample of one field from which a transform codec learns.
+    """The sample of sequences from which the transform codec of one field learns.
 
-    It is on disk, and grows by one sequence at a time.
+    The sample is on disk. Sequences are added one at a time.
     """
 
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
@@ -729,8 +759,8 @@ class Observation(Sample):
         """Add a sequence.
 
         Args:
-            values: float32 [n_tokens, *token_shape].
-            tokens: The token ids; required if the codec ``needs_tokens``.
+            values: Values of the whole sequence, float32 [n_tokens, *token_shape].
+            tokens: The token ids. Required if the codec ``needs_tokens``.
         """
         codec = self._codec
         if codec.needs_tokens and (tokens is None or codec.embeddings is None):
@@ -753,8 +783,9 @@ class Observation(Sample):
         """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
-            features: :meth:`as_features` of the field's ``sources``, side by side.
-            bits: Budget of bits per token of the field. None for that of the codec's name.
+            features: For each sequence, :meth:`as_features` of the field's ``sources``,
+                concatenated along axis 1.
+            bits: Budget of bits per token of the field. None for the budget in the codec's name.
         """
         codec = self._codec
         if not self.lengths:
@@ -778,7 +809,7 @@ class Observation(Sample):
         self._features = features
 
     def as_features(self) -> list[np.ndarray]:
-        """Return ``TransformCodec.as_features`` of each sequence, after :meth:`learn`."""
+        """Return ``TransformCodec.as_features`` of each sequence. Call :meth:`learn` first."""
         codec = self._codec
         move = self._learning.place
         all_features = []
@@ -789,7 +820,7 @@ class Observation(Sample):
             ]
             tokens = self.tokens[i] if self.tokens else None
             features = None if self._features is None else move(self._features[i])
-            # Use decoded codes instead of the exact values, because a reader has only those.
+            # Use decoded values, because a reader does not have the exact ones.
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
@@ -797,5 +828,5 @@ class Observation(Sample):
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array:
-    """Join the columns of arrays [n_tokens, n] of one namespace and device."""
+    """Concatenate arrays [n_tokens, n] along axis 1. All must be on the same device."""
     return array_namespace(*arrays).concat(list(arrays), axis=1) if len(arrays) > 1 else arrays[0]

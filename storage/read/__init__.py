@@ -1,4 +1,4 @@
-"""Reads a store as NumPy arrays, verifies it, and summarizes what it holds.
+"""Reads a store as NumPy arrays, verifies its files, and summarizes its contents.
 
-Nothing in this package changes a file.
+This package never changes the files of a store.
 """

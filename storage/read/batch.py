@@ -1,17 +1,18 @@
-"""Reads many ranges of stored arrays in one call, at the speed of the disk.
+"""Reads many ranges of rows of stored arrays in one call, at the speed of the disk.
 
-Array grids and shard indexes are read once and then kept in memory.
+The grids of arrays and the indexes of shards are read once and then cached in memory.
 
 Reading a batch has three steps:
 
 1. *Plan*: list the inner chunks that the ranges need. A chunk that several ranges share is read
    once, and chunks that are adjacent in a file are merged into one read.
-2. *Fetch*: ask the kernel to read all these bytes ahead before the first chunk is decoded. A remote
-   file system receives all requests of a window at once.
-3. *Decode*: threads take reads from one queue, verify the checksum of each chunk and decode it. A
-   chunk is decoded directly into the caller's array if its values are contiguous there.
+2. *Fetch*: for local files, ask the kernel to read all these bytes ahead before the first chunk is
+   decoded. For a bucket, request all bytes of a window (a limited number of bytes) at once.
+3. *Decode*: several threads take reads from one queue, verify the checksum of each chunk and decode
+   the chunk. If the values of a chunk are contiguous in the caller's array, the chunk is decoded
+   directly into this array.
 
-Reading and decoding run without Python's global interpreter lock.
+Reading and decoding release Python's global interpreter lock.
 """
 
 import math
@@ -35,20 +36,20 @@ from ..paths import RemotePath, StorePath, threads
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-# Size of a window: stored bytes that are fetched from a remote file system before they are decoded.
+# Size of a window: number of stored bytes that are fetched from a bucket before they are decoded.
 REMOTE_WINDOW_BYTES = 64 << 20
 
 MAX_SHARDS_AT_ONCE = 128
-"""Number of shards that are prefetched before decoding starts.
+"""Number of shards that are prefetched before the first of them is decoded.
 
-It must not exceed the limit on open files (``backend.MAX_OPEN_FILES``). Otherwise a shard is closed
-after its prefetch and has to be opened again.
+It must not exceed ``backend.MAX_OPEN_FILES``. Otherwise shards would be closed after their prefetch
+and opened again to decode them.
 """
 
 _MAX_HELPERS = 32
 
 MAX_SHARDS = 4096
-"""Number of shard indexes that a reader caches.
+"""Largest number of shards whose indexes a store caches.
 
 An index takes 16 bytes per inner chunk, which is 128 KiB for a shard of 2 GiB.
 """
@@ -59,9 +60,12 @@ class ShardReader:
     """An open shard and its index. It can be used by several threads and after a fork.
 
     Args:
-        n_rows: number of chunk rows that must be present. The last shard has fewer than
-            ``rows_per_shard``.
+        path: path of the shard.
+        grid: grid of the array.
+        n_rows: number of chunks along axis 0 that the shard must contain. It is less than
+            ``grid.rows_per_shard`` for the last shard of a part.
         record: size and checksum of the file, from its commit.
+        cache: local cache of remote files, if there is one.
 
     Raises:
         StoreDamaged: the file is missing, or its index is damaged.
@@ -81,7 +85,7 @@ class ShardReader:
         self.file: LocalFile | RemoteFile = (
             RemoteFile(path, record, cache) if isinstance(path, RemotePath) else LocalFile(path)
         )
-        # Int64 [n_rows, chunks_per_row, 2]: the offset of each inner chunk and its size in bytes.
+        # int64 [n_rows, chunks_per_row, 2], offset and size in bytes of each inner chunk.
         self.index = self._read_index(n_rows, record.bytes)
 
     def _read_index(self, n_rows: int, file_bytes: int) -> np.ndarray:
@@ -101,7 +105,8 @@ class ShardReader:
                 f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
-        # Check each value alone before checking the sum, because the uint64 sum could overflow.
+        # Check offset and size separately before their sum, because the sum of two uint64 values
+        # could overflow.
         offset = index[..., 0]
         n_bytes = index[..., 1]
         if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool(
@@ -135,8 +140,8 @@ class ShardReader:
 
         Args:
             data: the stored bytes of the chunk, uint8 [n_bytes].
-            row: row of the chunk in the shard, for error messages.
-            column: column of the chunk in the shard, for error messages.
+            row: index of the chunk along axis 0 of the shard, for error messages.
+            column: index of the chunk along axis 1 of the shard, for error messages.
             out: C-contiguous array that receives the values.
         """
         try:
@@ -149,9 +154,9 @@ class ShardReader:
 
 
 class PartShards:
-    """Opens the shards of stored arrays and counts the stored bytes that are read from them.
+    """Opens the shards of a store on demand, and counts the bytes that are read from them.
 
-    It can be used by several threads and after a fork.
+    An object can be used by several threads and after a fork.
     """
 
     def __init__(
@@ -169,26 +174,33 @@ class PartShards:
         )
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
-        # The cache wraps a function, because a cached method would hold a reference to this object.
-        # That cycle would keep all files open until the garbage collector runs.
+        # Cache a function and not a method: the cache of a method would hold a reference to this
+        # object, and this cycle would keep all files open until the garbage collector runs.
         self._open = lru_cache(MAX_SHARDS)(
             partial(_open, self._folder, commits, self._grids, cache)
         )
 
     def grid(self, array: StoredArray) -> ArrayGrid:
-        """Return the grid of an array. All parts share it.
+        """Return the grid of an array, which all parts of the store share.
 
         Raises:
             StoreDamaged: the array's Zarr metadata contradicts the manifest.
         """
-        # Two threads may both read the metadata here. They get equal grids.
+        # No lock is needed: if two threads read the metadata at the same time, they get equal
+        # grids.
         if array.name not in self._grids:
             grid = read_grid(self._folder, array, self._n_parts, self._longest_part)
             self._grids[array.name] = array, grid
         return self._grids[array.name][1]
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        """Return an open shard of a part. Its index has been read and verified."""
+        """Open a shard of a part, and read and verify its index, unless it is cached.
+
+        Args:
+            part: number of the part of the store.
+            array: the stored array.
+            number: number of the shard in the part, counted from 0.
+        """
         self.grid(array)
         return self._open(part, array.name, number)
 
@@ -202,7 +214,7 @@ class PartShards:
         self._n_bytes_by_thread[get_ident()] += n_bytes
 
     def close(self) -> None:
-        """Close all files. A later call of :meth:`shard` opens its file again."""
+        """Close all files. A later call of :meth:`shard` opens the file of its shard again."""
         self._open.cache_clear()
 
 
@@ -229,7 +241,7 @@ def _open(
 class RowRange:
     """A request for the rows [start, stop) of a stored array, and the buffer that receives them.
 
-    Rows are counted from the beginning of the part.
+    Rows are counted from the first row of ``part``.
     """
 
     part: int
@@ -238,14 +250,14 @@ class RowRange:
     stop: int
     # Buffer in the array's dtype, [at least stop - start, *row_shape]. If ``layers`` is given, axis
     # 1 has length ``len(layers)``. Rows from ``stop - start`` on may be overwritten: if the buffer
-    # has room for the whole last chunk, that chunk is decoded in place.
+    # has room for all rows of the last chunk, the chunk is decoded directly into the buffer.
     out: np.ndarray
-    # Non-negative indices along the layer (or piece) axis, in the requested order. None means all.
+    # Non-negative indices along the layer (or piece) axis, in the requested order. None for all.
     layers: tuple[int, ...] | None = None
 
 
 class _Destination(NamedTuple):
-    """The target of rows [low, high) of a shard. They are written to ``out[: high - low]``."""
+    """Rows [low, high) of a shard, and the buffer ``out[: high - low]`` that receives them."""
 
     low: int
     high: int
@@ -254,7 +266,10 @@ class _Destination(NamedTuple):
 
 @dataclass
 class _ShardPlan:
-    """The rows requested from one shard. ``wanted`` maps a chunk row to its destinations."""
+    """All rows that are requested from one shard.
+
+    ``wanted`` maps the index of a chunk along axis 0 to the destinations of the chunk's rows.
+    """
 
     part: int
     array: StoredArray
@@ -265,36 +280,38 @@ class _ShardPlan:
 
 @dataclass
 class _Column:
-    """A column of inner chunks, and the positions in ``out`` that its layers are written to."""
+    """The inner chunks with the same index along axis 1, and the destinations of their layers."""
 
-    number: int
-    # [start, stop) along the layer axis of ``out`` if the whole chunk fills this range in order.
-    # None if single layers are copied.
+    number: int  # Index of the chunks along axis 1.
+    # Range [start, stop) of the layer axis of ``out`` that receives all layers of the chunk in
+    # order. None if layers are copied one by one.
     span: tuple[int, int] | None
-    # Pairs (layer within the chunk, layer of ``out``). Used only if span is None.
+    # (layer in the chunk, index along the layer axis of ``out``) for each layer to copy. Used only
+    # if ``span`` is None.
     pairs: list[tuple[int, int]]
 
 
 @dataclass
 class _Read:
-    """Inner chunks that are adjacent in one shard and are fetched by one read."""
+    """Inner chunks that are adjacent in the file of a shard and are read together."""
 
     reader: ShardReader
     offset: int
     n_bytes: int
-    # For each chunk: (start in bytes after ``offset``, size in bytes, row, column, destinations).
+    # For each chunk: (start in bytes after ``offset``, size in bytes, index along axis 0, column,
+    # destinations).
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    # The bytes of a remote file once they are fetched. None for a local file.
+    # The bytes of a remote file after they were fetched. None for a local file.
     data: np.ndarray | None = None
 
 
 def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
-    """Fill the ``out`` buffer of every range.
+    """Read all ranges, and fill their buffers (``RowRange.out``).
 
     Args:
         shards: the shards of the store.
         ranges: the rows to read. Their buffers must not share memory.
-        n_threads: number of threads that decode, including the caller's thread.
+        n_threads: number of threads that decode, including the calling thread.
     """
     plans = _plan_shards(shards, ranges)
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
@@ -310,14 +327,15 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
-    """Call every item of ``work`` in a thread pool, in any order.
+    """Call every function in ``work`` in a thread pool, in any order.
 
-    The first error drops the items that have not started, and is raised. If the threads of the pool
-    are busy with other work, the calling thread does not wait for them to become free.
+    If a function raises an error, the functions that have not started are dropped, and the error is
+    raised. The calling thread also calls functions, so it does not have to wait if all threads of
+    the pool are busy with the work of other callers.
 
     Args:
         work: functions that may run at the same time.
-        n_threads: number of threads that are used, including the caller's thread.
+        n_threads: number of threads to use, including the calling thread.
     """
     queue = deque(work)
 
@@ -338,8 +356,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     try:
         take_turns()
     finally:
-        # The queue is empty now. Helpers that have not started are cancelled. Helpers that have
-        # started must finish before the return, because they write into the caller's arrays.
+        # The queue is empty now, so helper tasks that have not started are cancelled. Wait for the
+        # others, because they write into the caller's arrays.
         started = [helper for helper in helpers if not helper.cancel()]
         wait(started)
     for helper in started:
@@ -347,7 +365,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardPlan]:
-    # The key includes the layers, because the columns of chunks are chosen once for each plan.
+    # Requests for different layers of a shard get separate plans, because all rows of a plan use
+    # the same columns of chunks.
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
         grid = shards.grid(item.array)
@@ -372,7 +391,7 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardP
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Return the chunk columns that hold the layers, and the target of each layer."""
+    """Return the columns of chunks that contain the layers, with the destination of each layer."""
     if layers is None:
         return [
             _Column(c, (c * chunk_layers, (c + 1) * chunk_layers), []) for c in range(n_columns)
@@ -389,7 +408,7 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
 
 
 def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
-    """Open the shard and merge chunks that are adjacent in its file into reads."""
+    """Open the shard of a plan. Yield its reads, each of which merges adjacent chunks."""
     reader = shards.shard(plan.part, plan.array, plan.number)
     columns = _columns(plan.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
@@ -417,9 +436,10 @@ def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Split reads of remote files into windows of limited size, since a window is held in memory.
+    """Split reads into windows, because all remote bytes of a window are in memory at once.
 
-    Local files are read by the decoding threads, so their reads are not split.
+    Reads of local files are not limited by the size of a window, because the decoding threads read
+    local files one read at a time.
     """
     window: list[_Read] = []
     n_bytes = 0
@@ -438,7 +458,7 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 def _fetch_ahead(reads: list[_Read]) -> None:
     """Fetch remote bytes, and ask the kernel to read local bytes ahead."""
     remote: list[tuple[_Read, RemoteFile]] = []
-    # A missing local file raises an error with its name later, when the file is read.
+    # Ignore a missing local file here. Reading it later raises an error that names the file.
     with suppress(*MISSING):
         for read in reads:
             file = read.reader.file

@@ -1,6 +1,6 @@
 """Reads sequences, fields, layers and token slices of a store as NumPy arrays.
 
-It needs neither torch nor the target model.
+Reading needs neither torch nor the target model.
 """
 
 import os
@@ -45,28 +45,30 @@ _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 class ActivationStore:
     """A store that is opened for reading.
 
-    Values are read lazily. A store can be used by several threads and after a fork. It can be
-    pickled; unpickling opens the store again.
+    A store is divided into parts, ranges of sequences that are written and committed independently.
+    The commit of a part lists its files. Values are read lazily. An ``ActivationStore`` can be used
+    by several threads and after a fork. It can be pickled, and unpickling opens the store again.
 
     Opening checks the schema version, compares the plan with the commits, and checks that every
-    committed file exists and has its committed size. Reading verifies the checksum of each chunk.
-    ``verify_store`` checks the rest.
+    committed file exists and has the size in its commit. Reading verifies the checksum of each
+    chunk. ``verify_store`` checks everything else.
 
     Args:
         path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
-        require_complete: raise an error if a planned part has no commit.
-        parts: open only these parts. The others may be damaged. None opens all parts.
+        require_complete: whether to raise an error if a planned part has no commit.
+        parts: numbers of the parts to open. All other parts may be damaged. None opens all parts.
         cache: local disk cache for the bytes that are read from a remote store. By default the
-            environment variable ``MOA_DATA_CACHE_DIR`` names its folder. None disables it.
-        checks_sizes: compare the size of every file with its commit when the store is opened.
+            environment variable ``MOA_DATA_CACHE_DIR`` names its folder. None disables the cache.
+        checks_sizes: whether to compare the size of every file with its commit when the store is
+            opened.
 
     Attributes:
         sequences: the committed sequences in plan order, with the columns of ``plan.PLAN_SCHEMA``.
-        commits: the commit of each committed part, by part number.
+        commits: number of each committed part -> its commit.
 
     Raises:
-        StoreError: the path is not a store, the store has another schema version or is damaged, or
-            it is incomplete and ``require_complete`` is set.
+        StoreError: the path is not a store, this release cannot read the store's schema version,
+            the store is damaged, or it is incomplete and ``require_complete`` is set.
 
     Example::
 
@@ -102,11 +104,12 @@ class ActivationStore:
             self.path, range(self.manifest.n_parts) if parts is None else parts
         )
         planned = part_counts(plan, self.manifest.alignment_tokens)
-        # For a remote store, get the sizes by one listing instead of one request per file.
+        # For a remote store, one listing gives the sizes of all files, instead of one request per
+        # file.
         listed = listed_sizes(self.path / PARTS_NAME) if checks_sizes else {}
         for part, commit in self.commits.items():
-            # Check the plan before any array is allocated. Array lengths come from the plan, and a
-            # damaged plan may ask for gigabytes.
+            # Check the plan before any array is allocated: the lengths of arrays come from the
+            # plan, so a damaged plan could lead to arrays of many gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
                 raise StoreDamaged(
                     f"{self.path / PLAN_NAME} gives part {part} {expected} tokens, padding "
@@ -142,7 +145,7 @@ class ActivationStore:
         return len(self._parts)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Read all fields of one sequence. Use :meth:`read` to read one field or a slice of it."""
+        """Read all fields of one sequence. Use :meth:`read` for one field or some of its tokens."""
         return {name: self.read(i, name) for name in self.fields}
 
     def __repr__(self) -> str:
@@ -164,9 +167,9 @@ class ActivationStore:
 
     @property
     def target_path(self) -> Path:
-        """Local folder of the target bundle, which holds config, tokenizer and frozen weights.
+        """Local folder of the target bundle: config, tokenizer and frozen weights of the target.
 
-        The bundle of a remote store is downloaded on first use.
+        The target bundle of a remote store is downloaded on first use.
         """
         folder = self.path / TARGET_NAME
         if self._download is None:
@@ -192,10 +195,10 @@ class ActivationStore:
         return self._shards.n_bytes_read
 
     def refuse_groups(self, what: str) -> None:
-        """Raise SelectionInvalid if the store has keys and values by groups of layers.
+        """Raise SelectionInvalid if keys and values are in several fields, one per group of layers.
 
         Args:
-            what: the option that does not support such stores. The error asks to leave it out.
+            what: the option that does not support such stores. The message says to leave it out.
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
@@ -214,16 +217,17 @@ class ActivationStore:
         Args:
             i: index into ``sequences``. A negative index counts from the end.
             field: name of the field, e.g. ``"kv"``.
-            layers: layers to read, in this order. None reads all layers. Only fields with a layer
-                axis accept it.
+            layers: indices along the field's layer axis, in the requested order. None reads all
+                layers. Must be None if the field has no layer axis.
             tokens: slice of the sequence's tokens, with step 1. None reads all tokens.
 
         Returns:
             Array [n_tokens, *token_shape] in the storage dtype. A bfloat16 value is returned as its
-            bits in uint16; ``schema.to_float32`` converts them.
+            bits in uint16, and ``schema.to_float32`` converts it.
 
         Raises:
-            SelectionInvalid: the field, sequence or layer does not exist, or the step is not 1.
+            SelectionInvalid: the field, sequence or layer does not exist, or the step of ``tokens``
+                is not 1.
             StoreDamaged: a checksum is wrong, a file is missing, or a token id is not in the
                 target's vocabulary.
         """
@@ -248,8 +252,8 @@ class ActivationStore:
     ) -> dict[str, np.ndarray]:
         """Read the stored rows that ``codec.fields[field].decode`` takes as ``codes``.
 
-        The arguments are the same as for :meth:`read`. The rows begin at the first token, rounded
-        down to a multiple of 64 tokens if the codec is lossy.
+        The arguments are the same as for :meth:`read`. The rows begin at the first requested token.
+        If the codec is lossy, they begin at the nearest multiple of 64 tokens before this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
@@ -260,15 +264,16 @@ class ActivationStore:
         """Resolve a token slice.
 
         Returns:
-            The first token that is read, the first token that was requested, and the end of both.
+            The first token to read, the first requested token, and the end (exclusive) of both
+            ranges.
         """
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
         if step != 1:
             raise SelectionInvalid(
                 f"Token slices must have step 1, got {step}. Slice the result instead."
             )
-        # Lossy codecs decode only from positions that are multiples of 64 tokens. A field that is
-        # stored unchanged can be read from any position.
+        # A lossy codec can only decode ranges that start at a multiple of 64 tokens. A field that
+        # is stored unchanged can be read from any token on.
         base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
         return base, start, max(start, stop)
 
@@ -293,27 +298,30 @@ class ActivationStore:
     ) -> dict[str, np.ndarray]:
         """Read fields of several sequences into right-padded arrays.
 
-        This is much faster than reading one sequence after the other.
+        This is much faster than calling :meth:`read` for one sequence after another.
 
         Args:
-            sequences: indices into ``sequences``, in the requested order. An index may be repeated.
+            sequences: indices into the attribute ``sequences``, in the requested order. An index
+                may be repeated.
             fields: name of a field, or names of several fields.
-            out: buffers to fill, by field name. A buffer has the storage dtype and the shape
-                [n_sequences, at least the longest sequence, *token_shape]. Reuse the buffers,
-                because allocating memory costs more than reading. None allocates new arrays.
-            layers: layers to read, as in :meth:`read`. They apply to all requested fields that have
-                a layer axis. A mapping gives the layers of each field by its name.
-            n_threads: number of threads that decode, including the caller's thread.
-            decoded: if False, return the rows of the stored arrays without decoding them. The
-                result and ``out`` then have the names of the stored arrays.
+            out: field name -> buffer to fill. A buffer has the storage dtype and the shape
+                [n_sequences, at least the longest sequence, *token_shape]. Reuse buffers for
+                several batches, because allocating memory costs more than reading. None allocates
+                new arrays.
+            layers: layers to read, as in :meth:`read`, for all requested fields that have a layer
+                axis. Or a mapping of field names to the layers of each field.
+            n_threads: number of threads that decode, including the calling thread.
+            decoded: if False, return the rows of the stored arrays without decoding them. In this
+                case the keys of the result and of ``out`` are the names of the stored arrays.
 
         Returns:
-            Arrays by field name. Sequence b is in ``[b, :n_tokens]``; the padding after it is zero.
+            Field name -> array. Row b contains sequence b of the batch in ``[b, :n_tokens]``,
+            followed by zeros.
 
         Raises:
             SelectionInvalid: a field, a sequence or a layer does not exist, or a buffer in ``out``
-                is missing or does not fit.
-            StoreDamaged: as in :meth:`read`.
+                is missing or has the wrong dtype or shape.
+            StoreDamaged: see :meth:`read`.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]
@@ -346,13 +354,14 @@ class ActivationStore:
             ranges += [
                 self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)
             ]
-        # One plan covers all fields, so that the disk gets all requests at once. The lossy codecs
-        # run after all bytes are read.
+        # Read the rows of all fields in one call, so that the disk gets all requests at once.
+        # Decode fields with lossy codecs afterwards.
         read_ranges(self._shards, ranges, n_threads)
         run_in_threads(decode_tasks, n_threads)
         block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
         for name, buffer in batch.items():
-            # Clear the padding, because the last chunk may have been decoded into it.
+            # Set the padding to zero: rows of a sequence's last chunk that belong to later
+            # sequences may have been written there.
             for b, n_tokens in enumerate(lengths):
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
         self._check_tokens(rows, batch)
@@ -360,8 +369,8 @@ class ActivationStore:
 
     def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Raise StoreDamaged if a token id is not in the target's vocabulary."""
-        # An embedding lookup of such an id would crash the process, or fail a CUDA assertion that
-        # makes the whole device unusable.
+        # An embedding lookup of an id outside the vocabulary would crash the process, or fail a
+        # CUDA assertion after which the device is unusable.
         tokens = arrays.get(TOKENS)
         vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
         if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -378,7 +387,7 @@ class ActivationStore:
     def close(self) -> None:
         """Close all files, and delete the downloaded copy of a remote target bundle.
 
-        The store stays usable: a later read opens its files again.
+        The store stays usable: a later read opens the files again.
         """
         self._shards.close()
         if self._download is not None:
@@ -407,10 +416,10 @@ class ActivationStore:
     def _plan_codes(
         self, i: int, codec: FieldCodec, start: int, stop: int, layers: Layers
     ) -> tuple[dict[str, np.ndarray], list[RowRange]]:
-        """Allocate the code buffers for tokens [start, stop) of a sequence.
+        """Allocate buffers for the stored rows that encode tokens [start, stop) of a sequence.
 
         Returns:
-            Buffers by array name, and the row ranges that fill them.
+            Name of a stored array -> buffer, and the row ranges to read into the buffers.
         """
         arrays = codec.arrays_read(layers)
         if any(source.needs_tokens for source in codec.with_sources()):
@@ -442,7 +451,12 @@ class ActivationStore:
 
 
 def read_manifest(store: StorePath) -> StoreManifest:
-    """Read a store's manifest."""
+    """Read store.json.
+
+    Raises:
+        StoreNotFound: the folder is not a store.
+        StoreDamaged: the file is not a valid manifest.
+    """
     path = store / MANIFEST_NAME
     try:
         text = read_file(path)
@@ -461,22 +475,24 @@ def read_manifest(store: StorePath) -> StoreManifest:
 
 
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
-    """Read a manifest and the learned codec state that belongs to it."""
-    # An addition of fields replaces both files one after the other. Retry if it replaces the basis
-    # between the two reads.
+    """Read store.json and the learned state of its codec."""
+    # A process that adds fields replaces store.json and then the file of the basis. If it does so
+    # between the two reads here, the two files do not match, so read both again.
     while True:
         manifest = read_manifest(store)
         check_manifest(store)
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            # The error is real only if the manifest has not changed since it was read.
+            # The basis is damaged only if store.json has not changed since it was read.
             if read_manifest(store) == manifest:
                 raise
 
 
 def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Layers:
-    """Convert a layer selection to non-negative indices. None means all layers in order.
+    """Convert a selection of layers to non-negative indices along the layer axis.
+
+    The result is None if all layers are selected in order.
 
     Raises:
         SelectionInvalid: the field has no layer axis, or a layer does not exist.
@@ -511,9 +527,9 @@ def token_shape(spec: FieldSpec, layers: Layers) -> tuple[int, ...]:
 
 
 def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
-    """Return the shape of one row of a stored array for selected indices along axis 1.
+    """Return the shape of one row of a stored array, for the selected indices along axis 1.
 
-    None selects whole rows.
+    If ``indices`` is None, the whole row is selected.
     """
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
@@ -521,10 +537,10 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
 def shared_arrays(
     fields: Iterable[tuple[FieldCodec, Layers]],
 ) -> dict[StoredArray, list[int] | None]:
-    """Return the stored arrays that decoding the selected layers of several fields reads.
+    """Return the stored arrays that are read to decode the selected layers of several fields.
 
     Returns:
-        The indices that are read along axis 1, by array. None means all of them.
+        Array -> indices to read along axis 1. None if whole rows are read.
     """
     indices_by_array: dict[StoredArray, list[int] | None] = {}
     for codec, layers in fields:
@@ -547,7 +563,7 @@ def decode_tokens(
 ) -> None:
     """Decode tokens [start, stop) of a sequence into ``out``.
 
-    The rows in ``codes`` begin at token ``base``, which is a multiple of 64.
+    The first row in ``codes`` is for token ``base``, which is a multiple of 64.
     """
     if layers == []:
         return
@@ -558,10 +574,10 @@ def decode_tokens(
 def batch_buffer(
     out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """Return the caller's buffer for a field or stored array, or allocate one if ``out`` is None.
+    """Return the caller's buffer for a field or stored array, or a new one if ``out`` is None.
 
     Args:
-        out: the caller's buffers by name, each [n_sequences, at least n_rows, ...].
+        out: name -> buffer of the caller, [n_sequences, at least n_rows, ...].
         name: name of the field or stored array.
         shape: smallest allowed shape, [n_sequences, n_rows, ...].
         dtype: dtype of the buffer.

@@ -1,7 +1,8 @@
-"""Checks the files, chunks, counts and values of a store, or summarizes what it holds.
+"""Checks the files, chunks, counts and values of a store, or summarizes its contents.
 
-A check visits each part once, so that its values are decoded while its files are still in the page
-cache. A summary reads only the manifest, the plan and the commits. It opens no shard.
+A check handles one part of the store after another, so that the values of a part are decoded while
+its files are still in the page cache. A summary reads only the manifest, the plan and the commits,
+and no shards.
 """
 
 import math
@@ -34,40 +35,44 @@ from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
-SLICE_BYTES = 32 << 20  # Raw bytes that a thread decodes at a time.
+SLICE_BYTES = 32 << 20  # Upper bound on the raw bytes that a thread decodes at a time.
 Depth = Literal["sizes", "checksums", "values"]
-"""How a file is checked: by its size, also by its checksum, or also by decoding all its values."""
+"""How thoroughly files are checked.
+
+``sizes`` compares the sizes of files with their commits. ``checksums`` also compares their
+checksums. ``values`` also decodes all values.
+"""
 
 
 @dataclass(frozen=True)
 class Finding:
     """Damage to one file, or a failure to check it."""
 
-    part: int | None  # Number of the part. None for a file of the whole store.
-    path: str  # The file, relative to the store.
+    part: int | None  # Number of the part. None for a file that does not belong to a part.
+    path: str  # Path of the file, relative to the store.
     message: str
-    # The error that prevented the check, so that the file may be intact. None for damage.
+    # The error that prevented the check of the file, which may be intact. None if the file is
+    # damaged.
     error: OSError | MemoryError | None = None
 
 
 @dataclass
 class VerifyReport:
-    """The result of a check. Both lists of findings are sorted by part."""
+    """The result of a check. ``damages`` and ``unchecked`` are sorted by part."""
 
     damages: list[Finding] = field(default_factory=list)
-    unchecked: list[Finding] = field(default_factory=list)  # Failures to check a file.
+    unchecked: list[Finding] = field(default_factory=list)  # Files that could not be checked.
     commits: dict[int, PartCommit] = field(default_factory=dict)  # All commits that can be read.
     n_parts: int = 0  # Number of committed parts.
-    # Number of planned parts without a commit. They make the store incomplete, not damaged.
+    # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    # Whether the store was made by an extraction and its target bundle has no commit.
-    lacks_target: bool = False
+    lacks_target: bool = False  # The result of the function ``lacks_target``.
     n_sequences: int = 0
     n_tokens: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether everything was checked and no damage was found."""
+        """Whether all files could be checked and no damage was found."""
         return not self.damages and not self.unchecked
 
     @property
@@ -77,7 +82,7 @@ class VerifyReport:
 
     @property
     def missing(self) -> str:
-        """A text that says what is still to be written. It is empty for a complete store."""
+        """Names the parts and files that are still to be written. Empty for a complete store."""
         return missing_text(
             self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target
         )
@@ -97,16 +102,22 @@ class VerifyReport:
 
 
 def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
-    """Return a text that says what is still to be written. It is empty for a complete store."""
+    """Name the parts and files that are still to be written. Empty for a complete store.
+
+    Args:
+        n_pending: number of planned parts without a commit.
+        n_planned: number of planned parts.
+        lacks_target: whether the target bundle is still to be written.
+    """
     pending = [f"{n_pending} of {n_planned} parts"] if n_pending else []
     pending += ["the target bundle"] if lacks_target else []
     return f"{' and '.join(pending)} still to be written" if pending else ""
 
 
 def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
-    """Return whether the target bundle is still to be written.
+    """Return whether an extraction still has to write the target bundle of the store.
 
-    Only stores that were made by an extraction need a target bundle.
+    A store that was not made by an extraction needs no target bundle.
     """
     return "target_layers" in manifest.extraction and not backend.exists(
         schema.target_commit_path(store)
@@ -129,20 +140,23 @@ def verify_store(
     - token ids are in the vocabulary,
     - every value is finite.
 
-    Damage and failures to check a file are listed in the report and not raised. If store.json,
-    plan.parquet or the codec is damaged, nothing else is checked.
+    Damaged files and files that cannot be checked are listed in the report. No error is raised for
+    them. If store.json, plan.parquet or the codec's basis is damaged, nothing else is checked.
 
     Args:
         path: the store's folder, or its URL.
-        progress: called with the number of bytes that are done. If values are decoded, checking a
-            file counts half of its bytes, and decoding its values counts the other half.
+        progress: called with the number of bytes that have been checked. If values are decoded,
+            half of a file's bytes count after its checksum is checked, and the other half after its
+            values are decoded.
         n_threads: number of threads that compute checksums and decode. The default is one per core,
             at most 16.
-        values: also decode every value. This takes several times as long as comparing all bytes.
+        values: whether to decode every value too. This takes several times as long as computing all
+            checksums.
 
     Raises:
-        StorageUnavailable: a file that is needed for all other checks could not be read.
-        StoreDamaged: store.json or plan.parquet cannot be read, and the store has no
+        StorageUnavailable: a file that all other checks need, such as store.json, could not be
+            read.
+        StoreDamaged: store.json or plan.parquet is damaged, and the store has no
             commits/store.json.
     """
     store = backend.open_path(path)
@@ -186,7 +200,7 @@ def verify_commits(
         store: the store's path.
         planned: the counts of each planned part (``plan.part_counts``).
         depth: how thoroughly files are checked.
-        progress: called with the number of bytes that are done.
+        progress: called with the number of bytes that have been checked.
         n_threads: number of threads. The default is one per core, at most 16.
     """
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
@@ -198,7 +212,7 @@ def verify_commits(
 
 
 class _Verification:
-    """One run of :func:`verify_commits`."""
+    """The state of a call of :func:`verify_commits`."""
 
     def __init__(
         self, store: StorePath, pool: Executor, progress: Progress | None, depth: Depth
@@ -207,8 +221,8 @@ class _Verification:
         self.progress = progress
         self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
-        # Sizes of the parts' files, from one listing of a remote store. A listing may be older than
-        # the files, so it is used only if sizes alone are checked.
+        # Sizes of the files of all parts, from one listing of a remote store. A listing may be out
+        # of date, so it is not used for the more thorough checks.
         self.listed = backend.listed_sizes(store / schema.PARTS_NAME) if depth == "sizes" else {}
         self.report = VerifyReport()
         self.done_bytes = 0.0
@@ -233,10 +247,10 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Report errors of the block.
+        """Add an error in the ``with`` block to the report instead of raising it.
 
-        A StoreError is reported as damage. An OSError or MemoryError is reported as a failure to
-        check the file.
+        A StoreError means that the file is damaged. An OSError or MemoryError means that it could
+        not be checked.
         """
         try:
             yield
@@ -248,7 +262,7 @@ class _Verification:
             )
 
     def _read_commits(self, planned: Sequence[Mapping[str, int]]) -> None:
-        """Read the commits of all parts, and report those that contradict the plan."""
+        """Read the commits of all parts, and report commits whose counts differ from the plan."""
         reads = backend.reads_of(
             schema.commit_path(self.store, part) for part in range(len(planned))
         )
@@ -268,7 +282,7 @@ class _Verification:
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
     def _check_parts(self) -> None:
-        """Check part by part: first all files, then all values if the files are undamaged."""
+        """Check one part after another: first its files, then its values if no file is damaged."""
         commits = self.report.commits
         folder = self.store / schema.PARTS_NAME
         decodes = self.depth == "values"
@@ -311,7 +325,8 @@ class _Verification:
                 for _, wrong in find_size_damage(folder, {name: record}, listed):
                     return [Finding(part, path, str(wrong))]
                 got = record.crc32 if self.depth == "sizes" else backend.file_crc32(folder / name)
-            # A missing file is damage. Any other OSError means that the file could not be checked.
+            # A missing file counts as damaged. Any other OSError means that the file could not be
+            # checked.
             except (StoreError, *backend.MISSING) as error:
                 return [Finding(part, path, str(error))]
             except (OSError, MemoryError) as error:
@@ -390,15 +405,16 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
 def _non_finite(
     reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec
 ) -> Iterator[tuple[schema.StoredArray, int, list[int], list[int]]]:
-    """Read the stored arrays of a field and find those that have NaN or infinite values.
+    """Read one sequence of a field, and find stored arrays with NaN or infinite values.
 
     Yields:
-        (array, number of such values, index of the first one, layers that have them).
+        (array, number of NaN or infinite values, index of the first of them, numbers of the
+        target's layers that have such values).
     """
     bad_arrays: dict[schema.StoredArray, tuple[int, list[int], set[int]]] = {}
     spec = codec.spec
-    # Read a sequence in slices, to bound the memory of each thread. Slices begin at multiples of
-    # the alignment, which every codec's block size divides.
+    # Read the sequence in slices, to limit the memory of each thread. Slices begin at multiples of
+    # the alignment, so that they contain whole blocks of every codec.
     step = (
         max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
     )
@@ -426,17 +442,17 @@ def _non_finite(
 
 @dataclass(frozen=True)
 class FieldSummary:
-    """The size of a field over all committed parts."""
+    """The total size of a field in all committed parts."""
 
     spec: schema.FieldSpec
-    raw_bytes: int  # Uncompressed size of all tokens, without padding.
+    raw_bytes: int  # Size of the field's values before encoding, without padding.
     stored_bytes: int
-    arrays: Mapping[schema.StoredArray, int]  # Stored bytes of each array.
+    arrays: Mapping[schema.StoredArray, int]  # Array -> its stored bytes.
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """The summary that ``inspect`` shows. All counts are over the committed parts."""
+    """The summary that ``moa-data inspect`` shows. All counts are totals of the committed parts."""
 
     path: StorePath
     manifest: schema.StoreManifest
@@ -452,14 +468,14 @@ class StoreSummary:
     bytes_per_token: float  # Stored bytes per token. NaN if no part is committed.
     lengths: tuple[list[int], list[int]]  # See :func:`length_histogram`.
     has_target: bool
-    # A text that says what is still to be written. Empty for a complete store.
+    # Names the parts and files that are still to be written. Empty for a complete store.
     missing: str
-    # Number of parts that have each field of an unfinished addition.
+    # Name of a field that is being added -> number of parts that have it already.
     unfinished: Mapping[str, int]
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
-    """Summarize a store, given by its folder or its URL."""
+    """Summarize a store. ``path`` is its folder or its URL."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
         manifest = store.manifest
         codec = store.codec
@@ -500,7 +516,7 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], 
     """Count lengths in bins of equal integer width.
 
     Args:
-        lengths: int [n_sequences], may be empty.
+        lengths: number of tokens of each sequence, int [n_sequences]. It may be empty.
         n_bins: largest number of bins.
 
     Returns:
@@ -514,12 +530,16 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], 
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
-    """Count the parts that have a field of an unfinished addition.
+    """Find fields that are being added to a store, and count the parts that have them already.
 
-    Such a field is in commits of parts, but not yet in store.json.
+    The commits of these parts list shards of the field, but store.json does not contain it yet.
+
+    Args:
+        commits: commits of all parts.
+        codec: the codec of store.json.
 
     Returns:
-        Number of parts by field name.
+        Field name -> number of parts.
     """
     n_parts: Counter[str] = Counter()
     for commit in commits:

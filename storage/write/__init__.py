@@ -1,4 +1,4 @@
 """Writes a store: its parts and their commits, added fields, and repairs.
 
-All changes to a store are made by this package. It does not run a model.
+No other package changes the files of a store. This package does not run a model.
 """

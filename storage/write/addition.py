@@ -1,13 +1,13 @@
-"""Adds fields to an existing store without changing its other files.
+"""Adds fields to an existing store without changing the shards of its other fields.
 
-At any time a reader sees either the complete old store or the complete new one:
+At any time a reader finds either the store with its old fields or the store with all new fields:
 
 1. For each part, the shards of the new arrays are written, synced and renamed to their final names.
-   Then the part's commit is replaced by one that also lists these shards. Readers of the old
-   manifest ignore them.
-2. When every committed part has the new fields, store.json is replaced by one that names them.
+   Then the part's commit is replaced by a commit that also lists these shards. Readers ignore these
+   shards while store.json does not contain the new fields.
+2. When every committed part has the new fields, store.json is replaced by one that contains them.
 
-At the end every file has the same bytes as if all fields had been written by one extraction.
+At the end every file has the same bytes as if a single extraction had written all fields.
 """
 
 from collections.abc import Iterable
@@ -29,17 +29,22 @@ from .store import StoreWriter
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return those of ``fields`` that a committed part does not have."""
-    # The arrays of a field have the field's name, or are in a folder with that name.
+    """Return the fields for which the commit of a part lists no shards."""
+    # The name of a shard starts with the name of its field, followed by a slash.
     return tuple(
         name for name in fields if not any(file.startswith(f"{name}/") for file in commit.files)
     )
 
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
-    """Return a codec that covers the old fields and new ones.
+    """Return a codec for the old fields of a store and the fields to add.
 
-    The old fields keep their learned state. The new fields have none yet.
+    The codecs of the old fields keep their learned state. The codecs of the other fields have not
+    learned yet.
+
+    Args:
+        old: the codec of the store.
+        specs: the old fields and the fields to add.
     """
     codec = StoreCodec(old.name, specs, sources={})
     codec.fields |= old.fields
@@ -47,10 +52,15 @@ def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
 
 
 def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> bool:
-    """Load the learned state of an unfinished addition of the same fields into ``codec``.
+    """Resume an interrupted addition of fields: load the state that it has learned into ``codec``.
+
+    Args:
+        store: the store's path.
+        codec: codec of the old fields and the fields to add.
+        old: the codec of the store.
 
     Returns:
-        Whether the store has such a state.
+        Whether the store has a learned state for the same fields.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     specs = (field.spec for field in codec.fields.values())
@@ -66,9 +76,10 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
 
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
-    """Save the learned state of the new fields in a second file next to the store's basis.
+    """Save the learned state of ``codec``, including the new fields, next to the store's basis.
 
-    Shards of an earlier unfinished addition are removed, since they are encoded with another basis.
+    Shards of new fields that an interrupted addition has written are deleted, because they were
+    encoded with a different basis.
     """
     arrays = {array.name for array in writer.codec.arrays}
     for part in writer.committed_parts():
@@ -83,8 +94,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     writer.remove_uncommitted()
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
     if isinstance(path, Path):
-        # The store's lock excludes other additions. An existing file is left over from an addition
-        # that was interrupted, so it can be overwritten.
+        # The store's lock prevents other additions at the same time. If the file exists, an
+        # interrupted addition has left it, so it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(
@@ -97,9 +108,9 @@ class StoreAddition:
     """Adds fields to the committed parts of a store. :meth:`finish` makes them visible to readers.
 
     Args:
-        writer: the store, opened for writing with its own manifest and plan.
-        manifest: the new manifest. It has the additional fields, and their settings in
-            ``extraction`` and ``codec``.
+        writer: the store, opened for writing with its current manifest and plan.
+        manifest: the new manifest, which also contains the new fields and, in ``extraction`` and
+            ``codec``, their settings.
         codec: codec of the new manifest, with its learned state.
     """
 
@@ -114,24 +125,29 @@ class StoreAddition:
             part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
             for part in writer.committed_parts()
         }
-        self.n_parts = len(self._lacking)  # Number of committed parts. Each gets the new fields.
+        # Number of committed parts. The new fields are added to all of them.
+        self.n_parts = len(self._lacking)
         self._is_laid_out = False
 
     def pending_parts(self) -> list[int]:
-        """Return the parts that do not have all new fields yet, in order."""
+        """Return the numbers of the parts that do not have all new fields yet, in order."""
         return [part for part, fields in self._lacking.items() if fields]
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a part for writing the new fields that it does not have yet.
+        """Open a part for writing the new fields that the part does not have yet.
 
-        The ``codec`` of the returned :class:`PartWriter` names these fields.
+        The ``codec`` of the returned :class:`PartWriter` has exactly these fields.
+
+        Args:
+            part: number of the part.
+            pool: thread pool that encodes (see :class:`PartWriter`).
         """
         if not self._lacking.get(part):
             raise StoreError(
                 f"Part {part} lacks no field; write only the parts that pending_parts() returns."
             )
-        # Write the array metadata only now, so that the store is unchanged until the first part is
-        # opened.
+        # Write the Zarr metadata of the new arrays when the first part is opened. Until then the
+        # store is unchanged.
         if not self._is_laid_out:
             self._writer.lay_out(self.codec)
             self._is_laid_out = True

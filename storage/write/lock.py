@@ -1,12 +1,14 @@
-"""The lock of a store. It is exclusive, or shared by processes that write different parts.
+"""The lock of a store in a folder, which processes that write different parts may share.
 
-``store.lock`` is held exclusively while a store is opened or cleaned, and for changes that concern
-more than single parts (additions of fields, repairs). It may be shared while parts are written.
+A process holds ``store.lock`` exclusively while it opens or cleans the store, and while it changes
+more than single parts (adds fields or repairs damage). Several processes may share ``store.lock``
+while they write parts.
 
-Writers that share it publish each part and document, by renames and a commit, under a byte-range
-lock in ``publish.lock``. If two processes write the same part, the second one finds the commit of
-the first. Another byte, the part's claim, is locked while a part is computed, so that other
-processes choose other parts. Only commits determine which parts a store has, not locks.
+Publishing a part or a document (renaming its files and writing its commit) is protected by a lock
+on one byte of ``publish.lock``, if ``store.lock`` is shared. If two processes write the same part,
+the second process finds the commit of the first one and deletes its own files. In addition, a
+process locks another byte, the claim of the part, while it computes the part, so that other
+processes choose different parts. Locks do not determine which parts a store has, only commits do.
 """
 
 import errno
@@ -22,25 +24,28 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, no_locks, open_lock, read_only
 from ..schema import LOCK_NAME, PUBLISH_NAME
 
-# Bytes of publish.lock. The first ones lock documents that several processes may write. They are
-# followed by one byte for publishing each part, and one byte for the claim of each part.
+# Bytes of publish.lock. The first three lock documents that several processes may write. From
+# FIRST_PART_BYTE on, there is one byte per part for its publication. From _FIRST_CLAIM_BYTE on,
+# there is one byte per part for its claim.
 TEXTS_BYTE = 0
 CARD_BYTE = 1
 BUNDLE_BYTE = 2
 FIRST_PART_BYTE = 16
 _FIRST_CLAIM_BYTE = 1 << 40
 CAN_SHARE = hasattr(fcntl, "F_OFD_SETLKW")
-"""Whether the system has byte-range locks that belong to an open file (Linux has them).
+"""Whether the system has byte-range locks that belong to an open file, as Linux has.
 
-Without them a store is always locked exclusively.
+On other systems a store is always locked exclusively.
 """
 
 _OPENING = "opens or cleans the store"
-"""Note that a process writes to store.lock if it will soon share the lock.
+"""Note that a process writes to store.lock while it opens or cleans the store.
 
-Other processes that find this note wait instead of failing.
+Other processes that find this note wait for the lock instead of raising an error.
 """
-_GRACE_S = 1.0  # Time in which a process that has taken the lock must write its note.
+# Seconds for which a process waits if it finds no such note, because the holder of the lock may not
+# have written it yet.
+_GRACE_S = 1.0
 _RETRY_S = 0.1
 
 
@@ -49,8 +54,8 @@ class StoreLock:
 
     Args:
         store: the store's folder.
-        shares: join the processes that already share the lock. If there are none, take the lock
-            exclusively; the caller then calls :meth:`share` after it has opened the store.
+        shares: whether to join processes that already share the lock. If there are none, the lock
+            is taken exclusively, and the caller calls :meth:`share` after it has opened the store.
 
     Raises:
         StoreLocked: another process holds the lock.
@@ -59,7 +64,8 @@ class StoreLock:
     def __init__(self, store: Path, shares: bool = False) -> None:
         self._store = store
         self._path = store / LOCK_NAME
-        self.is_alone = True  # Whether the lock is exclusive, so that no other process can write.
+        # Whether this process holds the lock exclusively, so that no other process can write.
+        self.is_alone = True
         try:
             self._fd = open_lock(self._path)
         except OSError as error:
@@ -83,14 +89,15 @@ class StoreLock:
             self.is_alone = False
 
     def _wait_for(self, take: Callable[[], None], waits: bool = True) -> None:
-        """Take a lock. If another process is opening the store, wait until it has finished.
+        """Take the lock. Wait while another process opens or cleans the store.
 
         Args:
-            take: takes the lock, or raises LockHeld.
+            take: function that takes the lock or raises LockHeld.
             waits: if False, raise StoreLocked at once if another process holds the lock.
 
         Raises:
-            StoreLocked: another process holds the lock for another purpose than opening the store.
+            StoreLocked: another process holds the lock, and it is neither opening nor cleaning the
+                store.
         """
         began_s = time.monotonic()
         while True:
@@ -105,23 +112,24 @@ class StoreLock:
                 time.sleep(_RETRY_S)
 
     def share(self) -> None:
-        """Let other processes write to the store too.
+        """Change an exclusive lock to a shared one, so that other processes can write too.
 
-        If the system has no byte-range locks for this, the lock stays exclusive.
+        The lock stays exclusive if the system lacks the byte-range locks that sharing needs.
         """
         if self.is_alone and CAN_SHARE:
-            # Changing the kind of a lock is not atomic: the kernel frees the old lock first, so
-            # that another process may take it in between.
+            # This change is not atomic: the kernel releases the exclusive lock before it takes the
+            # shared one, and another process may take the lock in between.
             self._wait_for(lambda: lock(self._fd, self._path, shared=True))
             self.is_alone = False
 
     def try_alone(self) -> bool:
         """Try to make a shared lock exclusive.
 
-        If another process also holds the lock, this process loses it and must not write any more.
+        If another process also holds the lock, this process releases it and must not write to the
+        store any more.
 
         Returns:
-            Whether the lock is exclusive now.
+            Whether this process now holds the lock exclusively.
         """
         if not self.is_alone:
             try:
@@ -133,9 +141,9 @@ class StoreLock:
 
     @contextmanager
     def locked_byte(self, byte: int) -> Iterator[None]:
-        """Lock a byte of ``publish.lock``. Wait if another process or thread holds it.
+        """Lock a byte of ``publish.lock``. Wait while another process or thread holds this byte.
 
-        Under an exclusive store lock this does nothing.
+        If this process holds the store's lock exclusively, nothing needs to be locked.
         """
         if self.is_alone:
             yield
@@ -152,11 +160,11 @@ class StoreLock:
             os.close(fd)
 
     def claim(self, part: int) -> int:
-        """Mark a part as being computed.
+        """Claim a part: lock the byte that marks it as being computed.
 
         Returns:
-            A file descriptor that holds the claim until it is closed. It is -1 without a claim,
-            because no other process can write or another writer has claimed the part.
+            A file descriptor that holds the claim until it is closed. It is -1 if the part was not
+            claimed, because no other process can write, or because another writer has claimed it.
         """
         if self.is_alone:
             return -1
@@ -169,9 +177,9 @@ class StoreLock:
         return fd
 
     def is_claimed(self, part: int) -> bool:
-        """Return whether a writer, which may be in this process, has claimed a part.
+        """Return whether a writer in this or another process has claimed a part.
 
-        A part may also be computed without a claim, because claims are best effort.
+        A writer may also compute a part that it could not claim.
         """
         if self.is_alone:
             return False

@@ -1,30 +1,31 @@
-"""Writes one part of a store.
+"""Writes one part of a store, a range of sequences that has a commit of its own.
 
-Sequences arrive in order. An inner chunk is encoded as soon as it is full. The commit is written
-last. Each array is stored in Zarr v3 shards (``sharding_indexed``). A shard holds its encoded inner
-chunks in the order in which they were written, followed by its index.
+The sequences are passed in the order of the plan. An inner chunk is encoded as soon as all its rows
+have been passed. The commit, which lists all files of the part, is written last. Each array is
+stored in Zarr v3 shards (``sharding_indexed``). A shard contains its encoded inner chunks, followed
+by its index.
 
-Numbers in the following diagrams without a unit are sizes in bytes. The shard ``kv/c.0.0.0.0.0`` of
-Llama-3-8B holds 16,384 tokens of 32 layers with 8 KV heads of size 128. It has 2.1 GB of raw values
-and 1.5 GB of stored bytes::
+Numbers without a unit in the following diagrams are sizes in bytes. The shard ``kv/c.0.0.0.0.0`` of
+Llama-3-8B contains 16,384 tokens of 32 layers with 8 KV heads of size 128. Its 2.1 GB of raw values
+take 1.5 GB::
 
     | chunk 0,0 | chunk 0,1 | ... | chunk 0,31 | chunk 1,0 | ... | chunk 255,31 | index   | crc32c |
       layer 0     layer 1           layer 31     layer 0           layer 31       131,072   4
       tokens 0 to 63                             64 to 127         16,320 to 16,383
 
-One chunk holds 64 tokens x 1 layer x 8 heads x 2 x 128 values in bfloat16. Its 262,144 raw bytes
-are encoded in about 181,000 bytes::
+One chunk contains 64 tokens x 1 layer x 8 heads x 2 x 128 values in bfloat16. Its 262,144 raw
+bytes are encoded in about 181,000 bytes::
 
     | header | offset of the block: 20 | size | low bytes | size | coded high bytes | crc32c |
       16       4                         4      131,072     4      50,000             4
     +------------------------------- blosc frame -----------------------------------+
 
-The index has 256 rows x 32 columns of (offset uint64, n_bytes uint64), in C order. To read one
+The index is an array of 256 x 32 pairs (offset uint64, n_bytes uint64) in C order. To read one
 layer of 64 tokens, a reader reads the index once and then one chunk.
 
-An index entry of 2**64 - 1 twice means that the chunk does not exist. Only positions after the end
-of a part have such entries. A chunk of zeros is written like any other chunk, so that a lost chunk
-is never read as zeros.
+If both numbers of a pair are ``2**64 - 1``, the chunk does not exist. Only chunks after the end of
+a part have such pairs. A chunk of zeros is written like any other chunk, so that a lost chunk is
+never read as zeros.
 """
 
 import os
@@ -51,21 +52,21 @@ from .publish import PartFiles
 
 _ABSENT = np.uint64(2**64 - 1)
 TASK_BYTES = 1 << 20
-"""Raw bytes that a thread encodes in one task.
+"""Number of raw bytes that a thread encodes in one task.
 
-A task takes about 1.5 ms, which is much longer than handing it to the thread.
+A task of this size takes about 1.5 ms, which is much longer than passing it to the thread.
 """
 
 
 class ShardWriter:
-    """Writes one shard sequentially. Only the index and unfinished chunks are held in memory.
+    """Writes one shard sequentially. Only its index and unwritten chunks are in memory.
 
     Args:
         path: path of the new file.
         grid: grid of the array.
         pool: thread pool that encodes the chunks and syncs the file.
-        make_durable: function of the file descriptor and the path that makes the finished file
-            durable. It is called on the pool's sync thread.
+        make_durable: function that syncs or uploads the finished file. It is called on the pool's
+            sync thread with the file descriptor and the path.
     """
 
     def __init__(
@@ -87,20 +88,21 @@ class ShardWriter:
         self._crc = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_guard(path):
-            # O_EXCL ensures that no two writers use the same partial name, and that a symbolic link
-            # with this name is not followed.
+            # With O_EXCL, opening fails if another writer uses the same temporary name, or if a
+            # symbolic link has this name.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     @property
     def is_full(self) -> bool:
-        """Whether all rows of inner chunks have been appended."""
+        """Whether all inner chunks of the shard have been appended."""
         return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
-        """Start encoding the next row of inner chunks, and write chunks that are encoded.
+        """Start encoding the next inner chunks, and write chunks whose encoding has finished.
 
         Args:
-            values: values of the row. They must not change until :meth:`settle` has returned.
+            values: values of all chunks with the next index along axis 0, in one array. They must
+                not change until :meth:`settle` has returned.
         """
         step = self._grid.chunk_layers
         columns = range(self._grid.chunks_per_row)
@@ -116,7 +118,7 @@ class ShardWriter:
             self._write_oldest()
 
     def settle(self) -> None:
-        """Wait until all appended values are encoded. The caller may change them afterwards."""
+        """Wait until all appended values are encoded. Then the caller may change the arrays."""
         for task in self._encoding:
             task.result()
 
@@ -124,12 +126,13 @@ class ShardWriter:
         """Write the remaining chunks and the index.
 
         Returns:
-            The file's record, and a future that is done when the file is synced and closed.
+            The size and checksum of the file, and a future that is done when the file is synced and
+            closed.
         """
         while self._encoding:
             self._write_oldest()
         index = self._index.tobytes()
-        # The index is at the end of the file, because its entries are known only now. This way a
+        # The sizes of the chunks are known only now. With the index at the end of the file, the
         # shard is written sequentially and synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
         return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
@@ -164,11 +167,13 @@ class ShardWriter:
 
 
 class ArrayWriter:
-    """Streams one stored array of a part into shards. It buffers at most one row of chunks.
+    """Writes the rows of one stored array of a part to shards.
+
+    Rows are buffered only until their inner chunks are full.
 
     Args:
         array: the stored array.
-        counts: counts of the part (``plan.part_counts``).
+        counts: counts of the part (an item of ``plan.part_counts``).
         grid: grid of the array.
         pool: thread pool that encodes chunks and syncs files.
         files: the part's files, which determine the paths of the shards.
@@ -183,8 +188,10 @@ class ArrayWriter:
         files: PartFiles,
     ) -> None:
         self.array = array
-        self.records: dict[str, FileRecord] = {}  # Records of the finished shards, by file name.
-        self.written: list[list[int]] = []  # Ranges [first, stop] of the rows that were written.
+        # Name of each finished shard -> size and checksum.
+        self.records: dict[str, FileRecord] = {}
+        # Lists of two numbers, the first row and the end (exclusive) of a range that was written.
+        self.written: list[list[int]] = []
         self._part = counts["part"]
         self._grid = grid
         self._pool = pool
@@ -198,11 +205,11 @@ class ArrayWriter:
         self._n_shards = 0
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write consecutive rows. Rows that are skipped since the last call become zero.
+        """Write consecutive rows. Rows between the previous call and this one become zero.
 
         Args:
-            first_row: index of the first row in the part.
-            values: [n, *row_shape] in the array's dtype.
+            first_row: index of the first row, counted from the beginning of the part.
+            values: the rows, [n_rows, *row_shape] in the array's dtype.
         """
         self._check(first_row, values)
         if not len(values):
@@ -218,7 +225,7 @@ class ArrayWriter:
             self._flush_rows(row)
             n = min(size - offset, len(values) - n_written)
             if n == size:
-                # A complete row of chunks is encoded without a copy.
+                # The values fill whole chunks, so they are encoded without a copy.
                 self._append(values[n_written : n_written + n])
             else:
                 self._row[offset : offset + n] = values[n_written : n_written + n]
@@ -251,11 +258,11 @@ class ArrayWriter:
             )
 
     def _flush_rows(self, row: int) -> None:
-        """Append the buffered row of chunks, then rows of zeros, until ``row`` is the next row."""
+        """Append the buffer, then zeros, until the next chunk along axis 0 has index ``row``."""
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
-                # Allocate a new buffer, because an encoder may still read the old one.
+                # Allocate a new buffer, because a thread may still be encoding the old one.
                 self._row = np.zeros_like(self._row)
                 self._row_is_clean = True
 
@@ -285,20 +292,20 @@ class ArrayWriter:
             self._shard.settle()
 
     def finish(self) -> None:
-        """Fill the rest of the part with zeros and finish the last shard.
+        """Fill the rest of the part with zeros, and finish the last shard.
 
-        Call :meth:`wait_synced` afterwards.
+        Call :meth:`wait_synced` afterwards to wait until all shards are synced or uploaded.
         """
         self._flush_rows(self._grid.n_chunk_rows(self._n_rows))
         self._finish_shard()
 
     def wait_synced(self) -> None:
-        """Wait until every shard is durable."""
+        """Wait until every shard is synced or uploaded."""
         for synced in self._syncs:
             synced.result()
 
     def abort(self) -> None:
-        """Close the open shard and delete local files that do not have their final name yet."""
+        """Close the open shard, and delete the local files that still have temporary names."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
@@ -307,7 +314,7 @@ class ArrayWriter:
 
 
 class PartWriter(AbstractContextManager["PartWriter"]):
-    """Writes a part, or additional fields of a part.
+    """Writes a part of a store, or adds fields to a part.
 
     If the ``with`` block ends without a call of :meth:`commit`, the part is discarded. A PartWriter
     must not be used by several threads at once. Different threads may write different parts of the
@@ -315,14 +322,14 @@ class PartWriter(AbstractContextManager["PartWriter"]):
 
     Args:
         sequences: the sequences of the part, in plan order.
-        counts: counts of the part, which the commit must have (``plan.part_counts``).
+        counts: counts that the part's commit must contain (an item of ``plan.part_counts``).
         codec: codec of the fields to write.
-        grids: the grid of each array, by array name.
+        grids: array name -> grid.
         files: the part's files.
-        on_close: called when the part is closed. Its argument says whether the part is committed.
-        pool: thread pool that encodes. Values must then not change until :meth:`settle` or
-            :meth:`commit` has returned. Without a pool the caller's thread encodes, and values may
-            change as soon as :meth:`write` returns.
+        on_close: called when the part is closed. The argument is whether the part is committed.
+        pool: thread pool that encodes. If it is given, values must not change until :meth:`settle`
+            or :meth:`commit` has returned. If it is None, the calling thread encodes, and values
+            may change as soon as :meth:`write` returns.
     """
 
     def __init__(
@@ -338,8 +345,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        self.is_open = True  # Whether the part is neither committed nor discarded yet.
-        # False if commit() found that another writer has committed the part.
+        self.is_open = True  # False after the part was committed or discarded.
+        # False if commit() has found that another writer had committed the part before.
         self.was_first = True
         self.codec = codec  # Codec of the fields to write.
         self._counts = counts
@@ -358,20 +365,21 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     ) -> None:
         """Write consecutive tokens of a field.
 
-        If the field has a lossy codec, each call writes exactly one encoded sequence.
+        If the field has a lossy codec, each call must write exactly one encoded sequence.
 
         Args:
             field: name of the field.
             first_token: position of the first token on the part's token axis (``first_token`` in
-                the plan). It must increase from call to call within a field. Skipped tokens become
-                zero.
-            values: [n, *token_shape] in the storage dtype (a bfloat16 value is passed as its bits
-                in uint16). For a field with a lossy codec, the rows of each stored array, as
-                ``StoreCodec.encode`` returns them.
+                the plan). It must increase from one call to the next call for the same field.
+                Tokens that are skipped become zero.
+            values: values of the tokens, [n_tokens, *token_shape] in the storage dtype. A bfloat16
+                value is passed as its bits in uint16. For a field with a lossy codec, the name of
+                each stored array -> its rows, as ``StoreCodec.encode`` returns them.
 
         Raises:
-            StoreError: the field is unknown, or the values have a wrong dtype, shape, order or
-                range. With a lossy codec also if they are not the rows of one planned sequence.
+            StoreError: the store does not have the field, or the values have the wrong dtype or
+                shape, or the tokens are out of order or beyond the part. For a lossy codec also if
+                the rows are not those of one planned sequence.
         """
         self._check_open()
         if (codec := self.codec.fields.get(field)) is None:
@@ -405,7 +413,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def settle(self) -> None:
         """Wait until all values passed to :meth:`write` are encoded.
 
-        The caller may change them afterwards.
+        After that the caller may change the arrays.
         """
         for array in self._arrays.values():
             array.settle()
@@ -413,8 +421,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
-        If another writer has committed the part in the meantime, its commit stays, and the files of
-        this writer are deleted.
+        If another writer has committed the part in the meantime, the other writer's commit stays,
+        and the files of this writer are deleted.
 
         Returns:
             The part's commit.
@@ -449,8 +457,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
             first = first_token // array.array.block_tokens
             stop = -(-stop_token // array.array.block_tokens)
             ranges = np.array(array.written, np.int64).reshape(-1, 2)
-            # For each sequence, find the last range that starts at or before it. This range must
-            # reach the end of the sequence.
+            # For each sequence, find the last written range that starts at or before the sequence.
+            # This range must contain the end of the sequence.
             position = np.searchsorted(ranges[:, 0], first, side="right") - 1
             covered = position >= 0
             covered[covered] = ranges[position[covered], 1] >= stop[covered]
@@ -464,9 +472,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 )
 
     def discard(self) -> None:
-        """Delete the files of an uncommitted part.
+        """Delete the files that were written, unless the part was committed.
 
-        A new part stays pending. An existing part keeps its old fields.
+        A new part still has no commit afterwards. A part to which fields are added keeps its old
+        fields.
         """
         if not self.is_open:
             return

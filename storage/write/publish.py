@@ -1,32 +1,33 @@
-"""Publishes the files of a writer in a store, which is a folder or a prefix of a bucket.
+"""Publishes the files of a writer: gives them their final names and writes the commit of the part.
 
-A file is first written under a name that no other writer uses, such as
-``c.0.0.0.0.0.5f3a9c01.partial``. In a bucket it is uploaded under this name. When all files of a
-part are durable, the part is published in three steps::
+A store is a local folder or a prefix of a bucket. A *writer* is a process that writes to it. A file
+is first written or uploaded under a temporary name that no other writer uses, such as
+``c.0.0.0.0.0.5f3a9c01.partial``. When all files of a part are synced or uploaded, the writer
+publishes the part in three steps::
 
-    1  commits/part-K.json.partial    in a bucket only: the record of the publication, which holds
-                                      the new commit and the list of its files
+    1  commits/part-K.json.partial    in a bucket only: the publication record, a JSON file with the
+                                      new commit of part K and the names of the uploaded files
     2  parts/kv/c.K.0.0.0.0           renamed from the temporary name, or in a bucket copied from it
                                       by the server
        commits/part-K.json            created if absent, or replaced if fields are added
     3  uploads and record             deleted
 
-If several writers write the same part, the first one that publishes it wins. In a folder, a writer
-holds a lock while it publishes. A bucket has no locks, so the record decides: it is created only if
-no record exists. A writer that finds the record of another one executes steps 2 and 3 for that
-record. These steps can be repeated and have the same result for every writer, so nobody has to wait
-for a writer that was killed. Afterwards the writer publishes its own files, or deletes them if the
-part has a commit by now.
+If several writers write the same part, the first writer that publishes it wins. In a folder, a
+writer holds a lock while it publishes. A bucket has no locks. There, a writer creates the
+publication record only if the part has none. If a writer finds the record of another writer, it
+executes steps 2 and 3 for this record. The steps can be repeated, and have the same result whoever
+executes them, so no writer has to wait for a writer that was killed. After that, the writer
+publishes its own files, or deletes them if the part now has a commit.
 
-There is one record for all files of a part, for two reasons. First, shards from different machines
-cannot be mixed, because the machines may round differently. Codes from one machine and scales from
-another one decode to wrong values although all checksums match. Second, S3 supports conditional
-puts of small documents, but not of large files that are uploaded in blocks.
+One record lists all files of a part, for two reasons. First, a part must not contain shards from
+different machines, because the machines may round differently: codes from one machine would be
+decoded to wrong values with scales from another machine, although all checksums match. Second, S3
+supports conditional writes of small files, but not of large files that are uploaded in blocks.
 
-A file gets its final name only in step 2, and only while the commit does not exist. Before the
-commit exists, no reader asks for the file. Afterwards, other records for the same commit have no
-effect. Uploads that no record names are deleted when they are older than ``LEFTOVER_S``. A writer
-gives up a part that it cannot publish within ``COMMIT_WITHIN_S`` after its first upload.
+A file gets its final name only in step 2, and only while the commit does not exist. No reader opens
+the file before the commit exists. After that, other records for the same commit have no effect.
+Uploads that no record lists are deleted when they are older than ``LEFTOVER_S``. A writer that has
+not published a part within ``COMMIT_WITHIN_S`` after its first upload gives up.
 """
 
 import json
@@ -75,31 +76,36 @@ from ..schema import (
 )
 from .lock import FIRST_PART_BYTE, StoreLock
 
-COMMIT_WITHIN_S = 24 * 3600.0  # Longest time from the first upload of a part to its publication.
-LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age at which an unpublished upload is deleted.
+# Longest allowed time, in seconds, from the first upload of a part to its publication.
+COMMIT_WITHIN_S = 24 * 3600.0
+LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished upload is deleted.
 
 
 def partial_name(name: str, attempt: str) -> str:
-    """Return the temporary name of a file, which identifies its writer until it is published."""
+    """Return the temporary name of an unpublished file. ``attempt`` identifies its writer."""
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A set of files of one writer, and the commit that lists them."""
+    """Files that a writer publishes together, and the commit that lists them."""
 
     commit: StorePath  # Path of the commit.
-    attempt: str  # The part of the files' temporary names that identifies the writer.
-    files: Mapping[str, int]  # Size in bytes by final name, which is relative to the store.
-    old: bytes | None  # Content of the commit to replace. None if there must not be a commit.
+    attempt: str  # The substring of the files' temporary names that identifies the writer.
+    files: Mapping[str, int]  # Final name, relative to the store -> size in bytes.
+    # Content of the commit to replace. None if the commit must not exist.
+    old: bytes | None
     new: bytes  # Content of the new commit.
 
     @classmethod
     def read(cls, commit: StorePath) -> "Publication | None":
-        """Read the record of the publication of a commit.
+        """Read the publication record of a commit. An invalid record is deleted.
+
+        Args:
+            commit: path of the commit.
 
         Returns:
-            The record. None if there is none, or if it is invalid; an invalid record is deleted.
+            The publication, or None if there is no valid record.
         """
         try:
             content = parse_object(backend.read_file(publication_path(commit)))
@@ -116,7 +122,7 @@ class Publication:
             return None
 
     def to_json(self) -> bytes:
-        """Return the content of the record."""
+        """Return the content of the publication record."""
         texts = {
             "commit": self.commit.name,
             "old": self.old and self.old.decode(),
@@ -130,7 +136,7 @@ class Publication:
         In a folder the caller must hold the lock.
 
         Returns:
-            Whether this publication has won.
+            Whether the commit now has the content of this publication.
         """
         if isinstance(self.commit, RemotePath):
             while not backend.put_if_absent(publication_path(self.commit), self.to_json()):
@@ -139,10 +145,10 @@ class Publication:
         return self.finish()
 
     def finish(self) -> bool:
-        """Execute the steps of the publication that are still missing, and delete leftover files.
+        """Execute steps 2 and 3 of the publication, as far as they have not been executed yet.
 
         Returns:
-            Whether this publication has won.
+            Whether the commit now has the content of this publication.
         """
         store = self.commit.parent.parent
         has_won = False
@@ -155,8 +161,8 @@ class Publication:
                     else backend.replace_file(self.commit, self.old, self.new)
                 )
             except FileNotFoundError:
-                # Another writer has finished this publication in the meantime and deleted the
-                # uploads. Otherwise the commit or an upload was deleted.
+                # Either another writer has finished this publication in the meantime and deleted
+                # the uploads, or the commit or an upload was lost. The commit shows which is true.
                 has_won = content_of(self.commit) == self.new
         leftovers = (store / partial_name(name, self.attempt) for name in self.files)
         backend.remove_files(*leftovers, publication_path(self.commit))
@@ -170,8 +176,8 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 
     Args:
         store: the store's path.
-        attempt: the part of the temporary names that identifies the writer.
-        files: size in bytes by final name, which is relative to the store.
+        attempt: the substring of the temporary names that identifies the writer.
+        files: final name, relative to the store -> size in bytes.
     """
     if isinstance(store, Path):
         for name in files:
@@ -188,16 +194,16 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 
 
 class PartFiles:
-    """The unpublished files of one part.
+    """The files that a writer has written for one part and not published yet.
 
-    For a store in a bucket, a shard is written to a temporary folder and uploaded while the next
-    shard is encoded.
+    For a store in a bucket, each shard is written to a temporary folder, and uploaded while the
+    next shard is encoded.
 
     Args:
         store: the files of the store.
         part: number of the part.
-        existing: the files that the part's commit lists already. It is empty unless fields are
-            added to a committed part.
+        existing: name -> size and checksum of the files that the part's commit already lists. The
+            mapping is empty unless fields are added to a committed part.
     """
 
     def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
@@ -206,18 +212,18 @@ class PartFiles:
         self.existing = existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME
-        # In a bucket, another writer may still publish the uploads of an attempt that was given up.
-        # A second attempt therefore needs other names.
+        # In a bucket, if this process gives up a part, another writer may still publish the files
+        # that were uploaded. So each PartFiles of a bucket uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
         self._uploads: list[StorePath] = []
         self._asked_for: PartCommit | None = None
 
     def path_of(self, name: str) -> Path:
-        """Return the path of the local file that a shard is written to.
+        """Return the path of the local file to which a shard is written.
 
         Args:
-            name: the shard's name, as the commit will list it.
+            name: name of the shard in the commit.
         """
         return self._folder / partial_name(name, self.attempt)
 
@@ -227,7 +233,7 @@ class PartFiles:
             with disk_full_guard(path):
                 os.fsync(fd)
             return
-        # Use the wall clock, because it also counts time in which the machine is suspended.
+        # Use the wall clock, which also counts the time while the machine is suspended.
         self._first_upload_s = self._first_upload_s or time.time()
         target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
         self._uploads.append(target)
@@ -242,8 +248,8 @@ class PartFiles:
             shards: names of the shards that this writer has written.
 
         Returns:
-            The part's commit, and whether it is the given one. Otherwise another writer has
-            committed the part first, and its commit stays.
+            The part's commit, and whether it is ``commit``. If not, another writer has committed
+            the part first, and that writer's commit stays.
         """
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
@@ -256,8 +262,8 @@ class PartFiles:
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(FIRST_PART_BYTE + self._part):
-            # In a folder, this lock is held from the check for a commit to the last rename, so that
-            # a part never has files of two writers.
+            # In a folder, the lock is held from the check whether the commit exists until the last
+            # rename, so that a part never has files of two writers.
             if Publication(path, self.attempt, files, old, commit.to_json()).publish():
                 return commit, True
         try:
@@ -272,14 +278,15 @@ class PartFiles:
         """Delete the unpublished uploads.
 
         Returns:
-            Whether the part was committed after all, because an interrupt arrived during or after
-            the commit.
+            Whether the part is committed nevertheless. This happens if an interrupt arrives during
+            or after the commit.
         """
         if self._asked_for is None:
             backend.remove_files(*self._uploads)
             return False
-        # The record may exist even if the server's response was lost. Other writers then need the
-        # uploads, so keep them. A later run deletes them if no record names them.
+        # Keep the uploads: the publication record may exist even if the server's response was lost,
+        # and other writers then need the uploads to finish the publication. If no record lists
+        # them, a later run deletes them.
         with suppress(OSError, StoreDamaged):
             return read_part_commit(self.commit_path) == self._asked_for
         return False
@@ -292,20 +299,21 @@ class StoreFiles:
 
     Args:
         path: the store's path.
-        shares: whether to share the lock (see ``StoreLock``). In a bucket other processes can
-            always write.
+        shares: whether to share the lock with other processes (see ``StoreLock``). To a store in a
+            bucket, several processes can always write.
     """
 
     def __init__(self, path: StorePath, shares: bool = False) -> None:
         self.path = path
-        # Identifies this writer in the names of its unfinished files.
+        # This string identifies the writer in the temporary names of its files.
         self.attempt = secrets.token_hex(4)
-        # A bucket has no locks. The records of publications replace them.
+        # A bucket has no locks. Publication records replace them.
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
         if self._lock is None:
-            # Finish the publications of other writers before anything is compared with commits.
+            # Finish the publications of other writers first, so that their commits exist when the
+            # store is checked.
             self._remove_unfinished()
 
     @property
@@ -314,16 +322,18 @@ class StoreFiles:
         return self._lock is None or not self._lock.is_alone
 
     def publishing(self, byte: int) -> AbstractContextManager[None]:
-        """Return a context in which no other process in a folder publishes the same document.
+        """Return a context manager that locks a part or document of a store in a folder.
+
+        In its context, no other process publishes the same part or document.
 
         Args:
-            byte: the byte of ``publish.lock`` for this document. The module ``lock`` defines them.
+            byte: the byte of ``publish.lock`` for this part or document (see the module ``lock``).
         """
         return nullcontext() if self._lock is None else self._lock.locked_byte(byte)
 
     @property
     def scratch_path(self) -> Path:
-        """A local folder for files that only this process and its workers need.
+        """A local folder for temporary files of this process and its worker processes.
 
         It is the store's folder, or a temporary folder if the store is in a bucket.
         """
@@ -356,8 +366,8 @@ class StoreFiles:
         """Write the target bundle.
 
         Yields:
-            A folder to fill. Its files are published as ``target/`` if the block ends without an
-            error.
+            A local folder, which the ``with`` block fills. If the block ends without an error, the
+            files in the folder are published as ``target/``.
         """
         commit = target_commit_path(self.path)
         attempt = secrets.token_hex(4)
@@ -375,19 +385,20 @@ class StoreFiles:
                     below = local.relative_to(folder).as_posix()
                     files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
-            # While the files are being replaced they do not match the old commit. Without a commit
-            # the bundle counts as incomplete, not as damaged.
+            # While the files are replaced, they do not match the old commit. So delete the commit
+            # first. Without a commit the target bundle counts as incomplete, not as damaged.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
             has_won = Publication(commit, attempt, sizes, None, files_json(files)).publish()
-            # If there was no commit before, another writer of the same target may have been first.
+            # If there was no commit, another writer may have published the same target bundle
+            # first, which is not an error.
             if was_there and not has_won:
                 raise changed_meanwhile(commit)
             self._remove_others(TARGET_NAME, files)
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
-        """Delete the files of a folder except those to keep and unfinished ones."""
+        """Delete the files of a folder, except those in ``kept`` and those with temporary names."""
         names = (
             name
             for name in backend.names_below(self.path / folder)
@@ -396,12 +407,12 @@ class StoreFiles:
         backend.remove_files(*(self.path / folder / name for name in names if name not in kept))
 
     def _retract(self, *commits: StorePath) -> None:
-        """Delete commits durably. This must happen before the files that they list change."""
+        """Delete commits durably. Call this before the files that the commits list are changed."""
         backend.remove_files(*commits)
         backend.sync_names(self.path / COMMITS_NAME)
 
     def _remove_unfinished(self) -> None:
-        """Delete unfinished documents of killed processes.
+        """Delete temporary files that killed processes have left outside of ``parts/``.
 
         In a bucket, finish the publications of other writers instead.
         """
@@ -427,15 +438,14 @@ class StoreFiles:
                     publication.finish()
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete files in ``parts/`` except those to keep.
+        """Delete the files in ``parts/`` except those in ``kept``.
 
-        In a bucket, only delete uploads that are too old to be published.
+        In a bucket, delete only uploads that are too old to be published.
         """
         if isinstance(self.path, Path):
             _remove_files_but(self.path / PARTS_NAME, kept)
             return
-        # Keep all files that have their final names, because another process may be publishing
-        # them right now.
+        # Keep all files with final names, because another process may be publishing them right now.
         bucket = self.path.backend
         now = datetime.now(UTC)
         entries = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
@@ -461,8 +471,8 @@ class StoreFiles:
 def _store(path: Path, target: StorePath) -> None:
     """Move a local file into a store durably.
 
-    In a folder the file is synced and renamed. In a bucket it is uploaded, and its size on the
-    server is checked.
+    For a store in a folder, the file is synced and renamed. For a bucket, the file is uploaded, and
+    its size on the server is checked.
     """
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -481,7 +491,7 @@ def _store(path: Path, target: StorePath) -> None:
 
 
 def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
-    """Delete everything in a folder except the files in ``kept``, which are relative paths."""
+    """Delete all files and folders in ``parts`` except the files in ``kept`` (relative paths)."""
     for root, folders, names in walk(parts):
         below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
         for name in [
@@ -497,9 +507,9 @@ def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
 def refuse_links(store: StorePath) -> None:
     """Raise StoreDamaged if a store contains a symbolic link.
 
-    Writing or deleting through a link would change files outside of the store. Files with names
-    that a store does not use are ignored, because no writer touches them. The store's folder itself
-    may be a link.
+    Writing or deleting through a link would change files outside of the store. Files in the store's
+    folder whose names a store does not use are ignored, because no writer changes them. The store's
+    folder itself may be a link.
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:
@@ -519,7 +529,7 @@ def refuse_links(store: StorePath) -> None:
 
 
 def changed_meanwhile(path: StorePath) -> StoreLocked:
-    """Return the error for a document that another process has changed since it was read."""
+    """Return the error to raise if another process has changed a file since it was read."""
     return StoreLocked(
         f"{path} was changed by another process meanwhile. Wait until it ends, then run the same "
         "command again."

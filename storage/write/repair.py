@@ -1,4 +1,4 @@
-"""Drops damaged parts of a store. ``pipeline.extract.repair`` also writes them again."""
+"""Deletes the commits of damaged parts. ``pipeline.extract.repair`` then writes the parts again."""
 
 import os
 
@@ -16,11 +16,11 @@ from .store import StoreWriter
 def drop_damage(
     path: str | os.PathLike[str] | StorePath, progress: Progress | None = None
 ) -> tuple[Finding, ...]:
-    """Check every byte of a store and delete the commits of damaged parts.
+    """Check every byte of a store, and delete the commits of damaged parts.
 
     Args:
         path: the store's folder, or its URL.
-        progress: called with the number of bytes that are checked.
+        progress: called with the number of bytes that have been checked.
 
     Returns:
         The damage that was found.
@@ -33,8 +33,8 @@ def drop_damage(
     store = open_path(path)
     with check_guard(store):
         for file, error in find_manifest_damage(store, metadata=False):
-            # The commit of the manifest can be rebuilt from the files that it lists. Damage to any
-            # other file is an error.
+            # If only commits/store.json is damaged, it can be rebuilt from the files that it lists.
+            # Damage to store.json or plan.parquet is an error.
             if file != manifest_commit_path(store):
                 raise error
         manifest = read_manifest(store)

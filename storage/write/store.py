@@ -1,37 +1,37 @@
-"""Writes a store part by part. Several processes may extract into the same store.
+"""Opens a store for writing its parts. Several processes may write to the same store.
 
-Each part is committed atomically. Files become durable in the following order. Each file is synced
-before it is renamed, and its folder is synced after the rename. "A" in a name identifies the
-writer, and "K" is the number of a part::
+A part is a range of sequences of the store. It is committed atomically: its commit, a JSON file
+that lists all its files, makes it visible to readers. Files are made durable in the following
+order. Each file is synced before it is renamed, and its folder is synced after the rename. "A" in a
+name identifies the writer, and "K" is the number of a part::
 
     1  store.lock                        locked until the process ends in any way (``lock``)
     2  codec/basis.safetensors           before the manifest, which holds its sha256
     3  plan.parquet                      before the manifest
     4  store.json                        the manifest; a folder without it is not yet a store
     5  parts/kv/zarr.json, ...           Zarr metadata of the arrays, shared by all parts
-    6  commits/store.json                sizes and checksums of 3 to 5, after they are compared with
-                                         the contents that the inputs give
-    7  target/config.json.A.partial      the files of the bundle, renamed when all are synced
-       commits/target.json               after the files; deleted before they are replaced
+    6  commits/store.json                sizes and checksums of the files of steps 3 to 5, written
+                                         after these files were compared with the current inputs
+    7  target/config.json.A.partial      the files of the target bundle, renamed when all are synced
+       commits/target.json               written after these files; deleted before they are replaced
     8  parts/kv/c.K.0.0.0.0.A.partial    the shards of part K, each synced when it is full
-       parts/kv/c.K.0.0.0.0              renamed, and the array's folder is synced; the shard is
-                                         durable, but not yet committed
-       commits/part-K.json               makes the part visible to readers
+       parts/kv/c.K.0.0.0.0              the renamed shard, after which the array's folder is synced
+       commits/part-K.json               the commit, which makes the part visible to readers
 
 Step 8 is repeated for each part, in any order.
 
-A commit is written after the files that it lists, and deleted before them. Therefore committed
-files are complete at any time. Files that a killed process leaves without a commit are deleted by
-the next run, which writes only the missing parts.
+A commit is written after the files that it lists, and deleted before them. Therefore the files that
+a commit lists are always complete. If a process is killed, the next run deletes the files that no
+commit lists, and writes only the parts without a commit.
 
 Steps 1 to 6 are done under an exclusive lock. Several processes may do steps 7 and 8 at the same
-time. The renames and the commit of a part are atomic for these processes, and a writer checks again
-for a commit before them. The second writer of a part leaves the part unchanged and deletes its own
-files.
+time. A process holds a lock while it renames the shards of a part and writes the commit. It first
+checks whether another writer has committed the part. In that case, it leaves the part unchanged and
+deletes its own files.
 
-In a bucket the order is the same, but without the lock of step 1 and without renames. No step is
-exclusive: each document of steps 2 to 6 is created by the first writer, and all other writers
-compare it with their own content (``publish``).
+In a bucket the order is the same, but there is no lock, and files are copied instead of renamed.
+Each file of steps 2 to 6 is created by the first writer, and all other writers compare it with the
+content that they would write (see ``publish``).
 """
 
 import hashlib
@@ -103,7 +103,7 @@ _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     """A store that is opened for writing.
 
-    Create it with :meth:`create_or_resume` and use it in a ``with`` statement.
+    Use :meth:`create_or_resume` to create an object, and use the object in a ``with`` statement.
     """
 
     codec: StoreCodec
@@ -118,12 +118,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         super().__init__(path, shares)
         self.manifest = manifest
         self.plan = plan  # All sequences (see ``plan.PLAN_SCHEMA``).
-        # Whether other processes were writing to the store when it was opened. In a bucket this
-        # cannot be known, so it is True for every store that existed already.
+        # Whether other processes were writing to the store when it was opened. For a store in a
+        # bucket this is unknown, so it is True if the store existed already.
         self.joined = self._lock is not None and not self._lock.is_alone
-        # Damage that was found when the store was opened. The damaged files have lost their commit.
+        # Damage that was found when the store was opened. The commits of the damaged files were
+        # deleted.
         self.damages: tuple[Finding, ...] = ()
-        # Whether this store has replaced a store without parts that was made from other inputs.
+        # Whether a store without parts, made from different inputs, was deleted at this path.
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
         self.n_parts = len(self._counts)  # Number of planned parts.
@@ -144,30 +145,31 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         depth: Depth = "sizes",
         progress: Progress | None = None,
     ) -> "StoreWriter":
-        """Create a store, or resume one that was made from the same inputs.
+        """Create a store, or resume writing a store that was made from the same inputs.
 
-        Damaged parts lose their commits. They then count as missing and are written again.
+        The commits of damaged parts are deleted, so that these parts are pending again.
 
         Args:
             path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
-            manifest: the manifest that the inputs give.
-            plan: the plan that the inputs give.
-            codec_files: the learned state of the codec (``StoreCodec.files``), to be written to
-                ``codec/``.
-            shares: whether other processes may write to the store at the same time, if they also
-                share it. In a bucket they always may.
-            begins_anew: whether to replace a store that was made from other inputs, if it has no
-                part and no other process is writing to it.
-            depth: how thoroughly existing files are checked, if no other process is writing.
-            progress: called with the number of bytes that are checked.
+            manifest: the manifest for the current inputs (model, dataset and settings).
+            plan: the plan for the current inputs.
+            codec_files: files to write to ``codec/``, the learned state of the codec
+                (``StoreCodec.files``).
+            shares: whether other processes that also set this may write to the store at the same
+                time. To a store in a bucket, several processes can always write.
+            begins_anew: whether to replace a store that was made from different inputs, if it has
+                no committed part and no other process is writing to it.
+            depth: how thoroughly existing files are checked. They are not checked if another
+                process is writing to the store.
+            progress: called with the number of bytes that have been checked.
 
         Raises:
-            OutputOccupied: the folder holds something else than a store.
+            OutputOccupied: the path contains files that do not belong to a store.
             StoreLocked: another process is writing to the store and does not share it.
-            StoreMismatch: the store was made from other inputs. The error names every key that
-                differs.
-            StorageUnavailable: a file could not be read or written, so that it is unknown whether
-                the store is damaged. Nothing was deleted.
+            StoreMismatch: the store was made from different inputs. The error contains every key
+                that differs.
+            StorageUnavailable: a file could not be read or written, so it is unknown whether the
+                store is damaged. Nothing was deleted.
         """
         store = backend.open_path(path)
         check_plan(plan, manifest.alignment_tokens)
@@ -181,7 +183,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend.make_folder(store)
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
-            # If other processes share the lock, they have already created and cleaned the store.
+            # If other processes share the lock, the first of them has created and cleaned the
+            # store.
             if writer.joined:
                 writer._check_joined()
                 writer._open_codec()
@@ -206,7 +209,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.lay_out(self.codec)
 
     def _check_joined(self) -> None:
-        """Raise an error if other processes are writing the store from other inputs."""
+        """Raise an error if the processes that share the lock write a store of different inputs."""
         try:
             _check_same(self.path, self.manifest, self.plan)
         except StoreMismatch as error:
@@ -218,9 +221,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             ) from error
 
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
-        """Create a store, or check and restore the documents of an existing one.
+        """Create a store, or check and restore store.json and plan.parquet of an existing store.
 
-        In a folder this needs the exclusive lock.
+        For a store in a folder, the lock must be exclusive.
         """
         refuse_links(self.path)
         has_begun = backend.exists(manifest_commit_path(self.path)) or backend.exists(
@@ -243,45 +246,46 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend.make_folder(self.path / name)
         self._open_codec()
         if not backend.exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
-            # All these files were compared with the contents that the inputs give.
+            # The files that this commit lists were compared with the current inputs above.
             self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
-        """Return whether the store can be resumed from these inputs.
+        """Compare an existing store with the current manifest and plan.
 
         Returns:
-            True if the store was made from these inputs. False if it may be replaced.
+            True if the store was made from the same inputs. False if it was not, and may be
+            replaced.
 
         Raises:
-            StoreMismatch: the store was made from other inputs and must not be replaced.
-            StoreDamaged: the store is damaged and must not be replaced.
+            StoreMismatch: the store was made from different inputs, and may not be replaced.
+            StoreDamaged: the store is damaged, and may not be replaced.
         """
         try:
             self._restore()
             _check_same(self.path, self.manifest, self.plan)
         except (StoreMismatch, StoreDamaged):
-            # A store in a bucket is never replaced, because no lock would exclude other writers.
+            # A store in a bucket is never replaced, because other processes may be writing to it.
             if not begins_anew or isinstance(self.path, RemotePath) or has_parts(self.path):
                 raise
             return False
         return True
 
     def _delete_all(self) -> None:
-        """Delete all files of a store without parts, except its lock.
+        """Delete the files of a store without committed parts, except its lock and its texts.
 
-        The manifest is deleted last. If the process is killed before, the next run still finds the
-        old store and deletes the rest of it.
+        The manifest is deleted last. If the process is killed before that, the next run still finds
+        the old store, and deletes the remaining files.
         """
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend.exists(self.path / name):
                 shutil.rmtree(str(self.path / name))
-        # Keep the texts. They name the inputs that they were made from, and this process may be
-        # reading them.
+        # Keep texts.arrow: it contains a description of its own inputs, and this process may be
+        # reading it.
         backend.remove_files(*(self.path / name for name in (CARD_NAME, PLAN_NAME, MANIFEST_NAME)))
         backend.sync_names(self.path)
 
     def _restore(self) -> None:
-        """Write a damaged or lost store.json or plan.parquet again, if the inputs are the same."""
+        """Repair a damaged or missing store.json or plan.parquet, if the inputs are the same."""
         documents = {
             MANIFEST_NAME: self.manifest.to_json().encode(),
             PLAN_NAME: plan_bytes(self.plan),
@@ -291,8 +295,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         except StoreDamaged:
             if not backend.exists(self.path / MANIFEST_NAME):
                 raise
-            # Either the commit of these files is damaged, or the inputs differ. The caller's
-            # comparison of the inputs finds out which.
+            # Either commits/store.json is damaged, or the inputs differ. The caller compares the
+            # inputs next.
 
     @property
     def has_target(self) -> bool:
@@ -300,21 +304,21 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return backend.exists(target_commit_path(self.path))
 
     def committed_parts(self) -> list[int]:
-        """Return the parts that have a commit, in order.
+        """Return the numbers of the parts that have a commit, in order.
 
-        They include parts that other processes have written in the meantime.
+        They include parts that other processes have committed in the meantime.
         """
         if self.is_shared:
             with backend.check_guard(self.path):
                 names = map(_COMMIT_NAME.fullmatch, backend.names_in(self.path / COMMITS_NAME))
                 listed = {int(name[1]) for name in names if name is not None}
-            # The listing of a bucket may not contain the latest commits of this process yet.
+            # The listing of a bucket may lack the latest commits of this process, so add them.
             known = self._committed if self._lock is None else set[int]()
             self._committed = (listed | known) & set(range(self.n_parts))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
-        """Return the parts that have no commit yet, in order."""
+        """Return the numbers of the parts that have no commit yet, in order."""
         committed = set(self.committed_parts())
         return [part for part in range(self.n_parts) if part not in committed]
 
@@ -327,9 +331,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def is_claimed(self, part: int) -> bool:
-        """Return whether a process, which may be this one, is writing a part.
+        """Return whether this or another process has claimed a part in order to write it.
 
-        This is only a hint, because claims are best effort.
+        A process may also write a part without a claim, so the result is only a hint.
         """
         return self._lock is not None and self._lock.is_claimed(part)
 
@@ -345,7 +349,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             pool: thread pool that encodes (see :class:`PartWriter`).
 
         Raises:
-            StoreError: the plan does not have this part, or the part is committed already.
+            StoreError: the plan does not contain this part, or the part is already committed.
         """
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
@@ -368,9 +372,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
         Args:
             part: number of the part.
-            codec: codec of the fields. Call :meth:`lay_out` with it first.
-            existing: files that the part's commit lists already. They are kept.
-            on_commit: called with the part's number after it is committed.
+            codec: codec of the fields. Call :meth:`lay_out` with this codec first.
+            existing: files that the part's commit already lists. The new commit lists them too.
+            on_commit: called with the part's number after the part is committed.
             pool: thread pool that encodes (see :class:`PartWriter`).
         """
         if part in self._open_parts:
@@ -391,20 +395,20 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def lay_out(self, codec: StoreCodec) -> None:
-        """Write the Zarr metadata of a codec's arrays if it does not exist yet."""
+        """Write the zarr.json files of a codec's arrays if they do not exist yet."""
         with backend.check_guard(self.path), disk_full_guard(self.path):
             self._grids |= _write_array_metadata(
                 self.path, codec.arrays, self.n_parts, self._longest_part
             )
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
-        """Replace store.json. At any time readers find either the old or the new manifest.
+        """Replace store.json atomically.
 
-        All files that the new manifest names must exist.
+        All parts must already have the fields of the new manifest.
         """
-        # The commit of the old manifest is deleted first, and the commit of the new one is written
-        # last. In between, readers do not verify the documents that it lists. If the disk is full,
-        # the commit stays missing until the store is opened for writing again.
+        # Delete commits/store.json first, and write it again last. In between, readers do not
+        # verify the files that it lists. If the disk is full, the commit stays missing until the
+        # store is opened for writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
@@ -414,8 +418,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if not backend.replace_file(
             path, self.manifest.to_json().encode(), manifest.to_json().encode()
         ):
-            # The manifest's commit is missing now. The process that has changed the manifest, or
-            # the next process that opens the store, writes it.
+            # commits/store.json is missing now. The process that has changed store.json, or the
+            # next process that opens the store for writing, writes it.
             raise changed_meanwhile(path)
         self.manifest = manifest
         self._open_codec()
@@ -423,13 +427,14 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         name_next_basis(self.path, manifest)
 
     def record_run(self, record: Mapping[str, Any]) -> StorePath:
-        """Write a record of this run to ``runs/``.
+        """Write a JSON file about this run to ``runs/``.
 
         Args:
-            record: command, versions and timings of the run. They do not affect any data.
+            record: command, versions and timings of the run. They do not affect the data of the
+                store.
 
         Returns:
-            Path of the record.
+            Path of the file.
         """
         folder = self.path / RUNS_NAME
         backend.make_folder(folder)
@@ -437,7 +442,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         while not backend.put_if_absent(
             path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content
         ):
-            pass  # Another run has written a record in the same microsecond. Try the next name.
+            pass  # A file of another run has the same time in microseconds. Try a later time.
         return path
 
     def __exit__(self, *_: object) -> None:
@@ -447,8 +452,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
     def _clean(self, depth: Depth, progress: Progress | None) -> None:
-        """Delete leftovers of killed processes, and the commits of damaged parts."""
-        # Check everything before the first deletion, so that nothing is deleted if a check fails.
+        """Check the store. Delete files that no commit lists, and the commits of damaged parts."""
+        # Check all files before the first deletion, so that nothing is deleted if a file cannot be
+        # checked.
         report = verify_commits(self.path, self._counts, depth, progress)
         report.check_complete(self.path)
         self._remove_unfinished()
@@ -476,13 +482,14 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             self._remove_others(TARGET_NAME, ())
 
     def sweep(self) -> bool:
-        """Stop sharing the store, and delete leftovers of killed writers and of second writers.
+        """Stop sharing the store, and delete files that no commit lists.
 
-        If another process is still writing, nothing is deleted, so only the last of several
-        processes deletes leftovers. This process must not write anything afterwards.
+        Killed processes leave such files. They can be deleted only by the last of several processes
+        that write to the store: if another process is still writing, nothing is deleted. The caller
+        must not write to the store afterwards.
 
         Returns:
-            Whether the leftovers were deleted.
+            Whether the files were deleted.
         """
         if self._lock is not None and not self._lock.try_alone():
             return False
@@ -494,9 +501,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return True
 
     def remove_uncommitted(self) -> None:
-        """Delete files of parts that no commit lists.
+        """Delete the files in ``parts/`` that no commit lists.
 
-        It must not be called while a part is being written.
+        This method must not be called while a part is being written.
         """
         self._keep_listed(
             read_part_commit(commit_path(self.path, part)) for part in self._committed
@@ -513,8 +520,12 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
 
 def _check_unoccupied(store: StorePath) -> None:
-    """Raise OutputOccupied unless a folder is empty, a readable store, or an unfinished store."""
-    # In a bucket, only a listing of all files shows whether a folder exists, so skip the check.
+    """Raise OutputOccupied unless a path is missing, an empty folder, or a store.
+
+    The creation of the store may have been interrupted.
+    """
+    # In a bucket, only a listing of all files would show whether a folder exists, so this check is
+    # skipped.
     if isinstance(store, Path):
         existing = next(path for path in (store, *store.absolute().parents) if path.exists())
         if not existing.is_dir():
@@ -531,9 +542,10 @@ def _check_unoccupied(store: StorePath) -> None:
             read_manifest(store)
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
-                raise  # The manifest is not damaged, so it really has another schema version.
+                raise  # store.json is undamaged, so its schema version really differs.
         except StoreDamaged as error:
-            # With a commit, ``StoreWriter._restore`` repairs the manifest or reports the damage.
+            # If commits/store.json exists, ``StoreWriter._restore`` repairs store.json or reports
+            # the damage.
             if not has_commit:
                 raise OutputOccupied(
                     f"{store} holds something else: {error} Choose another output folder."
@@ -546,7 +558,8 @@ def _check_unoccupied(store: StorePath) -> None:
         )
     names = backend.names_in(store)
     foreign = sorted(name for name in names if not is_known(name))
-    # An interrupted creation leaves a lock file in a folder, but not in a bucket.
+    # If the creation of a store was interrupted, its folder contains a lock file. A bucket has no
+    # lock file.
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
@@ -560,11 +573,12 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
 
     Args:
         store: the store's path.
-        manifest: the expected manifest. None compares only the plan.
+        manifest: the expected manifest. None to compare only the plan.
         plan: the expected plan.
 
     Raises:
-        StoreMismatch: they differ. The error names every key that differs.
+        StoreMismatch: the manifest or the plan of the store differs. The error contains every key
+            that differs.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     if manifest is not None:
@@ -599,13 +613,13 @@ def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
 def _write_array_metadata(
     store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int
 ) -> dict[str, ArrayGrid]:
-    """Write the Zarr metadata of arrays if it does not exist yet.
+    """Write the zarr.json files of arrays if they do not exist yet.
 
-    Existing metadata is kept even if another release has chosen another grid. New parts use the
-    existing grid.
+    An existing file is kept, even if its grid differs from the grid that this release would choose.
+    New parts use the existing grid.
 
     Returns:
-        The grid of each array, by array name.
+        Array name -> grid.
     """
     wanted = {array.name: array for array in arrays}
     documents = zarr_metadata(
@@ -613,7 +627,7 @@ def _write_array_metadata(
     )
     contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
     restore_files(store, contents)
-    # Write the metadata of a group before the metadata of its members.
+    # Write the zarr.json of a group before those of the groups and arrays in it.
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
         path = store / name
         if not backend.exists(path):
@@ -629,11 +643,11 @@ def _write_array_metadata(
 def _begin(
     store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]
 ) -> None:
-    """Write the documents that make a folder or prefix a store. The manifest is written last.
+    """Create a store: write the codec's files, then plan.parquet, then store.json.
 
-    In a bucket other writers may create the store at the same time. Existing documents are kept
-    there, and each is compared before the next one is written. A folder is locked, so existing
-    documents are leftovers of a killed process and are replaced.
+    In a folder, which is locked, existing files are left from a killed process, and are replaced.
+    In a bucket, other writers may create the store at the same time. There, existing files are kept
+    and compared with the new content.
     """
     if isinstance(store, Path):
         for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
@@ -651,7 +665,7 @@ def _begin(
 
 
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Rename the basis that was learned for added fields, if store.json names these fields."""
+    """Give the basis that includes added fields its final name, if store.json has its hash."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
         content = read_basis(path)
@@ -663,6 +677,7 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         os.replace(path, path.with_name(BASIS_NAME))
         backend.sync_names(path.parent)
     else:
-        # A reader that does not find the basis of its manifest under one name tries the other one.
+        # At any time, the basis of store.json has at least one of the two names, and a reader tries
+        # both names.
         backend.put(path.parent / BASIS_NAME, content)
         backend.remove_files(path)
