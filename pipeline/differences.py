@@ -122,7 +122,7 @@ class Divergence(Difference):
 
     @property
     def top1_agreement(self) -> float:
-        """Fraction of positions at which both distributions give the same token most weight."""
+        """Fraction of positions at which both distributions have the same most likely token."""
         return self.n_agreeing / self.n_positions
 
     def describe(self) -> str:

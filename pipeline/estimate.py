@@ -64,9 +64,9 @@ _CUDA_LIBRARY_BYTES = 3 << 30  # Upper bound of the host memory of CUDA's librar
 # from the slowest batch, and at least the time extrapolated from the fastest batch divided by 1.2.
 _TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
-"""Maximum weights of the timed model on a CPU.
+"""Maximum number of weights in the timed model on a CPU.
 
-One layer of Llama-3-8B has 218 million, and drawing them takes a second.
+One layer of Llama-3-8B has 218 million weights. Drawing 218 million random numbers takes a second.
 """
 # Maximum number of multiplications in a timed forward on a CPU: about two seconds on slow cores.
 _MAX_PRODUCTS = 1e11
