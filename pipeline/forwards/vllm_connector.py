@@ -64,7 +64,7 @@ class Save:
 
 @dataclass
 class Saves(KVConnectorMetadata):  # type: ignore[misc]  # Type checks run without vLLM.
-    """The message with new ``Save`` requests that the scheduler sends to the worker in each step."""
+    """Message from the scheduler to the worker in each step, with the prompts to save."""
 
     saves: list[Save] = field(default_factory=list)
 
@@ -264,7 +264,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _gather(self, save: Save) -> dict[str, Tensor]:
         """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E] of a prompt, if requested.
 
-        T tokens of the prompt, L layers, H_kv key/value heads, d head dim, n hidden states, E width.
+        Shapes: T tokens, L layers, H_kv key/value heads, d head dim, n hidden states, E width.
         """
         values = {}
         if self._wants_kv:
@@ -314,7 +314,7 @@ def kv_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 
 def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather keys and values like :func:`kv_of`, from a cache in the order of vLLM's CPU kernels."""
+    """Gather keys and values like :func:`kv_of`, from a cache in vLLM's CPU memory order."""
     block_size = cache.shape[2]
     head_dim = cache.shape[3] // 2
     # Split the blocks into keys and values, [n_blocks, H_kv, block_size * d] each.

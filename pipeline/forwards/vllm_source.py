@@ -172,7 +172,7 @@ class VllmSource:
                 **({"speculative_config": states} if self._states else {}),
             )
             return _within(_STARTED_WITHIN_S, start)
-        except Exception as error:  # vLLM raises many unrelated types.
+        except Exception as error:  # vLLM raises many unrelated types of errors.
             raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). See its log, or leave out "
                 "--source vllm."
@@ -200,7 +200,7 @@ class VllmSource:
         try:
             answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
             _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
-        except Exception as error:  # vLLM raises many unrelated types.
+        except Exception as error:  # vLLM raises many unrelated types of errors.
             raise WorkerError(f"vLLM fails ({first_line(error)}). See its log.") from error
         return self._collect(sequences, [_read(file) for file in files])
 
@@ -247,15 +247,15 @@ def _end_processes() -> None:
 
 
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
-    """Call vLLM with a timeout, because a call can hang even after vLLM's processes have ended.
+    """Call a function of vLLM with a timeout, because it can hang after vLLM's processes ended.
 
     Args:
-        within_s: the timeout in seconds. It starts again whenever ``n_done`` changes.
-        call: the call of vLLM.
-        n_done: returns a number that changes with the progress of the call.
+        within_s: the timeout in seconds. It restarts whenever the number from ``n_done`` changes.
+        call: calls the function of vLLM.
+        n_done: returns a number that changes while ``call`` makes progress.
 
     Returns:
-        The result of the call.
+        The result of ``call``.
 
     Raises:
         TimeoutError: the call made no progress for ``within_s`` seconds.
