@@ -36,9 +36,9 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
     """Write a trained drafter for vLLM, SGLang, transformers, speculators or the authors' code.
 
     There are formats for the code of the EAGLE and MoA authors. A drafter that the other program
-    would run differently is refused; for `moa` drafters, this means all that were not trained with
-    --preset paper. The folder is loaded again and compared before it gets its final name. --drafter
-    of `eval` and `generate` accepts it, too.
+    would run differently is refused, for example each `moa` drafter that was not trained with
+    --preset paper. The folder gets its final name only after it was loaded again and compared. It
+    can be given as --drafter of `eval` and `generate`, too.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
 def import_command(config: ImportConfig) -> None:
     """Create a store from files of speculators, SpecForge or EAGLE.
 
-    The target gives the store its norm, embeddings and LM head; its layers are not run.
+    The target's norm, embeddings and LM head are copied to the store. Its layers are not run.
 
     \b
     Example:
@@ -98,8 +98,9 @@ def push(path: Path, repo: str, private: bool) -> None:
 def pull(repo: str, path: Path, revision: str | None) -> None:
     """Pull a store or a drafter from the Hugging Face Hub, and check every byte.
 
-    Each file is compared with the hash of its commit, and a store with its own checksums. Run the
-    same command again to continue after an interruption. A private repository needs HF_TOKEN.
+    Each file is compared with the hash that the Hub has for its commit. A store is also compared
+    with its own checksums. Run the same command again to continue after an interruption. A private
+    repository needs HF_TOKEN.
 
     \b
     Example:
