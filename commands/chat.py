@@ -264,7 +264,7 @@ class PlainAnswer:
         self._n_verified = 0
 
     def note(self, event: "Event") -> None:
-        """Show an event."""
+        """Write the text that an event of the client has verified."""
         from ..serving.client.session import RolledBack, Tokens, Verified
 
         if isinstance(event, Tokens):
@@ -277,7 +277,7 @@ class PlainAnswer:
             del self._unverified[event.stop - self._n_verified :]
 
     def end(self) -> None:
-        """End the last line."""
+        """End the last line of the answer."""
         out.print()
 
     def _write(self, n_tokens: int) -> None:
@@ -310,7 +310,7 @@ class TerminalAnswer:
         self._has_status = False
 
     def note(self, event: "Event") -> None:
-        """Show an event."""
+        """Update the shown answer or the status line after an event of the client."""
         from ..serving.client.session import (
             LinkChanged,
             ModeChanged,

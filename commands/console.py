@@ -97,7 +97,7 @@ class StandardOutput(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print like ``Console.print``, and end the command if standard output fails."""
+        """Print like rich's ``Console.print``. End the command if standard output fails."""
         with _output_failures():
             super().print(*args, **kwargs)
 
@@ -117,7 +117,7 @@ class StandardOutput(Console):
 
 @contextlib.contextmanager
 def _output_failures() -> Iterator[None]:
-    """Turn an error of standard output into a StageFailure."""
+    """Turn an error of writing to standard output into a :class:`StageFailure`."""
     try:
         yield
     except OSError as error:
@@ -351,16 +351,17 @@ class _Log:
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars and advice of libraries, and let waiting threads sleep.
+    """Set environment variables that silence libraries and let waiting threads sleep.
 
-    Settings of the user take precedence.
+    Variables that the user has set are not changed.
     """
     quiet = {
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        # gRPC prints a line for every attempt to connect while the network is down.
+        # Silence gRPC. It would print a line for every attempt to connect while the network is
+        # down.
         "GRPC_VERBOSITY": "NONE",
         # Let waiting OpenMP threads sleep. By default, they keep their cores busy. If there are
         # more threads than free cores, a forward of the target then takes ten times as long.

@@ -14,9 +14,9 @@ from .options import stage_command
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
-    `export-drafter` writes drafters. The index has the ids, lengths, tokens, masks and texts of all
-    sequences and the locations of their activations, so that DuckDB, Polars or `datasets` can
-    select from it.
+    `export-drafter` writes drafters. The Parquet index has the ids, lengths, tokens, masks and
+    texts of all sequences and the locations of their activations, so that DuckDB, Polars or
+    `datasets` can select sequences.
 
     Layer numbers and norms are converted. Existing files are kept. If the store lacks a field that
     the layout needs, the error names the `moa-data add` command that adds it.
@@ -76,10 +76,10 @@ def import_command(config: ImportConfig) -> None:
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
 
-    A store becomes a dataset, a drafter (or the drafter of a run) a model. REPO is OWNER/NAME and
-    is created if it does not exist. Run the same command again to continue after an interruption.
-    Logs of runs are not pushed, because they reveal paths and machines. The token is read from
-    HF_TOKEN.
+    On the Hub, a store becomes a dataset, and a drafter (or the drafter of a run) becomes a model.
+    REPO is OWNER/NAME and is created if it does not exist. Run the same command again to continue
+    after an interruption. Logs of runs are not pushed, because they reveal paths and machines. The
+    token is read from HF_TOKEN.
 
     \b
     Examples:

@@ -70,12 +70,13 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     `moa-data plan` with the same options estimates the cost.
 
     Run the same command again to continue after an interruption: committed parts are kept. If
-    anything that determines the data has changed since then, the command refuses and names the
-    change. To add --activations or --target-layers to an existing store, use `moa-data add`.
+    anything that determines the data has changed in between, the command stops with an error that
+    names the change. To add --activations or --target-layers to an existing store, use `moa-data
+    add`.
 
-    With --workers N the command starts itself N times, with one device each. The same command may
-    also run several times at once, also on machines that share the disk: a free worker takes the
-    next part that is not committed. With --engine ray, workers run on all machines of a Ray
+    With --workers N, the command starts N worker processes with one device each. The same command
+    can also be started several times, on one machine or on machines that share the disk: each takes
+    the next part that is not committed. With --engine ray, workers run on all machines of a Ray
     cluster, and a lost worker is started again.
 
     \b
@@ -103,9 +104,10 @@ def plan(config: ExtractConfig) -> None:
     """Estimate the cost of an extraction, and recommend a drafter and activations.
 
     Takes the options of `extract`. Reads the dataset, the tokenizer and the target's config.json,
-    and times three batches on this machine: forwards with random weights of the target's sizes, and
-    encoding and writing to the disk of --out. Bytes, memory and time are ranges. No files are left.
-    Fails if the target does not fit into memory, or the store onto the disk.
+    and times three batches on this machine: forwards of a model with random weights and the
+    target's sizes, and encoding and writing to the disk of --out. Prints lower and upper estimates
+    of disk space, memory and time. No files are left. Fails if the target does not fit into memory,
+    or the store does not fit onto the disk.
 
     \b
     Example:

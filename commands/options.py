@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StageCommand(click.Command):
-    """A command whose options are the settings of a stage; see :func:`stage_command`."""
+    """A click command whose options are the settings of a stage; see :func:`stage_command`."""
 
     def __init__(self, name: str, config_class: type[Config], **attributes: Any) -> None:
         super().__init__(name, **attributes)
@@ -78,7 +78,7 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> "StorePath":
-        """Return the path of the store."""
+        """Turn the argument into the path of a store."""
         from ..storage.backend import open_path
 
         return open_path(value)

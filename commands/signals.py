@@ -57,7 +57,7 @@ class _State:
 
     # "starting" before the command runs, "running" while signals raise exceptions, then "ending".
     phase = "starting"
-    signum: int | None = None  # Number of the first signal.
+    signum: int | None = None  # Number of the first signal that has arrived.
     # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
     # because they would interrupt the handling of the first one.
     is_raised = False
@@ -83,7 +83,7 @@ def watch_signals() -> None:
 
 
 def begin_command() -> None:
-    """Make signals raise :class:`SignalReceived` in the main thread."""
+    """From now on, let signals raise :class:`SignalReceived` in the main thread."""
     _State.phase = "running"
 
 

@@ -16,7 +16,7 @@ from .options import stage_command
 def _show_warning(
     others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any
 ) -> None:
-    """Show a warning of a run on one line, and other warnings as Python does."""
+    """Show a warning about a training run as one line, and any other warning as Python does."""
     if issubclass(category, RunWarning):
         tell(str(message))
     else:

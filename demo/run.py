@@ -224,7 +224,11 @@ def _corpus(
 def _own_corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    """Let the model write questions and answer them. The first chats are held out."""
+    """Let the pretrained model write questions and answer them. Hold out the first chats.
+
+    Returns:
+        The results of the phase ``corpus``.
+    """
     importlib.import_module(f"{__package__}.serving")
     from ..pipeline.regenerate import regenerate
 

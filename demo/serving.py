@@ -82,7 +82,8 @@ class CutProxy:
 
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        with contextlib.suppress(asyncio.CancelledError):  # The end of the proxy cancels this task.
+        # The task is cancelled when the proxy ends.
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(
                 self._forward(up, writer), self._forward(reader, down), return_exceptions=True
             )
@@ -113,7 +114,7 @@ class Timeline:
         self.n_rolled_back = 0
 
     def note(self, event: Event) -> None:
-        """Record an event of the client."""
+        """Record the number of shown and verified tokens after an event of the client."""
         now = time.perf_counter() - self._began_s
         _, shown, verified = self.points[-1]
         if isinstance(event, Tokens):

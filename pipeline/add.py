@@ -1,4 +1,8 @@
-"""Add activations to a store: run its sequences through the target again and store other fields."""
+"""Add activations to a store: run its sequences through the target again and store new fields.
+
+A part of a store is a group of sequences that is committed as a whole. The bundle is the folder
+``target/`` of a store, with the target's config, tokenizer, embeddings, final norm and LM head.
+"""
 
 import contextlib
 import time
@@ -69,13 +73,13 @@ class AddPlan(WritePlan):
     # The store's manifest after the addition. If the codec is fitted to data, it is not yet fitted
     # to the new fields.
     manifest: StoreManifest
-    codec: StoreCodec = field(repr=False)  # the codec for old and new fields together
+    codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts
     n_stored_parts: int  # number of committed parts
 
     @property
     def added(self) -> str:
-        """Text that names the new fields."""
+        """The names of the new fields, as text."""
         return ", ".join(self.forward.spec.fields) or "no field, the store has them all"
 
     @property
@@ -110,11 +114,13 @@ def add(
     """Add activations to every committed part of a store, or resume an earlier addition.
 
     Args:
-        progress: called with (done, total, message).
-        provenance: entries for the record of the run, such as the command line.
+        config: the settings of the addition.
+        progress: called with (tokens done, total, message).
+        provenance: entries for the JSON file of the run, such as the command line.
 
     Raises:
-        MoaDataError: the store or the target cannot be used, or Interrupted after Ctrl-C.
+        MoaDataError: the store or the target cannot be used.
+        Interrupted: the user pressed Ctrl-C.
     """
     fix_sums()
     start = time.perf_counter()
@@ -205,7 +211,7 @@ def _write_fields(
                 progress(n_tokens, plan.n_stored_tokens, f"add {n_done}/{addition.n_parts} parts")
 
         run_parts(forwards, addition, pending, timings, tell)
-    addition.finish()  # publishes the manifest, so that readers see the new fields
+    addition.finish()  # Publish the manifest, so that readers see the new fields.
     return agreement
 
 

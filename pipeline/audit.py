@@ -1,4 +1,7 @@
-"""Run random sequences of a store through the live target and compare the activations."""
+"""Run random sequences of a store through the target and compare the activations.
+
+"Stored" values are read from the store. "Live" values are computed here, by the loaded target.
+"""
 
 import dataclasses
 import itertools
@@ -48,13 +51,13 @@ class AuditRow:
     # `|stored - live| / |live|` in the L2 norm. For kv it is the error of the worst layer. For
     # tokens and response_mask it is the fraction of positions that differ.
     relative_error: float
-    tolerance: float  # largest relative error that passes
-    detail: str = ""  # says which values were compared
+    tolerance: float  # largest allowed relative error
+    detail: str = ""  # text that says which values were compared
     is_intact: bool = True  # whether the content hash of the sequence equals its id
 
     @property
     def ok(self) -> bool:
-        """Whether the comparison passes."""
+        """Whether the relative error is within its tolerance and the sequence is intact."""
         return self.is_intact and self.relative_error <= self.tolerance
 
 
@@ -244,7 +247,7 @@ def _activation_rows(
 
 
 def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
-    """Return the relative L2 error that rounding and the codec of the store may cause.
+    """Return the largest relative L2 error that rounding and the store's codec may cause.
 
     Args:
         dtype: dtype of the stored field.

@@ -140,7 +140,7 @@ def write_card(
 
 
 def card_text(store: StorePath, model: str, dataset: str, licences: Licences, command: str) -> str:
-    """Return the text of a store's card."""
+    """Return the text of a store's dataset card."""
     summary = summarize_store(store)
     target = summary.manifest.target
     sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
@@ -188,7 +188,7 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
 
 
 def public_name(path_or_id: str) -> str:
-    """Return the public name of a model or dataset: a hub id, or the last component of a path."""
+    """Return a name without folders for a model or dataset: its hub id, or its file's name."""
     is_path = (
         path_or_id.startswith((".", "/", "~"))
         or path_or_id.count("/") != 1

@@ -36,11 +36,12 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions, over all sequences, at which the teacher's distributions are compared.
+# Number of positions, in all sequences together, at which the target's distributions, computed from
+# stored hidden states, are compared.
 _TEACHER_POSITIONS = 2_048
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer, [H, T, d] each
-# Differences by name: keys, values, or the name of a field of hidden states.
+# Maps a name ("keys", "values", or a field of hidden states) to the differences between the stores.
 Errors = defaultdict[str, LayerDifferences]
 
 
@@ -226,7 +227,9 @@ def compare_teachers(
     max_positions: int,
     divergence: Divergence,
 ) -> None:
-    """Compare the teacher's distributions of two stores at positions spread over a sequence.
+    """Compare next-token distributions that the LM head computes from two stores' hidden states.
+
+    The positions are spread evenly over the sequence.
 
     Args:
         frozen: the target's LM head.
@@ -311,7 +314,7 @@ def compare_continued(
 def continued_states(
     target: Target, tokens: np.ndarray, caches: LayerCaches, n_cached: int
 ) -> Tensor:
-    """Run the target on a sequence after filling its KV cache with the first ``n_cached`` positions.
+    """Run the target on a sequence whose first ``n_cached`` positions are in its KV cache already.
 
     Args:
         caches: keys and values of the sequence by layer, from a store.

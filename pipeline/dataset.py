@@ -35,7 +35,10 @@ from ..text import counted, first_line, format_bytes
 
 MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.
 MAX_EXPANSION = 200
-"""Largest allowed compression ratio of a big row group in Parquet. Chats reach about 10."""
+"""Largest allowed compression ratio of a Parquet row group above MAX_ROW_BYTES.
+
+Chats reach a ratio of about 10.
+"""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 # The split in which UltraChat and similar datasets keep their chats.
 DEFAULT_SPLIT = "train_sft"
@@ -46,7 +49,7 @@ _DICT = "dataset_dict.json"
 _NO_CHATS = re.compile(
     rf"\..*|dataset_infos?\.json|state\.json|{re.escape(_DICT)}|.*{re.escape(RECORD_SUFFIX)}|cache-.*\.arrow"
 )
-"""Hidden files and folders, metadata of datasets, and cache files of `Dataset.map`."""
+"""Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
     # The split's name must end before a character that is not a letter, or before a capital
@@ -263,7 +266,7 @@ class ChatSource:
         return None if self.commit is None else named | {"commit": self.commit}
 
     def identity(self) -> str:
-        """Return the sha256 of the files' names and bytes, or of the hub rows counted so far."""
+        """Return the sha256 of the dataset: of its files, or of the hub rows counted so far."""
         return self._files_sha256 if self._hub is None else self._row_hash.hexdigest()
 
     @cached_property
@@ -491,7 +494,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Map the columns of a row to a chat, for datasets with separate columns for each role.
+    """Maps the columns of a row to a chat, for datasets with separate columns for each role.
 
     ``--columns`` lists the columns of each role in the order of the chat, or names a format::
 

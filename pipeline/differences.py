@@ -68,7 +68,7 @@ class LayerDifferences:
         return median(difference.relative for difference in self.by_layer.values())
 
     def describe(self) -> str:
-        """Return the relative errors of the layers as text, in percent."""
+        """Return a text with the relative error of each layer in percent."""
         numbers = " ".join(
             f"{100 * difference.relative:.1f}" for difference in self.by_layer.values()
         )

@@ -1,5 +1,9 @@
 """Plan the forwards of the target, and estimate their memory, disk space and time.
 
+A forward runs the target on one batch of sequences. A store consists of parts, groups of sequences
+that are committed as a whole, and of the folder ``target/``, the bundle of the target's config,
+tokenizer, embeddings, final norm and LM head.
+
 To estimate the time, three batches of the plan are run through a model with random weights and the
 target's widths, so that only the target's config.json is needed. The code of the extraction writes
 the activations to a temporary store on the output's disk.
@@ -78,7 +82,7 @@ def field_specs(
     dtype: str,
     groups: Sequence[families.KVGroup] = (),
 ) -> tuple[FieldSpec, ...]:
-    """Return the fields of a store.
+    """Return the specs of a store's fields.
 
     Args:
         spec: the activations to store.
@@ -119,7 +123,7 @@ def free_device_memory(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How the target is run, and which activations are stored."""
+    """Settings of the target's forwards and of the stored activations, and estimates of memory."""
 
     folder: Path
     model_config: Any = field(repr=False)
@@ -131,13 +135,13 @@ class ForwardPlan:
     # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
     batch_tokens: int
     longest_tokens: int  # number of tokens in the longest sequence
-    uses_cache: bool  # whether the forwards fill a KV cache
+    uses_cache: bool  # whether the target fills a KV cache in its forwards
     n_encode_threads: int
-    n_workers: int = 1  # worker processes that run in parallel on this machine
+    n_workers: int = 1  # number of worker processes that run in parallel on this machine
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the target's weights, without biases."""
+        """Size of the target's weights without biases, in bytes."""
         config = self.model_config
         embeddings = _embedding_weights(config)
         n_weights = (
@@ -147,7 +151,7 @@ class ForwardPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes per token of all fields, before encoding."""
+        """Size of all fields per token before encoding, in bytes."""
         return sum(codec.spec.token_bytes for codec in self.codec.fields.values())
 
     @property
@@ -188,7 +192,7 @@ class ForwardPlan:
         The bounds are in bytes, and include Python and the libraries that the processes load.
 
         Args:
-            n_batch_tokens: tokens of the largest batch of the plan, padding included.
+            n_batch_tokens: number of tokens in the plan's largest batch, padding included.
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
@@ -214,7 +218,7 @@ class ForwardPlan:
 
     @property
     def _needs(self) -> str:
-        """Text that says what the memory is needed for."""
+        """Text for error messages that says which weights and batches need the memory."""
         per_worker = f", each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
             f"weights {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
@@ -336,7 +340,7 @@ class WritePlan:
         return ranges
 
     def describe_disk(self) -> str:
-        """Return a text about the bytes on disk."""
+        """Return a text about the expected size of the store on disk."""
         least = sum(low for low, _ in self.disk_ranges.values())
         parts = [
             f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()
@@ -354,11 +358,11 @@ class WritePlan:
         return existing_parent(self.store)
 
     def check_disk(self) -> None:
-        """Refuse a plan that the disk cannot hold."""
+        """Refuse a plan if the disk does not have enough free space for it."""
         needed = max(0, self.stored_bytes - self.present_bytes)
         # The advice names no option of `extract`, because `add` and `repair` may lack that option.
         advice = "Free some space."
-        # A remote store needs local disk only for the shards that are being uploaded.
+        # For a remote store, the local disk needs room only for shards that are being uploaded.
         if isinstance(self.store, RemotePath):
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
             advice = "Free some space, or set TMPDIR to another disk."
@@ -551,7 +555,7 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 def _embedding_weights(config: Any) -> int:
     """Count the weights of the embeddings and of the LM head."""
-    is_tied = getattr(config, "tie_word_embeddings", False)  # some configs lack this attribute
+    is_tied = getattr(config, "tie_word_embeddings", False)  # Some configs lack this attribute.
     return int((1 if is_tied else 2) * config.vocab_size * config.hidden_size)
 
 

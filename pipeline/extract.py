@@ -71,7 +71,7 @@ def extract(
             ``tokenise`` counts chats, ``hash`` and ``load`` count bytes of weights, ``learn``
             counts steps, ``verify`` counts bytes of a store under repair, and ``extract`` counts
             tokens.
-        provenance: entries for the record of the run, such as the command line.
+        provenance: entries for the JSON file of the run, such as the command line.
         repairs: whether to check every byte of the store when it is opened, so that damaged parts
             are written again.
         share: (k, n) if this process is worker k of n workers. A worker writes parts but no record
@@ -125,7 +125,13 @@ def extract(
 
 
 def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) -> None:
-    """Write the card and the record of the run, and delete leftover files of lost workers."""
+    """Write the dataset card and the JSON file of the run. Delete leftover files of lost workers.
+
+    Args:
+        plan: the plan of the extraction.
+        store: the finished store.
+        record: content of the JSON file.
+    """
     with store.publishing(CARD_BYTE):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
@@ -307,7 +313,7 @@ def _run_workers(
         )
     # The test forward has left GPU memory in PyTorch's cache. Free that memory for a worker.
     torch.cuda.empty_cache()
-    # Paths must be absolute, because Ray's workers start in other folders.
+    # Make all paths absolute, because Ray starts workers in other working directories.
     single = config.replaced(
         **ScaleSettings().named(),
         model=_absolute(config.model),

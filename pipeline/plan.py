@@ -1,5 +1,7 @@
 """Plan an extraction before its first forward: inputs, sequences, fields and output.
 
+Sequences are divided into parts, which are later committed one by one.
+
 ``store.json`` identifies the inputs of a store by the content hashes of the target and the dataset.
 If the target or the dataset comes from the Hub, ``extraction.sources`` also records its commit, and
 later runs load that commit rather than a newer one. Local files and folders have no entry::
@@ -77,7 +79,7 @@ _MAIN = "main"
 
 @dataclass(frozen=True)
 class ExtractPlan(WritePlan):
-    """The plan of an extraction."""
+    """The plan of an extraction: its settings, sequences and manifest, and the needed space."""
 
     config: ExtractConfig
     manifest: StoreManifest  # Content of store.json, possibly with a codec not yet fitted to data.
@@ -286,7 +288,7 @@ def _plan_forwards(
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
-        # vLLM appends one sampled token to a sequence; leave room for it.
+        # Leave room for one more token, because vLLM appends a sampled token to each sequence.
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
     longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
     engine = check_vllm(model_config, longest) if uses_vllm else None

@@ -1,4 +1,7 @@
-"""Convert a lossless store to another codec, without running the target."""
+"""Convert a lossless store to a different codec, without running the target.
+
+Some codecs must be fitted to a sample of the values before they can encode.
+"""
 
 import dataclasses
 import os
@@ -38,7 +41,7 @@ _MIN_RESPONSE = 8
 
 
 class KVMetrics(Protocol):
-    """Measures how much errors of keys and values affect a drafter."""
+    """Measures how much errors in keys and values affect the output of a drafter."""
 
     @property
     def identity(self) -> str:

@@ -227,7 +227,7 @@ class RowCounts(BaseModel):
 
 
 class Work(NamedTuple):
-    """The questions of a run."""
+    """The source and the number of the questions that a run asks."""
 
     source: ChatSource | None  # the dataset; None if the target writes the questions
     n_rows: int
@@ -387,7 +387,7 @@ class Answers:
     file: BinaryIO
     settings: Mapping[str, Any]  # settings that determine the answers
     n_rows: int  # number of rows to answer
-    max_rejected_fraction: float = 1.0  # allowed fraction of rejected rows
+    max_rejected_fraction: float = 1.0  # largest allowed fraction of rejected rows
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -408,7 +408,7 @@ class Answers:
 
     @property
     def counts(self) -> RowCounts:
-        """Counts of the rows so far."""
+        """Counts of the rows that are written or rejected so far."""
         return self._record.rows
 
     def _resume(self) -> None:
@@ -666,9 +666,9 @@ class LocalTarget:
             row.take(text, len(tokens), is_cut, self._config.questions.keep_cut)
 
     def _checked(self, row: Row) -> Row:
-        """Reject a row that `extract` would reject.
+        """Turn a row that `extract` would reject into a rejected row.
 
-        A chat template may refuse the target's own answers, or rewrite them.
+        For example, a chat template may refuse the target's own answers, or rewrite them.
         """
         if row.messages:
             length = self._config.questions.max_length

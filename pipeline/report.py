@@ -1,4 +1,7 @@
-"""Timings, progress and the final report of a command that writes a store."""
+"""Timings, progress and the final report of a command that writes a store.
+
+A store is written in parts. A part is a group of sequences that is committed as a whole.
+"""
 
 import time
 from collections.abc import Mapping
@@ -98,7 +101,7 @@ class WriteReport:
     """Report on the store that a command has written to, and on what this run has added."""
 
     store: StorePath
-    # The next four fields count all committed parts of the store.
+    # The next four fields are about all committed parts of the store, also those of earlier runs.
     n_sequences: int
     n_tokens: int
     n_parts: int

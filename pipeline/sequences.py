@@ -124,7 +124,7 @@ class Sequences:
         self.n_truncated += chat.truncated
 
     def reject(self, row: int, rejection: Rejection) -> None:
-        """Count a rejected row."""
+        """Count a rejected row by its reason, and keep the first row of each reason as example."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
         self.examples.setdefault(
@@ -146,7 +146,7 @@ class Sequences:
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # Number of response tokens before each position, [n_tokens + 1].
+        # Number of response tokens before each position of the token axis, [n_tokens + 1].
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {
@@ -199,7 +199,7 @@ class Sequences:
 
 
 def content_id(tokens: np.ndarray, mask: np.ndarray) -> str:
-    """Return the sha256 of the tokens (int32) and the mask (uint8) of a sequence, in hex."""
+    """Return the id of a sequence: the sha256 of its tokens (int32) and mask (uint8), in hex."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
     digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
     return digest.hexdigest()
@@ -212,7 +212,7 @@ def read_sequences(
     sizes: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Sequences:
-    """Tokenise the rows of a dataset in order, up to max_sequences sequences."""
+    """Tokenise the rows of a dataset in order, until there are ``max_sequences`` sequences."""
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()

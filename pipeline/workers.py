@@ -37,7 +37,8 @@ from .report import PartProgress, Timings
 SETTINGS_NAME = "settings.yaml"
 TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
-_LOOK_EVERY_S = 1.0  # seconds between two checks for commits of other workers
+# Seconds that a worker waits between two checks for commits of other workers.
+_LOOK_EVERY_S = 1.0
 # After this many seconds without any commit, a worker also writes parts that other workers claim.
 _PATIENCE_S = 600.0
 _POLL_EVERY_S = 0.5  # seconds between two polls of the workers
@@ -287,7 +288,10 @@ def run_processes(
     progress: PartProgress,
     start: Callable[..., Any] = start_command,
 ) -> tuple[Timings, list[str]]:
-    """Run each worker in a process on this machine until all parts are done; see :func:`direct`."""
+    """Run workers as processes on this machine until all parts are done.
+
+    Arguments and results are described in :func:`direct`.
+    """
     processes = list[WorkerProcess]()
 
     def begin(worker: Worker) -> Poll:
@@ -395,9 +399,10 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
 
 @contextmanager
 def _connected(scale: ScaleSettings) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start a local one.
+    """Connect to a Ray cluster, or start a cluster on this machine.
 
-    Ray's messages are suppressed, and the command's signal handlers are restored.
+    Ray's messages are suppressed. Ray replaces signal handlers, so the command's handlers are
+    restored.
     """
     address = scale.address or os.environ.get("RAY_ADDRESS")
     for name, value in _QUIET.items():

@@ -162,7 +162,7 @@ class ShowSteps(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Chooses the micro-batch size and whether layers are recomputed, by trial steps."""
+    """Runs trial steps to choose the micro-batch size and whether layers are recomputed."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
         # The chosen size is written to ``file``. A resumed run uses the size in the file again if
@@ -274,7 +274,7 @@ class Saves(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if step >= self.max_steps:
-            trainer.should_stop = True  # Lightning then validates once more.
+            trainer.should_stop = True  # Lightning validates once more before it stops.
         # This hook is called for each micro-batch. Save each step only once.
         if step % self.every_n_steps == 0 and step != self._saved_step:
             trainer.save_checkpoint(self.out / LAST)

@@ -39,7 +39,12 @@ _STATE = "state"
 
 
 def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
-    """Return the error for a file that is not a checkpoint, or belongs to another run."""
+    """Return the error for a file that is not a checkpoint of the run.
+
+    Args:
+        path: the file.
+        reason: text that says what is wrong with the file.
+    """
     return DrafterError(
         f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing was read from it. "
         "If there is a best.ckpt, copy it over this file; otherwise train again with another --out."

@@ -938,7 +938,7 @@ class StoreDataModule(L.LightningDataModule):
         return stream
 
     def val_dataloader(self) -> ValidationBatches:
-        """Create the validation batches of the trainer's device."""
+        """Create the validation batches of this process's device."""
         trainer, reader = self._reader()
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self.lengths[chosen], kind="stable")]

@@ -43,7 +43,7 @@ _FEW_STEPS = 30
 
 
 class ChosenSetting(NamedTuple):
-    """A setting, its value, and the reason for the value."""
+    """A setting that was chosen: its name, its value, and the reason for the value."""
 
     name: str
     value: Any
@@ -72,7 +72,7 @@ class _Choices:
         self.chosen: list[ChosenSetting] = []
 
     def choose(self, name: str, value: Any, why: str) -> Any:
-        """Set a setting if it was not given, and return its value."""
+        """Give a setting a value and a reason, unless it was given. Return the setting's value."""
         if is_open(self.values[name]):
             self.values[name] = value
             self.chosen.append(ChosenSetting(name, value, why))

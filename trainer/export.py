@@ -38,7 +38,7 @@ _GIVE = "Give the target with --model."
 
 @dataclass(frozen=True)
 class DrafterExportReport:
-    """The outcome of an export."""
+    """The result of exporting a drafter."""
 
     folder: Path
     format: str
@@ -128,7 +128,7 @@ def find_target(
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)
-        # A target without its own LM head uses its embeddings (tied weights).
+        # If a target has no LM head of its own, its embeddings are the LM head (tied weights).
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
         tensors = {
             name: _read_tensor(files, names[name], folder) for name in needs if name in names

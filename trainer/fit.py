@@ -198,7 +198,7 @@ def train(
             raise
         signum = getattr(interrupt, "signum", signal.SIGINT)
         if not is_first:
-            # Only the first process prints the message.
+            # Exit silently, because only the first process prints the message.
             raise SystemExit(128 + signum) from interrupt
         raise Interrupted(_how_to_continue(out, interrupt), signum) from interrupt
 

@@ -140,7 +140,7 @@ class DrafterModule(L.LightningModule):
 
     @property
     def frozen(self) -> FrozenTarget:
-        """The frozen target weights, on this module's device once a fit has started."""
+        """The frozen target weights. When training has started, they are on the training device."""
         return self._frozen[0]
 
     def on_fit_start(self) -> None:
@@ -348,7 +348,7 @@ class DrafterModule(L.LightningModule):
 
 
 class Choice(NamedTuple):
-    """How a device processes its share of a step."""
+    """The result of a trial: how a device processes its sequences of a step."""
 
     micro_batch: int  # Number of sequences per forward.
     recomputes: bool  # Whether the backward recomputes decoder layers.
@@ -434,7 +434,7 @@ class Trial:
         return has_run
 
     def kept_bytes(self) -> int:
-        """Return the bytes that the forward of one sequence saves for its backward."""
+        """Return the size of the activations that a forward of one sequence saves for backward."""
         weights = (*self.module.drafter.parameters(), *self.module.frozen.parameters())
         held = {weight.untyped_storage().data_ptr() for weight in weights}
         storages: dict[int, int] = {}

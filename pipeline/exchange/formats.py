@@ -74,7 +74,8 @@ class FileFormat(ABC):
     pattern: str
     gives_last = True  # Whether the files hold ``hidden/last``, the state after the final norm.
     kv_layers: tuple[int, ...] = ()  # Layers whose keys and values the files hold, ascending.
-    fields: tuple[str, ...]  # Fields of the store that the files hold, in the order of the files.
+    # Names of the store's fields that the files hold, in the order in which the files hold them.
+    fields: tuple[str, ...]
 
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:

@@ -95,7 +95,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     @override
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """Add no arguments, because this backend launches no engine."""
+        """Add no command-line arguments, because this backend does not launch an engine."""
 
     @staticmethod
     @override

@@ -85,7 +85,10 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of every sequence, int [len(self)], for samplers by length."""
+        """The number of tokens of every sequence, int [len(self)].
+
+        Samplers that group sequences by length can use these numbers.
+        """
         return self.store.lengths
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
@@ -181,7 +184,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         self._epoch[0] = epoch
 
     def epoch_groups(self, epoch: int) -> list[np.ndarray]:
-        """Compute this rank's groups of sequences, in order.
+        """Compute the groups of sequences that this rank reads in an epoch, in reading order.
 
         The groups depend only on the store, the settings, the epoch, the rank and the world size.
 

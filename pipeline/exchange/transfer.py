@@ -244,7 +244,7 @@ def import_folder(
 
     Raises:
         DatasetError: an option or a file cannot be used.
-        StoreMismatch: the store was made from other inputs.
+        StoreMismatch: the output folder holds a store that was made from other inputs.
     """
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():

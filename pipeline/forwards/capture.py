@@ -46,7 +46,7 @@ class HostSlots:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate(self, n_bytes: int) -> Tensor:
-        """Return pinned host memory, uint8 [n_bytes]."""
+        """Allocate pinned host memory, uint8 [n_bytes]."""
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
@@ -266,7 +266,7 @@ def capture(
         [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
     )
     input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
-    # [B, T]
+    # Mask of positions that are not padding, bool [B, T].
     valid = (
         torch.arange(width, device=model.device)
         < torch.tensor(n_tokens, device=model.device)[:, None]
@@ -284,7 +284,7 @@ def capture(
         if cache is not None and spec.kv:
             for group in groups:
                 keys, values = cache_layers(cache, group.layers)
-                # [B, T, L, D]
+                # Keys and values of the group's layers, [B, T, L, D].
                 packed = pack_kv(
                     [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
                 )
@@ -312,7 +312,7 @@ def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
         bool [B, L], or [B, 1] without a layer axis.
     """
     n_layers = values.shape[2] if values.dim() > 3 else 1
-    # x * 0 is NaN exactly where x is not finite, and a sum propagates NaN. These two passes are
-    # cheap and allocate no large bool array.
+    # `x * 0` is NaN for each x that is not finite and 0 otherwise, and a sum with a NaN is NaN.
+    # This is cheap and needs no large bool array.
     probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
     return (torch.isfinite(probe) | ~valid[..., None]).all(1)

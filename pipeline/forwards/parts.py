@@ -71,7 +71,7 @@ class Forwards:
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
-        """Run the engine or the target over a batch."""
+        """Compute the activations of a batch with the engine, or without one with the target."""
         if self.engine is not None:
             return self.engine(tokens)
         return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
@@ -215,7 +215,7 @@ class BackgroundWriter:
         self._tasks.append(self._pool.submit(self._run, task))
 
     def check(self) -> None:
-        """Raise the error of a failed task, if there is one."""
+        """Raise the error of a task that has failed, if there is one."""
         while self._tasks and self._tasks[0].done():
             self._tasks.popleft().result()
 

@@ -63,7 +63,7 @@ class Save:
 
 
 @dataclass
-class Saves(KVConnectorMetadata):  # type: ignore[misc]  # Type checks run without vLLM.
+class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed for type checks.
     """Message from the scheduler to the worker in each step, with the prompts to save."""
 
     saves: list[Save] = field(default_factory=list)

@@ -51,7 +51,7 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
     """Refuse targets and settings that an extraction with vLLM does not support.
 
     Returns:
-        Name and version of the engine, for the store's record.
+        The name and version of the installed vLLM package, which the store records.
     """
     name, version = _installed()
     if version is None:
