@@ -70,8 +70,8 @@ class AddPlan(WritePlan):
 
     config: AddConfig
     stored: StoreManifest  # the store's manifest before the addition
-    # The store's manifest after the addition. If the codec is fitted to data, it is not yet fitted
-    # to the new fields.
+    # The store's manifest after the addition. A codec that has to be fitted to data is not yet
+    # fitted to the new fields.
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts
@@ -142,7 +142,8 @@ def add(
         ):
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
-        # WorkerError means that the store has no record of its extraction. Skip the card then.
+        # WorkerError means that the store has no record of its extraction. Then the dataset card is
+        # not rewritten.
         with contextlib.suppress(WorkerError):
             extraction = plan.manifest.extraction
             recorded = recorded_config(plan.store).replaced(
@@ -378,7 +379,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
         old = read_manifest(plan.store)
         new = plan.manifest
     except StoreError:
-        return  # When the store is opened for writing, it is repaired or its damage is reported.
+        return  # The store is damaged. It is repaired or refused later, when opened for writing.
     n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
     lacking = [spec.name for spec in new.fields if spec not in old.fields]
     if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):

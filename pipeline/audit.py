@@ -33,7 +33,7 @@ from .sequences import content_id, tokenize_row
 # Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 # Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
-# error of a transform codec depends on its bit rate, so its bound detects only gross errors.
+# bound of transform codecs detects only gross errors, because their error depends on the bit rate.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
 # Multiplies the tolerance if the stored activations were computed in 16 bits or by another engine.
 # Different batches and kernels then change the last bits of many values.
@@ -53,7 +53,8 @@ class AuditRow:
     relative_error: float
     tolerance: float  # largest allowed relative error
     detail: str = ""  # text that says which values were compared
-    is_intact: bool = True  # whether the content hash of the sequence equals its id
+    # Whether the hash of the sequence's stored tokens and mask equals the sequence's id.
+    is_intact: bool = True
 
     @property
     def ok(self) -> bool:

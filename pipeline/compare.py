@@ -106,7 +106,7 @@ def compare(
     """Compare random sequences of a store with those of a reference store, usually a lossless one.
 
     Args:
-        model: the target of both stores. It computes the second half of each sequence from the
+        model: the target of both stores, to compute the second half of each sequence from the
             stored keys and values of the first half. None skips this comparison.
         samples: number of sequences.
         seed: seed of the random choice of sequences.

@@ -172,9 +172,9 @@ def _split_of(relative: Path) -> str | None:
 class ChatSource:
     """The rows of a dataset in order, and a hash that identifies the dataset.
 
-    The hash of local files covers their bytes. The hash of a Hub dataset covers the rows as they
-    are read, because its files in the cache of the `datasets` library depend on the library's
-    version.
+    The hash of local files covers the bytes of the files. The hash of a Hub dataset covers the rows
+    as they are read, because the cached files of a Hub dataset depend on the version of the
+    `datasets` library.
 
     Args:
         dataset: a file, a folder of files, or a hub id.
@@ -232,7 +232,7 @@ class ChatSource:
         return sum(map(_count_rows, self._files)) if self._hub is None else len(self._hub)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row). The numbers start at 0 and continue from file to file.
+        """Yield (row number, row). The row numbers start at 0 and continue from file to file.
 
         A row that cannot be read is yielded as an UnreadableRow.
         """
@@ -436,8 +436,8 @@ def parse_json(text: str | bytes) -> Any:
 def _read_json(path: Path) -> Iterator[Any]:
     """Yield the rows of a JSON file.
 
-    The file holds a list of rows, an object with the list under the key ``data``, or JSON lines
-    despite its suffix.
+    The file holds a list of rows, or an object with such a list under the key ``data``. A file of
+    JSON lines with the wrong suffix is read too.
     """
     with _open_json(path) as stream:
         content = parse_json(stream.read())
@@ -553,7 +553,7 @@ class Columns:
         return cls(tuple(turns), tuple(renamed.items()))
 
     def describe(self) -> dict[str, str]:
-        """Return a dict from role to its columns, joined by ``+``, for store.json.
+        """Return a dict from role to the role's column names, joined by ``+``, for store.json.
 
         The dict is empty if the rows are chats already.
         """

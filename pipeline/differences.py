@@ -103,7 +103,7 @@ class Divergence(Difference):
         exact_head: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> None:
-        """Compute logits from exact and approximate last hidden states, [n, E], and add them.
+        """Compute logits from exact and approximate last hidden states, [n, E], and add the logits.
 
         Args:
             exact: the exact states.

@@ -196,8 +196,8 @@ class ForwardPlan:
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        # While 16-bit weights are converted to float32, their files are memory-mapped. The files
-        # have half the size of the converted weights.
+        # While 16-bit weights are converted to float32, the weight files, which have half the size
+        # of the converted weights, are memory-mapped.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
         # A codec is fitted to one piece (keys or values) of one group of layers at a time. Three
@@ -233,7 +233,7 @@ class ForwardPlan:
         return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
-        """Refuse a plan whose forwards do not fit into the free memory, if its size is known.
+        """Refuse a plan whose forwards need more memory than is free, as far as that is known.
 
         Raises:
             NotEnoughMemory: the free host or device memory is too small.
@@ -596,8 +596,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         # removed above, so switch the sharing off.
         config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
-    # In families with recurrent layers, the last layer has KV. Keep the last layers of these
-    # families, so that the model has KV, and the first layers of all others.
+    # Keep the first layers. But in families with recurrent layers, keep the last layers, because
+    # the last layer of these families has KV.
     if len(kinds) > n_layers:
         config.layer_types = (
             kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
@@ -615,8 +615,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Buffers must not be random. Initialise them; the rotary embedding's are computed from the
-    # config.
+    # Initialise the buffers, which must not be random. The buffers of the rotary embedding, for
+    # example, are computed from the config.
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             model._init_weights(module)
@@ -624,7 +624,10 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
 
 def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
-    """Shorten a batch so that its forward takes about two seconds on a CPU. Keep it on a GPU."""
+    """Shorten a batch so that its forward takes about two seconds on a CPU.
+
+    For a GPU, the batch is not changed.
+    """
     if torch.device(device).type != "cpu":
         return batch
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))

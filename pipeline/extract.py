@@ -135,7 +135,7 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
     with store.publishing(CARD_BYTE):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
-    # These entries are in the record of the run rather than in store.json, because they may differ
+    # Record these details in the run's JSON file rather than in store.json, because they may differ
     # between runs that produce equal data.
     details = {
         "config": plan.config.named(),
@@ -182,8 +182,8 @@ def _prove_target(
     Returns:
         The object that runs the target, or None if workers will load the target.
     """
-    # With Ray, workers on other machines may load the target, and it may not fit into this machine.
-    # Check only the files of its weights.
+    # With Ray, the target is loaded by workers on other machines, and may be too large for this
+    # machine. Check only the files of its weights.
     if plan.config.scale.engine == "ray":
         check_weights(plan.forward.folder)
         return None
@@ -216,9 +216,9 @@ def _load_forwards(
 def _open_store(
     plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool
 ) -> StoreWriter:
-    """Create or resume the store.
+    """Create the store, or resume an existing one.
 
-    If another run has fitted the codec in the meantime, the store keeps that run's codec.
+    If another run has fitted the codec in the meantime, the other run's codec is used.
     """
     manifest = replace(plan.manifest, codec=codec.describe())
     create = partial(

@@ -219,7 +219,7 @@ def _files(folder: Path, entry: str) -> dict[str, int]:
 
 
 def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, int]) -> None:
-    """Refuse to push to a repository that holds a different store, or files unknown to this one."""
+    """Refuse a repository that holds a different store, or files that the pushed store lacks."""
     remote_files = _remote_files(api, repo, "dataset")
     strange = [name for name in remote_files if name not in files]
     if MANIFEST_NAME in remote_files:

@@ -146,7 +146,7 @@ class ExtractPlan(WritePlan):
         if codec.learned:
             n_sample = self.n_learned_tokens
             # During calibration, the disk holds each value of the sample in float32 (4 bytes), and
-            # its component in 16 bits (2 bytes).
+            # each component computed from the values in 16 bits (2 bytes).
             values = sum(
                 math.prod(field_codec.spec.token_shape) for field_codec in codec.learned.values()
             )
@@ -179,10 +179,11 @@ def build_plan(
     Equal inputs give equal plans.
 
     Args:
-        progress: called with (done, total, message). It first counts chats, and then the bytes of
+        config: the settings of the extraction.
+        progress: called with (done, total, message), first for chats, and then for the bytes of
             weights that are hashed.
         with_weights: whether to hash the target's weights, too. The store records this hash to
-            identify the target. The weights of a Hub target are downloaded for it.
+            identify the target. The weights of a Hub target are downloaded to be hashed.
     """
     # Parse ``columns`` and ``template_kwargs`` first, so that mistakes in them are refused before
     # anything is downloaded.
@@ -339,8 +340,8 @@ def _choose_compute_dtype(
     """Choose the dtype in which the target computes, if ``compute_dtype`` is auto."""
     kind = torch.device(device).type
     dtype = config.storage.dtype
-    # If a store exists, keep the dtype that it records. The CPU of this machine may suggest another
-    # dtype than the CPU of the machine that started the store.
+    # If a store exists, keep the dtype recorded in the store. The choice below depends on the CPU,
+    # and the store may have been started on a machine with a different CPU.
     if stored.get("device") == kind and stored.get("compute_dtype") in (
         "float32",
         "bfloat16",
@@ -398,7 +399,7 @@ def _extraction(
 
 
 def _conventions(model_config: Any) -> Mapping[str, str]:
-    """Return notes on how the target's keys and values differ from Llama's; empty if they don't."""
+    """Return notes on how the target's keys and values differ from Llama's, possibly none."""
     groups = families.kv_groups(model_config)
     if any(group.field == "kv/latent" for group in groups):
         return LATENTS

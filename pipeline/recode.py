@@ -147,7 +147,7 @@ def _learned_codec(
     progress: Progress | None,
     kv_metrics: KVMetrics | None,
 ) -> StoreCodec:
-    """Create the new codec. If it is of a kind that is fitted, fit it to the source store.
+    """Create the new codec. If this kind of codec needs fitting, fit it to the source store.
 
     If an earlier run to ``out`` has fitted the codec already, return that codec.
     """

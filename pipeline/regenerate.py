@@ -54,8 +54,8 @@ from .dataset import RECORD_SUFFIX, ChatSource, Columns
 _FILE = "chats.jsonl"  # name of the output file if the output is a folder
 # Number of prompt tokens, and of new tokens, per sequence when the speed is measured.
 _TIMED_TOKENS = 16
-# The target may write at most `_FEW_DROPPED + _MOST_DROPPED * n` unusable questions, if n of its
-# questions are answered.
+# When n questions of the target are answered, at most `_FEW_DROPPED + _MOST_DROPPED * n` of its
+# other questions may have been unusable.
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
 # Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
@@ -412,7 +412,11 @@ class Answers:
         return self._record.rows
 
     def _resume(self) -> None:
-        """Load the counts of an earlier run, and truncate chats that they do not include."""
+        """Load the counts of an earlier run. Delete chats at the end of the file not in the counts.
+
+        Raises:
+            OutputOccupied: the file was not written by a run with these settings.
+        """
         n_bytes = self.path.stat().st_size
         if not self.record.exists():
             if n_bytes:
@@ -497,7 +501,8 @@ class Answers:
             DatasetError: too many rows are rejected.
         """
         counts = self.counts
-        # Do not count rows lost for cut answers. With keep_cut=false, users expect to lose them.
+        # Do not count rows that were rejected because an answer was cut. With keep_cut=false, users
+        # expect to lose these rows.
         n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
         if n_rejected > self.max_rejected_fraction * self.n_rows:
             raise DatasetError(
@@ -598,7 +603,7 @@ class LocalTarget:
         )
 
     def _ask(self, rows: Sequence[Row], answers: Answers) -> None:
-        """Let the target write a question for each row. Questions that it wrote before are dropped.
+        """Let the target write a question for each row. Repeated questions are dropped.
 
         Raises:
             DatasetError: too many questions are unusable.
@@ -608,7 +613,7 @@ class LocalTarget:
         dropped = answers.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        questions: dict[str, list[Message]] = {}  # question as one line -> its turn
+        questions: dict[str, list[Message]] = {}  # question as one line -> the turn that asks it
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
                 reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
@@ -640,7 +645,10 @@ class LocalTarget:
             row.turns = [turn]
 
     def _prompt(self, row: Row) -> list[int]:
-        """Return the token ids of a row's prompt, or an empty list if it cannot be answered."""
+        """Return the token ids of a row's prompt.
+
+        The list is empty, and the row is ended, if the prompt cannot be rendered or is too long.
+        """
         try:
             tokens = prompt_tokens(self._template, row.prompt)
         except TemplateError as error:
@@ -803,8 +811,8 @@ class Server:
                 int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt")
             )
             text = message.get("content") or ""
-        # Refuse separated reasoning. A drafter would learn answers without the reasoning before
-        # them, although the target writes both.
+        # Refuse a server that returns reasoning separately from the answer. A drafter would learn
+        # to draft answers without the reasoning that the target writes before them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
                 f"{self._url} keeps the reasoning apart from the answer, so the text is not all "

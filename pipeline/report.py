@@ -38,7 +38,7 @@ class Timings:
     n_padded_tokens: int = 0  # ``n_computed_tokens`` plus padding
     n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed
     n_parts: int = 0  # number of parts that this run committed
-    # Number of parts that this run wrote for nothing, because another run committed them first.
+    # Number of parts that this run wrote, but that another run committed first.
     n_late: int = 0
 
     @property
@@ -56,7 +56,7 @@ class Timings:
 
         Args:
             n_tokens: number of tokens in the part.
-            was_first: whether this run committed the part. False if another run committed it first.
+            was_first: whether this run has committed the part. False if another run was first.
         """
         self.n_parts += was_first
         self.n_late += not was_first

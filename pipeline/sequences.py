@@ -306,8 +306,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 
     With n processes, process k tokenises the rows k, k + n, k + 2 n and so on.
     """
-    # Forks inherit the rows, the tokenizer and the template. They are killed when the caller stops
-    # iterating. If this process is killed, the pipes to the forks break and the forks exit.
+    # Forked processes inherit the rows, the tokenizer and the template. The forks are killed when
+    # the caller stops iterating. If this process is killed, the pipes break and the forks exit.
     forks: list[tuple[int, Connection]] = []
     try:
         with warnings.catch_warnings():
@@ -467,7 +467,7 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
 def keep_texts(
     store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None
 ) -> Sequences:
-    """Write sequences to the cache in a store, unless their origin is None.
+    """Write sequences to the file ``texts.arrow`` in a store, unless ``origin`` is None.
 
     Returns:
         The sequences, memory-mapped from the file, so that the copy in memory can be freed.

@@ -61,8 +61,8 @@ _QUIET = {
 
 # The timings of a worker that finished, or a text that says how the worker was lost.
 Outcome = Timings | str
-# Function that polls a worker. It returns None while the worker is running or queued, then the
-# worker's outcome. If the worker has failed, it raises the worker's error.
+# Function that polls a worker. The function returns None while the worker is running or queued, and
+# then the worker's outcome. If the worker has failed, the function raises the worker's error.
 Poll = Callable[[], Outcome | None]
 
 
@@ -82,7 +82,7 @@ def is_done(store: StoreWriter) -> bool:
 
 
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
-    """Yield numbers of parts that a worker should write, each only if it is still uncommitted.
+    """Yield the numbers of parts that a worker should write. Committed parts are skipped.
 
     The parts of the worker's own share come first, then those of the other workers. While other
     workers are writing all remaining parts, None is yielded.
@@ -233,7 +233,7 @@ def direct(
     Args:
         start: starts a worker and returns the function that polls it.
         workers: the workers.
-        store: the store that they write.
+        store: the store that the workers write.
         progress: reports how many parts are done.
         restarts: whether a lost worker is restarted. If not, the other workers write its parts.
 
@@ -253,7 +253,8 @@ def direct(
     while running and time.monotonic() < end_s:
         up_to = "up to " if restarts else ""  # With Ray, some workers may still be queued.
         progress.tell(timings, f", {up_to}{counted(len(running), 'worker')}")
-        # Sleep in Python rather than in Ray's wait, which hides which signal has interrupted it.
+        # Sleep in Python rather than in Ray. If a signal interrupts a wait in Ray, the number of
+        # the signal is lost.
         time.sleep(_POLL_EVERY_S)
         for index, poll in list(running.items()):
             outcome = poll()

@@ -165,8 +165,8 @@ class MicroBatches(L.Callback):
     """Runs trial steps to choose the micro-batch size and whether layers are recomputed."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
-        # The chosen size is written to ``file``. A resumed run uses the size in the file again if
-        # it fits into memory, so that gradients are summed in the same order.
+        # The chosen micro-batch size is written to ``file``. If the size still fits into memory, a
+        # resumed run uses it again, so that gradients are summed in the same order.
         self.data = data
         self.file = file
         self._has_chosen = False
@@ -210,7 +210,7 @@ class MicroBatches(L.Callback):
         fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
-        # The file does not exist if no size was chosen yet, and is ignored if it is damaged.
+        # Ignore a damaged file. Without an earlier choice, there is no file.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
         # Copies of the weights in memory: two optimizer moments, and with DDP a copy of the
@@ -255,8 +255,8 @@ class Saves(L.Callback):
     def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
         self.out = out
         self.every_n_steps = every_n_steps
-        # Number of steps of the entire run. If an invocation stops earlier, it does not validate at
-        # its end.
+        # Number of steps of the entire run. An invocation that stops before this step does not
+        # validate at its end.
         self.max_steps = max_steps
         # Largest expected acceptance length of all validations so far.
         self.best = float("-inf")
@@ -337,9 +337,10 @@ class StopGuard(L.Callback):
     ignored. SIGUSR1 is left to Lightning, which saves and requeues the job on SLURM.
     """
 
-    # The signal handlers only store the signal's number. The callback looks for it at the start of
-    # each micro-batch. An exception raised in a handler could interrupt an optimizer step half way,
-    # or leave one of several processes waiting in a collective operation for ever.
+    # The signal handlers only store the signal's number. At the start of each micro-batch, the
+    # callback looks whether a number is stored. An exception raised in a handler could interrupt an
+    # optimizer step half way, or leave one of several processes waiting in a collective operation
+    # for ever.
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
@@ -353,8 +354,8 @@ class StopGuard(L.Callback):
 
     def __enter__(self) -> "StopGuard":
         # Block stop signals until the trainer is set up. Processes that Lightning starts inherit
-        # and keep this mask, so that a signal to the whole process group does not kill them while
-        # they import modules. The first process tells them that it has received a signal.
+        # and keep this mask, so that a signal to the whole process group does not kill these
+        # processes while they import modules. They learn of a signal from the first process.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:

@@ -155,8 +155,8 @@ class Batch:
     # CUDA event that ends the copy of the batch to the device. None if there is no copy to wait
     # for.
     copied: torch.cuda.Event | None = None
-    # Maps attributes of ``inputs`` to the EncodedField or GroupedKV that they are decoded from.
-    # Until then, these attributes are empty tensors.
+    # Maps attributes of ``inputs`` to the EncodedField or GroupedKV from which the attributes are
+    # decoded later. Until they are decoded, these attributes are empty tensors.
     encoded: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
@@ -386,11 +386,11 @@ class BatchReader:
         # The n_ranks processes on this machine share its cores.
         n_cores = len(os.sched_getaffinity(0)) // n_ranks
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
-        # If training runs on the CPU, the reading thread also decodes. Any other device decodes
-        # itself, so that only encoded values are transferred to it.
+        # If training runs on the CPU, the reading thread also decodes. For any other device,
+        # encoded values are transferred, which are smaller, and the device decodes them.
         self._decodes = device.type == "cpu"
-        # For a GPU, read into pinned memory, from which copies run at full speed. On a stream of
-        # its own, the copy overlaps with other work of the GPU.
+        # For a GPU, read into pinned memory, from which copies run at full speed. Use a separate
+        # CUDA stream for the copies, so that they overlap with other work of the GPU.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
         kv_layers = _kv_read(store, _reads(store, config.drafter))
@@ -539,9 +539,9 @@ def split_sequences(
     Returns:
         The indices of the training sequences and of the validation sequences, ascending.
     """
-    # The split depends only on the content hash of each sequence, so a sequence stays in its split
-    # if the dataset is reordered or grows. 32 bits of a SHA-256 are uniform enough, and a float
-    # represents them exactly.
+    # The split depends only on the content hash of each sequence, so a sequence stays in the same
+    # split if the dataset is reordered or grows. The first 32 bits of the hash are uniform enough,
+    # and a float represents a 32-bit number exactly.
     points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
     held_out = points < validation_fraction
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -560,7 +560,7 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
-    # Leave out sequences before sorting. After sorting, these would be the longest of a group.
+    # Cut the order before it is sorted. Cut after sorting, it would lose the longest sequences.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]
@@ -767,7 +767,7 @@ class TrainingStream:
             yield batch
 
     def micro_batch(self, rows: np.ndarray) -> Batch:
-        """Read a micro-batch of the given sequences, as if they made up a complete step.
+        """Read a micro-batch of the given sequences, as if it were a complete step.
 
         Args:
             rows: indices of the sequences among the training sequences.
@@ -805,8 +805,9 @@ class TrainingStream:
         if plan.response is None:
             plan.response = self._reader.response_masks(self._sequences[plan.rows])
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
-            # Lightning averages the loss over micro-batches and devices. To get the mean over all
-            # loss positions, the divisor of each micro-batch is an equal share of their number.
+            # Lightning averages the loss over micro-batches and devices. For this average to be the
+            # mean over all loss positions of the step, the divisor of each micro-batch is the
+            # number of loss positions divided by the number of micro-batches on all devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         rows = plan.rows[part]
         at_once = self._micro * self._n_ranks

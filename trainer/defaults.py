@@ -28,15 +28,15 @@ _PAPER_TOKENS = 20_000_000
 _PAPER_BATCH = 32
 # Minimum number of tokens to train on. A store with fewer tokens is repeated for several epochs.
 _TRAINED_TOKENS = 1_000_000
-# Batch sizes of other runs, as (minimum number of sequences in the run, batch size). The first pair
-# whose minimum is reached is used. For short runs, taking about 400 steps is better than using
-# large batches. A batch size of 1 works for toy models only.
+# Batch sizes of runs that do not use the published settings, as (minimum number of sequences in the
+# run, batch size). The first pair whose minimum is reached is used. For short runs, taking about
+# 400 steps is better than using large batches. A batch size of 1 works for toy models only.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
 # Number of validation sequences, and of response tokens in them, from which the validation fraction
-# is computed. The goal is at least 50 sequences and 5,000 tokens. The numbers are larger, because a
-# hash assigns sequences to the split, which meets the fraction only on average.
+# is computed. The goal is at least 50 sequences and 5,000 tokens. These constants are larger than
+# the goal, because a hash splits the sequences, which meets the fraction only on average.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30

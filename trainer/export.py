@@ -115,8 +115,8 @@ def find_target(
     source = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
         if _is_store(source):
-            # Open the store without reading its parts. Keep it open, because the local copies of
-            # the target's files exist only until a store in a bucket is closed.
+            # Open the store without reading its parts. Keep the store open until the files are
+            # read, because closing a store in a bucket deletes the local copies of its files.
             store = opened.enter_context(ActivationStore(source, parts=()))
             folder = store.target_path
             identity = target_identity(store)

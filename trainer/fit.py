@@ -191,7 +191,7 @@ def train(
             f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}"
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Ctrl-C was pressed while the guard was not active, or a second time while it was.
+        # Ctrl-C was pressed while the guard was not active, or twice while the guard was active.
         # Lightning may have turned the KeyboardInterrupt into SystemExit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
@@ -252,7 +252,7 @@ def _train(
             _record_run(config, out, store, provenance)
         if announce is not None:
             # Measure the time and memory of steps only on a CPU. On an accelerator, measuring would
-            # keep other processes waiting and compile kernels, so only --dry-run does it there.
+            # keep other processes waiting and compile kernels, so only --dry-run measures there.
             announce(_plan(config, store, data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
@@ -336,12 +336,12 @@ def _run_steps(
                 # step.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
-        # A signal arrived after the last micro-batch, when the callback no longer looks for it.
+        # A signal arrived after the last micro-batch, when the guard no longer looks for signals.
         if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Lightning restores a checkpoint without checking its content, so a damaged checkpoint
-        # raises any of these errors. After training has started, they have other causes.
+        # Lightning restores a checkpoint without checking its content, so a damaged checkpoint may
+        # raise any of these errors. If training has started already, the error has another cause.
         is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
         if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
             raise

@@ -182,8 +182,8 @@ def drawn_gradients(
     Returns:
         For each group, the gradients of its parts, [T, W] each.
     """
-    # Sum the log-probabilities of one drawn token per drafted position, and compute the gradient of
-    # the sum. The tokens are drawn independently and their gradients have mean zero, so products
+    # Compute the gradient of the sum of log-probabilities of one drawn token per drafted position.
+    # The tokens are drawn independently of each other, and each gradient has mean zero, so products
     # of gradients from different positions cancel on average.
     assert inputs.kv is not None
     parts = [

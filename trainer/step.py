@@ -147,9 +147,9 @@ class DrafterModule(L.LightningModule):
         """Move the target weights to the device, and compile parts of the drafter if requested."""
         self.frozen.to(self.device)
         if self.config.machine.compile:
-            # Compile the methods of layers that cause most of a step's memory traffic. In them,
-            # only shapes depend on the data. Masks and loss positions also depend on values, so the
-            # code that uses them is not compiled.
+            # Compile only these two methods of each layer. They cause most of a step's memory
+            # traffic, and only shapes in them depend on the data. Code with masks and loss
+            # positions is not compiled, because masks and loss positions depend on values.
             for block in self.drafter.modules():
                 if isinstance(block, DecoderBlock):
                     for name in ("finish", "attend_self_means"):
@@ -374,8 +374,8 @@ class Trial:
 
         Args:
             sizes: numbers of sequences per forward to try, descending.
-            free_bytes: free host memory, if training runs on a CPU. None if it is unknown; then the
-                largest size is chosen.
+            free_bytes: free host memory, if training runs on a CPU. None means unknown, in which
+                case the largest size is chosen.
             held_copies: memory that a step needs in addition to weights, gradients and activations,
                 as a multiple of the size of the weights.
         """
@@ -447,8 +447,8 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        # Keep the result alive until here. If a storage were freed earlier, another storage could
-        # get its address, and one of the two would not be counted.
+        # Keep the result alive until here. If a storage were freed earlier, a later storage could
+        # get the same address, and only one of the two storages would be counted.
         del terms
         return sum(storages.values())
 
@@ -559,11 +559,11 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
 
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Reduce the sums of all batches to metrics. A metric is NaN if nothing was counted for it.
+    """Reduce the sums of all batches to metrics. Metrics without any data are NaN.
 
     Args:
-        rows: for each batch, its index and its sums from :func:`validate_batch`. If several devices
-            processed the same batch, it is counted once.
+        rows: for each batch, its index and its sums from :func:`validate_batch`. A batch that
+            several devices have processed occurs several times, and is counted once.
     """
     batches = {int(number): sums for number, *sums in rows}
     totals = [0.0] * 10

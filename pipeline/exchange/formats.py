@@ -74,7 +74,7 @@ class FileFormat(ABC):
     pattern: str
     gives_last = True  # Whether the files hold ``hidden/last``, the state after the final norm.
     kv_layers: tuple[int, ...] = ()  # Layers whose keys and values the files hold, ascending.
-    # Names of the store's fields that the files hold, in the order in which the files hold them.
+    # Names of the store's fields that a file holds, in the order within the file.
     fields: tuple[str, ...]
 
     @abstractmethod
@@ -88,7 +88,7 @@ class FileFormat(ABC):
         Args:
             tokens: token ids [S].
             mask: loss mask [S].
-            hidden: maps the name of each field to its values: [S, E] for hidden states,
+            hidden: maps the name of each field to the field's values: [S, E] for hidden states, and
                 [S, n, H_kv, 2, d] for ``kv``.
         """
 
@@ -433,7 +433,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
 
 
 def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
-    """Return the tensor under a key as [S, width]. The file may hold it as [1, S, width]."""
+    """Return the tensor under a key, of shape [S, width] or [1, S, width], as [S, width]."""
     value = _tensor(record, key, path)
     n_tokens = _tensor(record, "input_ids", path).numel()
     if value.dim() == 3 and len(value) == 1:

@@ -205,8 +205,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             order = np.concatenate(by_length) if by_length else order
         groups = [order[start : start + size] for start in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
-            # Keep an incomplete group last. In the middle, it would shift the boundaries of the
-            # ``DataLoader``'s batches away from the groups.
+            # Keep an incomplete group last. Elsewhere, an incomplete group would shift the
+            # ``DataLoader``'s later batches, so that they would no longer equal the groups.
             n_whole = n // size
             groups = [groups[k] for k in draw.permutation(n_whole)] + groups[n_whole:]
         if self.world_size > 1:

@@ -138,7 +138,7 @@ def _write_index(
         One line that says what was written.
 
     Raises:
-        OutputOccupied: the path holds another file, or the index of another store.
+        OutputOccupied: the path holds a file that is not an index, or the index of another store.
     """
     identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
     _check_index(path, identity)
@@ -268,9 +268,9 @@ def import_folder(
         getattr(target_config, "dtype", None) or torch.float32,
         "cpu",
     )
-    # If the files lack the state after the final norm, the norm must be applied here. The norm of a
-    # target with Llama layers is later read from the bundle in the store. Other families have other
-    # kinds of norm, so load the target for its norm.
+    # If the files lack the state after the final norm, the import applies the norm. The norm of a
+    # target with Llama layers is read from the store's bundle below. Other families have other
+    # kinds of norm, so load the target here to get its norm.
     norm_of = (
         None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
     )

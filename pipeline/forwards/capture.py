@@ -130,7 +130,7 @@ class Capture:
     slot: HostSlot | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
-        """Encode the fields that the store's codec encodes, on the device that holds them.
+        """Encode fields with the store's codec, on the device. Lossless fields are not encoded.
 
         Args:
             codec: the codec of the store.

@@ -216,7 +216,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def wait_for_save(self) -> None:
-        pass  # vLLM need not wait, because the blocks stay allocated until they have been copied.
+        pass  # vLLM need not wait, because blocks stay allocated until their values are copied.
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

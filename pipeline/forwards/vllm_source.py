@@ -240,14 +240,14 @@ class VllmSource:
 
 
 def _end_processes() -> None:
-    """Kill vLLM's processes. The connector in their child processes then ends these too."""
+    """Kill vLLM's processes. Their child processes then exit, because the connector watches."""
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
             child.kill()
 
 
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
-    """Call a function of vLLM with a timeout, because it can hang after vLLM's processes ended.
+    """Call a function of vLLM with a timeout. The call could hang if vLLM's processes have ended.
 
     Args:
         within_s: the timeout in seconds. It restarts whenever the number from ``n_done`` changes.
