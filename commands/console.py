@@ -221,8 +221,8 @@ def user_message(error: BaseException, command: str = "") -> str | None:
             f"'moa-data[{extra}]'."
         )
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
-        # Name a flag only for errors of torch, whose tensors become smaller with the flag. Python's
-        # MemoryError comes from data, whose size no flag changes.
+        # For errors of torch, name the flag that limits the size of tensors. No flag limits the
+        # size of the data that causes Python's own MemoryError.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
         return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."

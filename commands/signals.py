@@ -175,7 +175,8 @@ def _watch(pipe: int) -> NoReturn:
         if next_signal == signal.SIGINT and is_later:
             if not is_patient:
                 _end("interrupted at once.")
-            # After this second SIGINT, the command's handler has CLEANUP_S seconds to end it.
+            # From this second SIGINT on, the command's own handler has CLEANUP_S seconds to end the
+            # command.
             is_patient, began_s = False, time.monotonic()
     _end("interrupted; the command did not end by itself.")
 

@@ -32,8 +32,8 @@ from .sequences import content_id, tokenize_row
 
 # Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-# Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
-# bound of transform codecs detects only gross errors, because their error depends on the bit rate.
+# Relative L2 error that each codec may add: about twice the measured error of the worst layer. For
+# transform codecs, whose error depends on the bit rate, this bound detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
 # Multiplies the tolerance if the stored activations were computed in 16 bits or by another engine.
 # Different batches and kernels then change the last bits of many values.

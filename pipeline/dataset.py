@@ -372,7 +372,8 @@ def _read_arrow(path: Path) -> Iterator[Any]:
             file = pa.ipc.open_file(source)
             batches: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
         except pa.ArrowInvalid:
-            # The `datasets` library writes Arrow's stream format. Feather is Arrow's file format.
+            # The file is not in Arrow's file format (Feather), so read it in Arrow's stream format,
+            # which the `datasets` library writes.
             source.seek(0)
             batches = pa.ipc.open_stream(source)
         for batch in batches:

@@ -54,7 +54,7 @@ from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
-# Lower and upper bound of the stored size, as multiples of the bits that the codec is expected to
+# Lower and upper bound of a store's size, as multiples of the size that the codec is expected to
 # write. The upper bound includes alignment, indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06

@@ -184,7 +184,7 @@ def _damaged(message: str) -> DatasetError:
 
 
 def _what(path: Path) -> tuple[Path, str, str]:
-    """Find what is pushed from a path.
+    """Find the store or drafter to push at a path.
 
     Returns:
         The folder to push, the name of the file that marks the folder as complete, and the type of

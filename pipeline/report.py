@@ -27,7 +27,7 @@ class Timings:
     # Duration of the forwards and of gathering the activations. On a GPU it is device time.
     forward_s: float = 0.0
     copy_s: float = 0.0  # duration of copies from a GPU to the host, which overlap with forwards
-    wait_s: float = 0.0  # time that forwards had to wait because the writer was behind
+    wait_s: float = 0.0  # time in which no forward ran because the writer thread was behind
     writer_s: float = 0.0  # CPU time of the writer thread
     encode_s: float = 0.0  # CPU time of all encoding threads
     extract_s: float = 0.0  # time from the first forward to the last commit

@@ -222,7 +222,7 @@ class MicroBatches(L.Callback):
             module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context
         )
         chosen = trial.choose(sizes, free, copies)
-        # All devices take steps together, so use the smallest size that a device has chosen.
+        # All devices take steps together, so use the smallest of the sizes that they have chosen.
         size = int(
             trainer.strategy.reduce(
                 torch.tensor(chosen.micro_batch, device=device), reduce_op="min"

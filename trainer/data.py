@@ -548,9 +548,10 @@ def split_sequences(
 
 
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Divide the sequences of one epoch into batches of similar length, in random order.
+    """Divide the sequences of one epoch into batches in random order.
 
-    If the last batch would not be full, its sequences, which are random, are left out.
+    The sequences of a batch have similar lengths. If the number of sequences is not a multiple of
+    the batch size, the remaining sequences, which are chosen at random, are left out.
 
     Args:
         n_tokens: number of tokens of each sequence.

@@ -114,7 +114,8 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(grad)
         state["momentum"].lerp_(grad, 1 - momentum)
-        # Nesterov's method adds the gradient once more to the momentum, which already contains it.
+        # Nesterov's method adds the gradient to the momentum once more, although the momentum
+        # contains the gradient already.
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:

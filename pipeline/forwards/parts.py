@@ -71,7 +71,7 @@ class Forwards:
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
-        """Compute the activations of a batch with the engine, or without one with the target."""
+        """Compute the activations of a batch, with the engine if there is one, or the target."""
         if self.engine is not None:
             return self.engine(tokens)
         return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
@@ -208,7 +208,7 @@ class BackgroundWriter:
         self.busy_s = 0.0
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Queue a task. If the queue is full, wait for room first."""
+        """Queue a task. If the queue is full, wait until a queued task is done."""
         self.check()
         if len(self._tasks) > _BATCHES_AHEAD:
             self._tasks.popleft().result()
