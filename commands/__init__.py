@@ -1,5 +1,5 @@
-"""The commands of ``moa-data``, one file per family.
+"""The commands of ``moa-data``, one file per family of commands.
 
-Only this package prints, reads arguments and exits. Each command imports its stage when it runs, so
-that ``--help`` is fast.
+Only this package reads arguments, prints and exits. A command calls a stage, a function elsewhere
+in the package. It imports the stage only when it runs, so that ``--help`` is fast.
 """

@@ -1,7 +1,7 @@
-"""The command chat, and the display of an answer while it is generated.
+"""The command ``chat``, and the display of an answer while it is generated.
 
-A terminal shows all tokens at once and rewrites the wrong ones. Other outputs get verified text
-only.
+On a terminal, drafted tokens are shown before the server has verified them, and wrong tokens are
+overwritten later. Pipes and files get only verified text.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
     from ..serving.client.session import Event, OnEvent, Stats
 
-# Accepted drafts are green, the target's own tokens are plain, and unverified tokens are dim.
+# Colours of tokens: accepted drafts are green, the target's own tokens are plain, and unverified
+# tokens are dim.
 _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
 _RESET = "\x1b[0m"
 _ERASE_BELOW = "\x1b[J"
@@ -119,9 +120,9 @@ def chat(
 
     The server runs the target (`moa-data serve`), this machine only a drafter. Green text was
     drafted here and verified by the server; plain text comes from the server. If the network fails,
-    the drafter continues alone in dim text. When the network is back, the server verifies this text
-    in one call, wrong tokens are removed, and the answer continues. The final answer is exactly the
-    target's own. In a pipe only verified text is written.
+    the drafter continues alone in dim text. When the network is back, the server verifies the dim
+    text in one call, wrong tokens are removed, and the answer continues. The final answer is
+    exactly the target's own. If the output is a pipe, only verified text is written.
 
     \b
     Examples:
@@ -166,7 +167,7 @@ def chat(
 
 
 class _Conversation:
-    """The messages of the conversation; an answer is added when it is complete."""
+    """The messages of a conversation with the target. An answer is added when it is complete."""
 
     def __init__(
         self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None"
@@ -180,7 +181,12 @@ class _Conversation:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
     def ask(self, text: str, note: "OnEvent") -> "Answer":
-        """Answer a prompt; if it fails, no message is added."""
+        """Add a prompt and its answer to the conversation. After an error, neither is added.
+
+        Args:
+            text: the prompt.
+            note: called with the events of the answer.
+        """
         from ..moa.decoding.sampling import SamplingConfig
 
         config = self._config
@@ -213,7 +219,7 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
         stats = answer_to(view.note).stats
     finally:
         view.end()
-    # A terminal has already shown the statistics below the answer.
+    # Print statistics, unless the terminal's status line below the answer has already shown them.
     if isinstance(view, PlainAnswer):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 
@@ -251,14 +257,14 @@ def _prompts() -> Iterator[str]:
 
 
 class PlainAnswer:
-    """Writes verified text as soon as possible, because a pipe or file cannot be rewritten."""
+    """Writes an answer to a pipe or file. Only verified text is written, because it is final."""
 
     def __init__(self) -> None:
         self._unverified: list[str] = []
         self._n_verified = 0
 
     def note(self, event: "Event") -> None:
-        """Show an event."""
+        """Write the text that an event of the client has verified."""
         from ..serving.client.session import RolledBack, Tokens, Verified
 
         if isinstance(event, Tokens):
@@ -271,7 +277,7 @@ class PlainAnswer:
             del self._unverified[event.stop - self._n_verified :]
 
     def end(self) -> None:
-        """End the last line."""
+        """End the last line of the answer."""
         out.print()
 
     def _write(self, n_tokens: int) -> None:
@@ -282,18 +288,21 @@ class PlainAnswer:
 
 
 class TerminalAnswer:
-    """Writes to a terminal, rewriting from the first token that changes, above a status line."""
+    """Writes an answer to a terminal, above a status line.
 
-    # Lines are broken here, not by the terminal, so that the position of each token is known: its
-    # row and column relative to the start of the answer. The cursor moves by differences of
-    # positions, which scrolling does not change.
+    If tokens change, the text is overwritten from the first changed token on.
+    """
+
+    # This class breaks the lines itself, so that it knows the position of each token: the row and
+    # column relative to the start of the answer. The cursor is moved by the difference of two
+    # positions, which stays right if the terminal scrolls.
 
     def __init__(self) -> None:
         self._write = out.write
         self._size = _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
-        # Row and column of each token, and of the end of the text.
+        # Position (row, column) of each token, and of the end of the text.
         self._starts: list[tuple[int, int]] = [(0, 0)]
         self._mode = "connecting"
         self._stats: Stats | None = None
@@ -301,7 +310,7 @@ class TerminalAnswer:
         self._has_status = False
 
     def note(self, event: "Event") -> None:
-        """Show an event."""
+        """Update the shown answer or the status line after an event of the client."""
         from ..serving.client.session import (
             LinkChanged,
             ModeChanged,
@@ -341,7 +350,8 @@ class TerminalAnswer:
     def _rewrite(self, first: int) -> None:
         _, height = self._size()
         end = self._starts[-1]
-        # Rows that have scrolled off the screen cannot be rewritten.
+        # Start at the first token that is still on the screen, because rows that have scrolled off
+        # the screen cannot be overwritten.
         top = end[0] - (height - 4)
         while first < len(self._texts) and self._starts[first][0] < top:
             first += 1
@@ -358,7 +368,15 @@ class TerminalAnswer:
         self._show_status()
 
     def _broken(self, text: str, start: tuple[int, int]) -> tuple[str, tuple[int, int]]:
-        """Break a text at the terminal's width, and return the result and its end position."""
+        """Break a text into lines at the terminal's width.
+
+        Args:
+            text: the text.
+            start: position (row, column) of the text's start.
+
+        Returns:
+            The text with line breaks, and the position of its end.
+        """
         width, _ = self._size()
         row, column = start
         parts = list[str]()
@@ -380,7 +398,7 @@ class TerminalAnswer:
         return f"\r{up}{right}"
 
     def _show_status(self) -> None:
-        """Write the status line two rows below the text, and return to the end of the text."""
+        """Write the status line two rows below the text, and move the cursor back to its end."""
         self._clear_status()
         parts = [self._mode]
         if (stats := self._stats) is not None and stats.n_tokens:

@@ -1,4 +1,4 @@
-"""Shared by all commands: one-line errors with exit codes, progress display, provenance."""
+"""Functions for all commands: one-line errors with exit codes, progress display, provenance."""
 
 import contextlib
 import errno
@@ -28,19 +28,20 @@ from ..text import printable
 from .signals import end_command, interruption_code
 
 FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
-"""Exit codes: a problem was found, the input can't be used, parts of the store are missing, a
-bug."""
+"""Exit codes. FOUND: a check found a problem. UNUSABLE: the input cannot be used. INCOMPLETE: parts
+of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
 Report = TypeVar("Report")
 
-# Texts of libraries when memory is short, whatever the class of the error.
+# Words in the errors of libraries that mean that memory ran out, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
-# Command -> the flag that limits the size of its tensors.
+# Maps a command to the flag that limits the size of its tensors.
 _FEWER_TENSORS = {
     "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size",
     "regenerate": "--batch-size", "serve": "--kv-tokens",
 }  # fmt: skip
-# Command -> what to do after an interruption. All other commands keep finished work.
+# Maps a command to advice after an interruption. All other commands keep finished work, so they can
+# be run again.
 _CONTINUE = {
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
     "chat": "If --session FILE was given, --resume FILE continues the answer.",
@@ -49,7 +50,8 @@ _CONTINUE = {
         "Nothing was written; run the same command again.",
     ),
 }
-# Command -> the extra of docs/install.md that it needs; `extract` for all others.
+# Maps a command to the extra of the package (docs/install.md) that the command needs. All other
+# commands need `extract`.
 _EXTRAS = {
     **dict.fromkeys(("train", "export-drafter"), "train"),
     **dict.fromkeys(("serve", "chat"), "serve"),
@@ -62,45 +64,45 @@ class StageFailure(click.ClickException):
 
     def __init__(self, line: str, exit_code: int = UNUSABLE) -> None:
         super().__init__(line)
-        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+        self.exit_code = exit_code  # type: ignore[misc]  # Click reads this attribute.
 
     def format_message(self) -> str:
-        """Return the line, with control characters escaped, as it may quote foreign text."""
+        """Return the line with control characters escaped, because it may quote untrusted text."""
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line; without a usable standard error only the exit code has the outcome."""
+        """Print the line. If standard error is unusable, only the exit code tells the outcome."""
         if self.message:
             with contextlib.suppress(OSError):
                 super().show(file)
 
 
 class StandardOutput(Console):
-    """Standard output; control characters are escaped, markup and emoji names are literal."""
+    """Standard output. Control characters are escaped; rich's markup and emoji are turned off."""
 
     def __init__(self) -> None:
-        # Wide enough for any table; otherwise rich would cut tables to the terminal's width, or to
-        # 80 columns in a pipe.
+        # The width is enough for any table. By default, rich would cut tables to the terminal's
+        # width, or to 80 columns in a pipe.
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape control characters before rich drops some of them."""
+        """Convert a string for rich. Control characters are escaped, before rich drops some."""
         return super().render_str(printable(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape control characters in renderables too."""
+        """Render rich objects such as tables, with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print like ``Console.print``, and end the command if standard output fails."""
+        """Print like rich's ``Console.print``. End the command if standard output fails."""
         with _output_failures():
             super().print(*args, **kwargs)
 
     def write(self, text: str) -> None:
-        """Write and flush text with its control sequences; the caller escapes foreign text."""
+        """Write and flush a text as it is. Callers must escape untrusted parts of the text."""
         with _output_failures():
             self.file.write(text)
             self.file.flush()
@@ -108,14 +110,14 @@ class StandardOutput(Console):
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError, so that :func:`failure_of` chooses the exit code.
 
-        rich would exit with 1, which has another meaning here.
+        By default, rich would exit with code 1, which is FOUND in this package.
         """
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @contextlib.contextmanager
 def _output_failures() -> Iterator[None]:
-    """Turn an error of standard output into a StageFailure."""
+    """Turn an error of writing to standard output into a :class:`StageFailure`."""
     try:
         yield
     except OSError as error:
@@ -128,18 +130,19 @@ def _output_failures() -> Iterator[None]:
         raise StageFailure(line) from error
 
 
-out = StandardOutput()  # Standard output. Errors and progress go to standard error.
+# Output of all commands. Errors and progress are written to standard error instead.
+out = StandardOutput()
 
 
 class StageGroup(click.Group):
     """A click group whose commands end with one line on stderr and a well-defined exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command and exit; takes the arguments of ``click.Command.main``."""
+        """Run a command and exit. The arguments are those of ``click.Command.main``."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            # Flush here: an error of Python's own flush at exit would only change the exit code to
-            # 120.
+            # Flush here, so that an error is reported. If Python's own flush at exit fails, only
+            # the exit code becomes 120.
             with _output_failures():
                 sys.stdout.flush()
             code = result if isinstance(result, int) else 0
@@ -154,7 +157,7 @@ class StageGroup(click.Group):
         sys.exit(code)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options before the command; ``--help`` and ``--version`` print here."""
+        """Parse the options before the command. ``--help`` and ``--version`` print and exit."""
         with _output_failures():
             return super().make_context(*args, **kwargs)
 
@@ -165,8 +168,8 @@ class StageGroup(click.Group):
         except (click.exceptions.Exit, StageFailure):
             raise
         except BaseException as error:
-            # This includes SystemExit, with which a library could end a command as if it had
-            # succeeded.
+            # Catch everything. A library's SystemExit, for example, could end a command as if the
+            # command had succeeded.
             end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
             if ctx.params.get("debug") or failure.exit_code == FAULT:
@@ -181,14 +184,14 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
             command, "Finished work is kept; run the same command again to continue."
         )
         line = _one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}"
-        # All processes were stopped, but only the first one prints the line.
+        # If several processes run the command, all were stopped, but only the first prints a line.
         return StageFailure(line if is_first_process() else "", code)
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "moa-data"
         return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
     if isinstance(error, click.ClickException):
         return StageFailure(error.format_message())
-    # The reader has exited, as `head` does: exit as if ended by SIGPIPE.
+    # The process that reads the pipe has exited, as `head` does. Exit as if ended by SIGPIPE.
     if isinstance(error, BrokenPipeError):
         return StageFailure("", 128 + signal.SIGPIPE)
     if (message := user_message(error, command)) is not None:
@@ -204,7 +207,7 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
 
 
 def user_message(error: BaseException, command: str = "") -> str | None:
-    """Return the line for an error that the user can act on; None for a bug."""
+    """Return a line of text for an error that the user can act on, or None for a bug."""
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
@@ -218,8 +221,8 @@ def user_message(error: BaseException, command: str = "") -> str | None:
             f"'moa-data[{extra}]'."
         )
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
-        # Python's own MemoryError comes from data. Errors of torch come from tensors, whose sizes a
-        # flag changes.
+        # For errors of torch, name the flag that limits the size of tensors. No flag limits the
+        # size of the data that causes Python's own MemoryError.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
         return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
@@ -238,7 +241,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def tell(text: str) -> None:
-    """Print a line on standard error; if it can't be written, continue without."""
+    """Print a line on standard error. Continue silently if standard error is unusable."""
     with contextlib.suppress(OSError):
         click.echo(printable(text), err=True)
 
@@ -253,8 +256,8 @@ PHASE_UNITS = {
     "learn": ("step", False),
     **dict.fromkeys(("extract", "add", "recode"), ("token", False)),
 }
-"""Phases of a command: first word of the progress message -> unit, and whether to shorten
-counts."""
+"""Maps the first word of a progress message, which names the phase of a command, to the unit of the
+counts, and to whether counts are shortened to k, M and G."""
 _LOG_FORMAT = (
     "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
 )
@@ -263,13 +266,13 @@ _LOG_FORMAT = (
 class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
     """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
-    A new phase ends the previous bar. A phase is new if the total changes, the count falls, or the
-    message starts with another word of ``PHASE_UNITS``. If standard error can't be written, work
-    continues without progress.
+    Each phase has its own bar. A new phase starts when the total changes, when the count falls, or
+    when the message starts with a different word of ``PHASE_UNITS``. If standard error is unusable,
+    work continues without progress.
 
     Args:
-        unit: unit of the counts, except in phases of ``PHASE_UNITS``.
-        scaled: shorten counts to k, M and G.
+        unit: unit of the counts in phases that are not in ``PHASE_UNITS``.
+        scaled: whether counts in these phases are shortened to k, M and G.
     """
 
     def __init__(self, unit: str, scaled: bool = False) -> None:
@@ -278,7 +281,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
         self._bar: Any = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
-        """Show ``done`` of ``total`` units, and a message."""
+        """Show that ``done`` of ``total`` units are done, and a message."""
         with contextlib.suppress(OSError):
             word = message.split(" ", 1)[0].rstrip(":,")
             bar = self._bar
@@ -298,7 +301,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
             "dynamic_ncols": True,
             "unit": unit or "it",
         }
-        # A bar that is redrawn would be one endless line in a log.
+        # In a log file, a redrawn bar would be one endless line. Write separate lines instead.
         if not sys.stderr.isatty():
             options |= {
                 "file": _Log(),
@@ -312,7 +315,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
         return tqdm(total=total, initial=done, desc=message, unit_scale=scaled, **options)
 
     def close(self) -> None:
-        """Keep the last state on its line."""
+        """End the bar. Its last state stays on its line."""
         bar = self._bar
         self._bar = None
         if bar is not None:
@@ -324,7 +327,7 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
 
 
 def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
-    """Run a stage with a progress line, print its report, and return it."""
+    """Run a stage with a progress line, print its report, and return the report."""
     with ProgressLine(unit) as progress:
         report = run(*arguments, progress=progress, **options)
     out.print(report if isinstance(report, str) else cast(Any, report).describe())
@@ -332,13 +335,14 @@ def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options:
 
 
 class _Log:
-    """Standard error as a log: each state of a bar is a separate line."""
+    """A stream that writes each state of a progress bar to standard error as a separate line."""
 
     last = ""
 
     def write(self, text: str) -> None:
         line = text.strip()
-        if line and line != self.last:  # A bar is drawn once more at its end.
+        # Skip repeated lines, because a bar is drawn once more at its end.
+        if line and line != self.last:
             sys.stderr.write(line + "\n")
             self.last = line
 
@@ -347,22 +351,23 @@ class _Log:
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars and advice of libraries, and let waiting threads sleep.
+    """Set environment variables that silence libraries and let waiting threads sleep.
 
-    Settings of the user take precedence.
+    Variables that the user has set are not changed.
     """
     quiet = {
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        # gRPC prints a line for every attempt to connect while the network is down.
+        # Silence gRPC. It would print a line for every attempt to connect while the network is
+        # down.
         "GRPC_VERBOSITY": "NONE",
-        # Without this setting, OpenMP threads that wait for each other keep their cores busy. With
-        # more threads than free cores, a target call then takes ten times as long.
+        # Let waiting OpenMP threads sleep. By default, they keep their cores busy. If there are
+        # more threads than free cores, a forward of the target then takes ten times as long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    # Progress bars of large downloads and loads are useful on a terminal, but noise in a log file.
+    # Hide the Hub's progress bars in a log file. On a terminal, they are useful for large files.
     if not sys.stderr.isatty():
         quiet["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in quiet.items():
@@ -378,7 +383,7 @@ _PACKAGES = (
 def collect_provenance() -> dict[str, Any]:
     """Describe this run: command, time, versions and machine.
 
-    The result differs from run to run, so it must not be in files that have to be reproducible.
+    The result differs from run to run, so do not write it to files that must be reproducible.
     """
     versions = {}
     for package in _PACKAGES:
@@ -399,9 +404,12 @@ def collect_provenance() -> dict[str, Any]:
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Return the commit of the checkout at ``folder``, and whether tracked files are modified."""
-    # An installed package may be inside another project's checkout, whose commit is not related to
-    # this code.
+    """Return the commit of the git checkout at ``folder``, and whether tracked files are modified.
+
+    Both are None if ``folder`` is not the root of a checkout.
+    """
+    # Do not let git search parent folders. An installed package may be inside another project's
+    # checkout, whose commit says nothing about this code.
     if not (folder / ".git").exists():
         return None, None
     command = [
@@ -417,6 +425,7 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None, None
-    # The first header is "# branch.oid COMMIT"; further headers and the changed files follow.
+    # The first line is "# branch.oid COMMIT". More lines with # follow, then one line per modified
+    # file.
     header, *changes = done.stdout.splitlines()
     return header.split()[-1], not all(line.startswith("#") for line in changes)

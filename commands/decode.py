@@ -52,10 +52,10 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; accepted drafts are green.
 
     Prints the acceptance length (tokens committed per target call, bonus token included), target
-    calls and tokens/s; with --compare, also those of plain decoding of the same prompts. With
-    temperature 0 both give the same tokens. With a higher temperature both sample from the same
-    distribution, and equal seeds give equal answers if --tree is a shape (the choice of auto
-    depends on the machine's timing).
+    calls and tokens/s. --compare also decodes the same prompts without drafts and prints the same
+    numbers. At temperature 0, decoding with and without drafts gives the same tokens. At higher
+    temperatures, both sample from the same distribution. Equal seeds give equal answers if --tree
+    is a shape; the choices of --tree auto depend on the machine's timing.
 
     \b
     Examples:
@@ -85,8 +85,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)
     shape = config.tree_shape()
-    # The first calls initialize kernels and buffers. Without a warm-up, this would be counted
-    # against whichever method runs first.
+    # Warm up. The first forwards initialize kernels and buffers, and this time would be counted for
+    # whichever decoding method runs first.
     generate_batch(
         target,
         rows,
@@ -110,7 +110,7 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
             on_tokens=print_tokens if len(rows) == 1 else None,
         )  # fmt: skip
     finally:
-        out.print(text.rest)  # Also ends the line of an interrupted answer.
+        out.print(text.rest)  # This also ends the line of an interrupted answer.
     if len(rows) > 1:
         for number, generation in enumerate(drafted, start=1):
             out.print(f"[{number}]", style="bold")
@@ -130,11 +130,11 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
 
 
 def _read_prompt(text: str) -> str:
-    """Return a prompt; a dash reads it from standard input."""
+    """Return a prompt, which is read from standard input if ``text`` is a dash."""
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
-        # Bytes that are not UTF-8 may arrive as surrogates, which cannot be encoded.
+        # Find bytes that are not UTF-8. They arrive as surrogates, which cannot be encoded.
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
@@ -157,7 +157,7 @@ def evaluate(config: EvalConfig) -> None:
     of each drafter's training, and a warning if drafters were trained differently.
 
     With --disconnect N, each drafter also continues answers of the target at some positions for N
-    tokens without the target. The report then has a section on how far they agree with the target.
+    tokens without the target. The report then says how far each drafter agrees with the target.
 
     \b
     Examples:
@@ -175,7 +175,7 @@ def evaluate(config: EvalConfig) -> None:
         try:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
-            out.print(error.markdown)  # The measurements must not be lost.
+            out.print(error.markdown)  # Print the report, so that its measurements are not lost.
             raise
     out.print(markdown_report(report))
     for warning in report.warnings:
@@ -222,11 +222,11 @@ def conform(
 ) -> None:
     """Check whether another engine drafts like this package, and find the difference.
 
-    Both decode the same prompts greedily, and the drafts of every round are compared. If they
-    differ, known mistakes are put into our own code one by one (layer numbers off by one, missing
-    norms, positions, mask token, attention, draft vocabulary, dtype, ...). The mistake that
-    reproduces all rounds of the other engine is named. A run of `train` is exported for the engine
-    first; a folder of another program is used as it is.
+    Both decode the same prompts greedily, and the drafts of every round are compared. If the drafts
+    differ, this package imitates known mistakes of engines one by one (layer numbers off by one,
+    missing norms, positions, mask token, attention, draft vocabulary, dtype, ...). The mistake that
+    reproduces all drafts of the engine is named. A run of `train` is exported for the engine first;
+    a drafter folder of another program is used as it is.
 
     Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
     used.

@@ -14,9 +14,9 @@ from .options import stage_command
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
-    `export-drafter` writes drafters. The index has the ids, lengths, tokens, masks and texts of all
-    sequences and the locations of their activations, so that DuckDB, Polars or `datasets` can
-    select from it.
+    `export-drafter` writes drafters. The Parquet index has the ids, lengths, tokens, masks and
+    texts of all sequences and the locations of their activations, so that DuckDB, Polars or
+    `datasets` can select sequences.
 
     Layer numbers and norms are converted. Existing files are kept. If the store lacks a field that
     the layout needs, the error names the `moa-data add` command that adds it.
@@ -36,9 +36,9 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
     """Write a trained drafter for vLLM, SGLang, transformers, speculators or the authors' code.
 
     There are formats for the code of the EAGLE and MoA authors. A drafter that the other program
-    would run differently is refused; for `moa` drafters, this means all that were not trained with
-    --preset paper. The folder is loaded again and compared before it gets its final name. --drafter
-    of `eval` and `generate` accepts it, too.
+    would run differently is refused, for example each `moa` drafter that was not trained with
+    --preset paper. The folder gets its final name only after it was loaded again and compared. It
+    can be given as --drafter of `eval` and `generate`, too.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
 def import_command(config: ImportConfig) -> None:
     """Create a store from files of speculators, SpecForge or EAGLE.
 
-    The target gives the store its norm, embeddings and LM head; its layers are not run.
+    The target's norm, embeddings and LM head are copied to the store. Its layers are not run.
 
     \b
     Example:
@@ -76,10 +76,10 @@ def import_command(config: ImportConfig) -> None:
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
 
-    A store becomes a dataset, a drafter (or the drafter of a run) a model. REPO is OWNER/NAME and
-    is created if it does not exist. Run the same command again to continue after an interruption.
-    Logs of runs are not pushed, because they reveal paths and machines. The token is read from
-    HF_TOKEN.
+    On the Hub, a store becomes a dataset, and a drafter (or the drafter of a run) becomes a model.
+    REPO is OWNER/NAME and is created if it does not exist. Run the same command again to continue
+    after an interruption. Logs of runs are not pushed, because they reveal paths and machines. The
+    token is read from HF_TOKEN.
 
     \b
     Examples:
@@ -98,8 +98,9 @@ def push(path: Path, repo: str, private: bool) -> None:
 def pull(repo: str, path: Path, revision: str | None) -> None:
     """Pull a store or a drafter from the Hugging Face Hub, and check every byte.
 
-    Each file is compared with the hash of its commit, and a store with its own checksums. Run the
-    same command again to continue after an interruption. A private repository needs HF_TOKEN.
+    Each file is compared with the hash that the Hub has for its commit. A store is also compared
+    with its own checksums. Run the same command again to continue after an interruption. A private
+    repository needs HF_TOKEN.
 
     \b
     Example:

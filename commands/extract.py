@@ -1,6 +1,6 @@
-"""Commands that run the target, or write a store.
+"""Commands that run the target or write a store.
 
-regenerate, plan, extract, add, recode, compare, repair, audit.
+They are regenerate, plan, extract, add, recode, compare, repair and audit.
 """
 
 import json
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, or write the questions too.
 
-    Drafters learn best from the target's own words; the chats are the input of `extract`. Each turn
-    is asked with the target's own answers in its history. A chat is kept up to its last answer;
-    unusable rows are counted by reason. The answers are those of plain decoding, whatever --drafter
-    proposes. With --self-prompted no dataset is needed: the target writes the questions too.
+    The chats are the input of `extract`. Drafters learn best from the target's own answers. Each
+    question is asked after the target's own answers to earlier questions of the chat. A chat is
+    kept up to its last answer; unusable rows are counted by reason. With --drafter, the answers are
+    the same as without. With --self-prompted no dataset is needed: the target writes the questions
+    too.
 
     Answered chats are appended to FILE in batches. Run the same command again after an
     interruption; the result has the same bytes as an uninterrupted run. NAME.regeneration.json next
-    to NAME.jsonl records who answered, and how.
+    to NAME.jsonl records the target and the settings.
 
     \b
     Examples:
@@ -69,12 +70,13 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     `moa-data plan` with the same options estimates the cost.
 
     Run the same command again to continue after an interruption: committed parts are kept. If
-    anything that determines the data has changed since then, the command refuses and names the
-    change. To add --activations or --target-layers to an existing store, use `moa-data add`.
+    anything that determines the data has changed in between, the command stops with an error that
+    names the change. To add --activations or --target-layers to an existing store, use `moa-data
+    add`.
 
-    With --workers N the command starts itself N times, with one device each. The same command may
-    also run several times at once, also on machines that share the disk: a free worker takes the
-    next part that is not committed. With --engine ray, workers run on all machines of a Ray
+    With --workers N, the command starts N worker processes with one device each. The same command
+    can also be started several times, on one machine or on machines that share the disk: each takes
+    the next part that is not committed. With --engine ray, workers run on all machines of a Ray
     cluster, and a lost worker is started again.
 
     \b
@@ -102,9 +104,10 @@ def plan(config: ExtractConfig) -> None:
     """Estimate the cost of an extraction, and recommend a drafter and activations.
 
     Takes the options of `extract`. Reads the dataset, the tokenizer and the target's config.json,
-    and times three batches on this machine: forwards with random weights of the target's sizes, and
-    encoding and writing to the disk of --out. Bytes, memory and time are ranges. No files are left.
-    Fails if the target does not fit into memory, or the store onto the disk.
+    and times three batches on this machine: forwards of a model with random weights and the
+    target's sizes, and encoding and writing to the disk of --out. Prints lower and upper estimates
+    of disk space, memory and time. No files are left. Fails if the target does not fit into memory,
+    or the store does not fit onto the disk.
 
     \b
     Example:
@@ -140,8 +143,8 @@ def plan(config: ExtractConfig) -> None:
 def add(config: AddConfig, dry_run: bool) -> None:
     """Add activations to a store; existing ones are kept, byte for byte.
 
-    Runs the target again over the stored tokens, in the batches of the extraction; the dataset is
-    not needed. Until all parts have the new fields, readers see the store as it was. Run the same
+    Runs the target again over the stored tokens, in the same batches as the extraction. The dataset
+    is not needed. Until all parts have the new fields, readers do not see any of them. Run the same
     command again to continue after an interruption.
 
     \b
@@ -183,11 +186,12 @@ def add(config: AddConfig, dry_run: bool) -> None:
 def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
-    The result is that of `extract --codec`, with a transform codec up to rounding. Run the same
-    command again to continue after an interruption. With --drafter, errors of keys and values are
-    weighted by how much they change that drafter's next-token distributions. The store then suits
-    drafters that read the same layers in the same way; others may lose more than with evenly spent
-    bits. The report ends with the output of `moa-data compare` for the two stores.
+    The result equals a store of `extract --codec`; with a transform codec, up to rounding. Run the
+    same command again to continue after an interruption. With --drafter, a transform codec spends
+    its bits where errors of keys and values change that drafter's next-token distributions most.
+    The store then suits drafters that read the same layers in the same way. For other drafters, it
+    may be worse than without --drafter. The report ends with the output of `moa-data compare` for
+    the two stores.
 
     \b
     Examples:
@@ -247,13 +251,14 @@ def compare(
     seed: int,
     device: str,
 ) -> None:
-    """Measure the loss of a codec: compare a store with the lossless one of the same chats.
+    """Measure the loss of a codec: compare a store with a lossless store of the same chats.
 
-    Prints bytes per token; relative errors of keys and values by layer, of hidden states, and of
-    the logits computed from the last one; and the KL of the target's next-token distributions. With
-    --model the target also continues the second half of each sequence from the stored keys and
-    values of the first half, and the KL of its distributions is printed. The sequences are drawn at
-    random from those in both stores.
+    Prints bytes per token, and relative errors of keys and values by layer, of hidden states, and
+    of the logits computed from the last hidden states. Also prints the KL divergence of the
+    next-token distributions from these logits. With --model, the target also computes the second
+    half of each sequence from the stored keys and values of the first half, and the KL divergence
+    of its next-token distributions is printed. The compared sequences are drawn at random from
+    those in both stores.
 
     \b
     Examples:
@@ -295,11 +300,11 @@ def repair(
 ) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
-    Every byte is checked first. With --model or --drop the damaged parts are then deleted, and with
-    --model extracted again together with the missing ones. Run the same command again, or
+    Every byte is checked first. With --model or --drop, damaged parts are then deleted. With
+    --model, damaged and missing parts are extracted again. Run the same command again, or
     `extract`, to continue after an interruption. If a file could not be checked (too many open
     files, no right to read it), nothing is deleted and the exit code is 2. Without --model and
-    --drop the command is `moa-data verify`.
+    --drop the command does the same as `moa-data verify`.
 
     \b
     Examples:
@@ -353,10 +358,10 @@ def repair(
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
-    """Run random sequences on the live target and compare with the store.
+    """Run the target on random sequences of a store, and compare its activations with the store.
 
-    Compares tokens, masks, keys and values, hidden states and the target's logits. Exit code 1 if
-    anything is out of tolerance.
+    Compares tokens, masks, keys and values, hidden states and the target's logits. The exit code is
+    1 if any difference exceeds its tolerance.
 
     \b
     Example:

@@ -1,7 +1,7 @@
-"""Options of a command, generated from the settings of its stage.
+"""Generate the options of a command from the settings of its stage.
 
-Every setting is a flag, and can be set in a YAML file. ``--help`` shows the common settings,
-``--help-all`` shows all of them.
+A stage is the function that does the work of a command. Each of its settings can be given as a flag
+or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` shows all settings.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StageCommand(click.Command):
-    """A command whose options are the settings of a stage; see :func:`stage_command`."""
+    """A click command whose options are the settings of a stage; see :func:`stage_command`."""
 
     def __init__(self, name: str, config_class: type[Config], **attributes: Any) -> None:
         super().__init__(name, **attributes)
@@ -37,7 +37,7 @@ class StageCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the common options, or all settings by group (``--help-all``) and other options."""
+        """Write the options for the help: common ones, or all by group with ``--help-all``."""
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
@@ -69,7 +69,8 @@ class StageCommand(click.Command):
 _ALL = "moa_data.all_options"
 
 
-class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
+# ``ParamType`` is generic only in later releases of click.
+class StoreArgument(click.ParamType):  # type: ignore[type-arg]
     """The type of an argument that names a store: a folder, or a URL."""
 
     name = "store"
@@ -77,7 +78,7 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> "StorePath":
-        """Return the path of the store."""
+        """Turn the argument into the path of a store."""
         from ..storage.backend import open_path
 
         return open_path(value)
@@ -90,18 +91,20 @@ def stage_command(
     earlier: Earlier | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], StageCommand]:
-    """Return a decorator that makes a command of a function.
+    """Return a decorator that turns a function into a command.
 
-    The function is called with ``config`` and its own parameters.
+    The function is called with the settings as ``config``, and with its own click parameters.
 
     Args:
-        config_class: the settings.
+        config_class: class of the settings.
         arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
-        earlier: finds the settings of an earlier run; all other sources take precedence.
+        earlier: finds the settings of an earlier run. All other sources of settings, such as flags
+            and files, take precedence over it.
         name: name of the command; None for the function's name.
     """
-    # If several kinds have a setting, the flag shows the first one.
+    # Several kinds (for example of drafters) may have a setting of the same name. Use the first
+    # one's help for the flag.
     settings = {setting.name: setting for setting in reversed(list(config_class.settings()))}
 
     def spell(name: str) -> str:
@@ -127,7 +130,8 @@ def stage_command(
 
         flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
         is_short = any(setting.is_common for setting in flags)
-        # click's decorators append their parameters from the bottom up.
+        # Reverse the function's own parameters, because click's decorators append them from the
+        # bottom up.
         own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(parameter for parameter in own_parameters if not parameter.is_flag),
@@ -173,12 +177,12 @@ def _show_all(ctx: click.Context, parameter: click.Parameter, is_asked: bool) ->
 
 
 def help_text(setting: Setting) -> str:
-    """Return the help of a setting on one line."""
+    """Return the help text of a setting as one line."""
     return " ".join((setting.field.description or "").split())
 
 
 def default_text(setting: Setting) -> str:
-    """Return the default of a setting as a user would type it; empty if there is none."""
+    """Return the default of a setting as a user would type it, or an empty text without default."""
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):
         return ""
@@ -190,7 +194,7 @@ def default_text(setting: Setting) -> str:
 def type_text(setting: Setting) -> str:
     """Return the type of a setting as shown in the help.
 
-    It is ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that the setting may be.
+    The type is ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the list of allowed words.
     """
     kind, *words = [
         kind for kind in plain_types(setting.field.annotation) if kind is not type(None)
@@ -202,7 +206,7 @@ def type_text(setting: Setting) -> str:
 
 def _option(setting: Setting, hidden: bool) -> click.Option:
     name, kind = _flag(setting)
-    # click gets no default, so that a flag that is not given does not override the file.
+    # Give click no default, so that a flag that is not given does not override the YAML file.
     return click.Option(
         [name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden
     )

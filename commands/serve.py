@@ -1,4 +1,4 @@
-"""The command serve."""
+"""The command ``serve``."""
 
 import logging
 import sys
@@ -18,14 +18,14 @@ def serve(config: ServeConfig) -> None:
     """Serve a target over OpenAI's API, and to clients with their own drafters.
 
     Requests of all clients share target calls (continuous batching). With --drafter, answers are
-    drafted while that pays; the text is the same, token for token, as without. Programs that use
-    OpenAI's API need only another base URL: http://HOST:PORT/v1. The routes are
+    drafted while that makes them faster; the text is the same, token for token, as without.
+    Programs that use OpenAI's API need only the base URL http://HOST:PORT/v1. The routes are
     /v1/chat/completions, /v1/completions and /v1/models; /health and /metrics (Prometheus). A
     request selects a drafter with "drafter": "NAME", or "none". Clients that run the drafter
     themselves connect over gRPC (moa.v1 in serving/moa_v1.proto).
 
-    Each request is logged as one JSON line on standard error. Ctrl-C and SIGTERM first let running
-    answers end (--set grace_s=S); a second signal does not.
+    Each request is logged as one JSON line on standard error. After Ctrl-C or SIGTERM, running
+    answers have S seconds to end (--set grace_s=S); a second signal ends the server at once.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ def serve(config: ServeConfig) -> None:
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     if config.tls is not None:
-        check_tls(*config.tls)  # Check before a model is loaded.
+        check_tls(*config.tls)  # Check the certificate before a model is loaded.
     tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     identities = None
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
@@ -81,7 +81,7 @@ def serve(config: ServeConfig) -> None:
         )
 
     if target.device.type == "cpu":
-        # Requests need not wait for this.
+        # Settle memory in the background, so that requests need not wait until it is done.
         threading.Thread(target=settle_memory, daemon=True).start()
 
     def on_ready(http: str, grpc: str | None) -> None:

@@ -1,17 +1,17 @@
 """How SIGINT, SIGTERM and SIGHUP end a command at any moment.
 
-    while                     a signal
+    state of the process      effect of a signal
     ------------------------  --------------------------------------------------------------------
-    the program is imported   ends the process: nothing has been done
-    the command runs          raises SignalReceived in the main thread; within an import, where that
-                              would leave half a module and a locked import system, it ends the
-                              process
-    the outcome is decided    ends the process with the exit code that was decided
+    the program is imported   The process ends, because nothing has been done yet.
+    the command runs          SignalReceived is raised in the main thread. During an import, the
+                              process ends instead, because the exception would leave half a module
+                              and a locked import system.
+    the outcome is decided    The process ends with the exit code that was decided.
 
-A watching thread receives signals even while the main thread is inside a C library. It ends the
-process CLEANUP_S after the first signal, and at a second SIGINT. If code has installed its own
-handlers (training saves its state, a server drains), it may take the time it needs, until a second
-SIGINT.
+A watching thread receives signals even while the main thread is inside a C library. The watching
+thread ends the process CLEANUP_S seconds after the first signal, and at a second SIGINT. If the
+command has installed its own signal handlers (training saves its state, a server drains), it has
+unlimited time until a second SIGINT.
 """
 
 import atexit
@@ -31,9 +31,9 @@ from ..machine import is_first_process
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-# Time for a command to discard work in flight, starting at the signal.
+# Seconds that a command has after a signal to discard unfinished work.
 CLEANUP_S = 3.0
-# Treat a second SIGINT within this time as the same Ctrl-C, which a shell or launcher may forward.
+# A second SIGINT within this time counts as the same Ctrl-C, which a shell or launcher may forward.
 _REPEAT_S = 1.0
 _POLL_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -43,8 +43,9 @@ _IMPORT = "<frozen importlib._bootstrap"
 class SignalReceived(KeyboardInterrupt):
     """SIGINT, SIGTERM or SIGHUP arrived."""
 
-    # SIGINT uses this class too: if a plain KeyboardInterrupt passes through `exec` of a text, as
-    # in named tuples and dataclasses, Python ends with that signal even after it was handled.
+    # SIGINT raises this class rather than a plain KeyboardInterrupt. If a plain KeyboardInterrupt
+    # passes through `exec` of a text, as in named tuples and dataclasses, Python later ends with
+    # SIGINT even though the exception was handled.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -54,18 +55,20 @@ class SignalReceived(KeyboardInterrupt):
 class _State:
     """State shared by the main thread and the watching thread."""
 
-    phase = "starting"  # Or "running" (a signal raises an exception), or "ending".
-    signum: int | None = None  # Number of the first signal.
-    # Whether SignalReceived was raised in the main thread. Further signals must not interrupt its
-    # handling.
+    # "starting" before the command runs, "running" while signals raise exceptions, then "ending".
+    phase = "starting"
+    signum: int | None = None  # Number of the first signal that has arrived.
+    # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
+    # because they would interrupt the handling of the first one.
     is_raised = False
-    code: int | None = None  # Exit code of the process, once it is decided.
+    code: int | None = None  # Exit code of the process; None until it is decided.
 
 
 def watch_signals() -> None:
-    """Make the three signals end the process, or the command after :func:`begin_command`.
+    """Install handlers for SIGINT, SIGTERM and SIGHUP, and start the watching thread.
 
-    A signal that is ignored when the process starts stays ignored, so that ``nohup`` works.
+    The signals end the process. After :func:`begin_command`, they raise exceptions instead. A
+    signal that is ignored when the process starts stays ignored, so that ``nohup`` works.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -75,12 +78,12 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    atexit.register(_leave)  # Registered first, so called last.
+    atexit.register(_leave)  # Python calls exit hooks in reverse order, so this one is last.
     os.register_at_fork(after_in_child=_forget_parent)
 
 
 def begin_command() -> None:
-    """Make signals raise :class:`SignalReceived` in the main thread."""
+    """From now on, let signals raise :class:`SignalReceived` in the main thread."""
     _State.phase = "running"
 
 
@@ -95,14 +98,14 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Stop raising exceptions for signals; they would interrupt the report of the outcome."""
+    """Stop raising exceptions for signals, which would interrupt the report of the outcome."""
     _State.phase = "ending"
 
 
 def decide(code: int) -> int:
-    """Set the final exit code of the process, and return it.
+    """Set the final exit code of the process, and return this code.
 
-    If a signal came before, the code is 128 + its number.
+    If a signal has arrived, the exit code is 128 plus the signal's number.
     """
     end_command()
     if _State.signum is not None and code < 128:
@@ -114,11 +117,11 @@ def decide(code: int) -> int:
 
 
 def interruption_code(error: BaseException | None) -> int | None:
-    """Return the exit code of an error caused by a signal, 128 + its number; None for other errors.
+    """Return the exit code of an error that was caused by a signal: 128 plus the signal's number.
 
-    An error counts if its chain has a ``KeyboardInterrupt`` or
-    :class:`~moa_data.errors.Interrupted`. Otherwise any error after a signal counts, because
-    libraries replace exceptions by their own.
+    The result is None for any other error. An error was caused by a signal if its chain of causes
+    has a ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted`. After a signal, any error
+    counts as caused by the signal, because libraries replace exceptions with their own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -145,24 +148,21 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 
 def _drop(unraisable: "UnraisableHookArgs") -> None:
-    # Python discards an exception that is raised in a destructor. The watching thread ends the
-    # process then.
+    # Python discards exceptions that are raised in a destructor. Do not print a discarded
+    # SignalReceived. The watching thread will end the process.
     if not isinstance(unraisable.exc_value, SignalReceived):
         sys.__unraisablehook__(unraisable)
 
 
 def _watch(pipe: int) -> NoReturn:
-    """End the process after a signal.
-
-    This happens at a second SIGINT, or if the command takes too long to end.
-    """
+    """Wait for a signal, then end the process at a second SIGINT or if it takes too long to end."""
     while (signum := _next_signal(pipe, None)) is None:
         pass
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
-    # A handler that the command has already installed may take its time. A later one does not know
-    # about this signal.
+    # If the command has installed its own handler, wait until the handler ends the command. A
+    # handler that is installed later does not know about this signal, so do not wait for it.
     is_patient = signal.getsignal(signum) is not _raise
     is_hint_shown = False
     began_s = time.monotonic()
@@ -175,13 +175,22 @@ def _watch(pipe: int) -> NoReturn:
         if next_signal == signal.SIGINT and is_later:
             if not is_patient:
                 _end("interrupted at once.")
-            # The command's handler ends the command now, or this thread does.
+            # From this second SIGINT on, the command's own handler has CLEANUP_S seconds to end the
+            # command.
             is_patient, began_s = False, time.monotonic()
     _end("interrupted; the command did not end by itself.")
 
 
 def _next_signal(pipe: int, wait_s: float | None) -> int | None:
-    """Return the number of one of the three signals; None if none has arrived."""
+    """Wait for SIGINT, SIGTERM or SIGHUP.
+
+    Args:
+        pipe: file descriptor to which Python writes the numbers of signals.
+        wait_s: maximum time to wait in seconds; None for no limit.
+
+    Returns:
+        The number of the signal, or None if none has arrived.
+    """
     if not select.select([pipe], [], [], wait_s)[0]:
         return None
     [number] = os.read(pipe, 1)
@@ -189,7 +198,7 @@ def _next_signal(pipe: int, wait_s: float | None) -> int | None:
 
 
 def _end(line: str) -> NoReturn:
-    """End the process immediately, with a message unless the exit code is already decided."""
+    """End the process immediately. Print a message unless the exit code is already decided."""
     if _State.code is None:
         _tell(f"Error: {line} Run the same command again.")
     os._exit(128 + (_State.signum or 0) if _State.code is None else _State.code)
@@ -205,7 +214,7 @@ def _tell(line: str) -> None:
 def _leave() -> None:
     """Exit without the final cleanup of Python and libraries.
 
-    It could hang, crash or change the exit code.
+    This cleanup could hang, crash or change the exit code.
     """
     if _State.code is None:
         return
@@ -216,6 +225,6 @@ def _leave() -> None:
 
 
 def _forget_parent() -> None:
-    """Reset the wakeup pipe and the exit hook in a forked child; they belong to the parent."""
+    """Remove the parent's wakeup pipe and exit hook from a forked child process."""
     signal.set_wakeup_fd(-1)
     atexit.unregister(_leave)

@@ -53,7 +53,10 @@ def inspect(store: "StorePath", sequence: int | None) -> None:
 
 
 def _decoder(target: Path) -> Callable[[list[int]], str]:
-    """Return a function that decodes token ids; without a tokenizer installed it shows the ids."""
+    """Return a function that decodes token ids to text.
+
+    If the library for tokenizers is not installed, the function returns the ids as text.
+    """
     try:
         from ..moa.targets.live import load_target_tokenizer
     except ModuleNotFoundError as error:
@@ -76,9 +79,9 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
-    Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could
-    not be checked, which does not mean damage. Exit code 3 if nothing is damaged, but parts are
-    missing.
+    The exit code is 1 if anything is damaged; the report then names the damaged parts. It is 2 if
+    some file could not be checked, which does not mean damage. It is 3 if nothing is damaged, but
+    parts are missing.
 
     \b
     Examples:
@@ -90,7 +93,11 @@ def verify(store: "StorePath", checksums_only: bool) -> None:
 
 
 def check_store(store: "StorePath", values: bool = True) -> None:
-    """Print the result of a check; raise StageFailure unless the store is complete and intact."""
+    """Check a store and print the result.
+
+    Raises:
+        StageFailure: the store is damaged, incomplete, or could not be checked.
+    """
     from ..storage.read.verify import verify_store
     from .views import COMPLETE_IT, verify_view
 

@@ -16,7 +16,7 @@ from .options import stage_command
 def _show_warning(
     others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any
 ) -> None:
-    """Show a warning of a run on one line, and other warnings as Python does."""
+    """Show a warning about a training run as one line, and any other warning as Python does."""
     if issubclass(category, RunWarning):
         tell(str(message))
     else:
@@ -29,21 +29,23 @@ def train(config: TrainConfig) -> None:
 
     Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a
     PNG of the curves to --out. --resume continues from the last checkpoint with the settings of the
-    run, bit for bit on a CPU; with --max-steps it makes the run longer. --init-from starts a new
-    run from the weights of another one.
+    run. On a CPU, the result equals that of an uninterrupted run bit for bit. --resume with
+    --max-steps makes the run longer. --init-from starts a new run from the weights of an existing
+    drafter.
 
     Settings that are not given are chosen from the target's size, the number of tokens and the
     length of the run: epochs, optimizer, learning rate, warm-up, decay, batch and validation. The
-    command prints its choices and the reasons. --preset paper is Mixture of Attentions as
-    published, and required by `export-drafter --format moa`.
+    command prints the chosen values and the reasons. --preset paper has the settings of Mixture of
+    Attentions as published, which `export-drafter --format moa` requires.
 
     On an accelerator, a forward takes as many sequences as fit into memory, which trial steps
-    determine; on a CPU at most 2,048 tokens. Gradients are accumulated over the batch.
-    --micro-batch-size sets the number of sequences; the result differs only by rounding. --dry-run
-    prints the choices, time, memory and disk, and writes nothing.
+    determine. On a CPU, a forward takes at most 2,048 tokens. Gradients are accumulated over the
+    batch. --micro-batch-size sets the number of sequences per forward; the result differs only by
+    rounding. --dry-run prints the chosen settings and the estimated time, memory and disk space,
+    and writes nothing.
 
-    Several devices share each batch; the result differs only by rounding. On several machines, run
-    the command under torchrun or srun, with --num-nodes.
+    Several devices share each batch; the number of devices changes the result only by rounding. On
+    several machines, run the command under torchrun or srun, with --num-nodes.
 
     \b
     Examples:
@@ -91,12 +93,12 @@ def train(config: TrainConfig) -> None:
 def demo(config: DemoConfig) -> None:
     """Demonstrate everything on a small machine, without network, in a few minutes.
 
-    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from
-    the store, decodes held-out prompts with it, and serves one answer over a network that is cut in
-    between. Running it again reuses what is finished.
+    Generates chats, trains a tiny target on them, extracts the target's activations, trains a
+    drafter from the store, decodes held-out prompts with the drafter, and serves one answer over a
+    network that is cut in between. If the command is run again, finished phases are not repeated.
 
-    With --model the same is done with a real target, which writes the chats itself; this takes
-    about 20 minutes on two cores for smollm2.
+    With --model, the demo uses a pretrained target, which writes the chats itself. For smollm2,
+    this takes about 20 minutes on two cores.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Build rich renderables of the stages' reports for the command line; prints nothing itself."""
+"""Turn the reports of commands into rich renderables, which the commands print."""
 
 import itertools
 import math
@@ -24,9 +24,9 @@ COMPLETE_IT = "Run the command that created it again: it writes the missing part
 
 
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
-    """Show names and values under a title, one per line.
+    """Show names and values under a title, one pair per line.
 
-    Values are never broken over lines, so that ids can be searched for.
+    A value is never broken into several lines, so that a search finds ids in the output.
     """
     width = max(map(len, pairs), default=0)
     lines = [
@@ -39,7 +39,7 @@ def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
 
 
 def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
-    """Draw a horizontal bar for each label; the longest has BAR_CELLS cells."""
+    """Draw a horizontal bar for each label. The longest bar has BAR_CELLS character cells."""
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -126,7 +126,7 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """Show missing parts, damage by part, files that could not be checked, and the verdict."""
+    """Show missing parts, damage by part, files that could not be checked, and the result."""
     blocks: list[RenderableType] = [_incomplete(report.missing)] if report.missing else []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
@@ -157,7 +157,7 @@ def sample_view(
     mask: Sequence[int],
     decode: Callable[[list[int]], str],
 ) -> RenderableType:
-    """Show one sequence; the trained response (mask 1) is coloured and enclosed in ⟦ ⟧."""
+    """Show one sequence. Responses (mask 1) are coloured and enclosed in ⟦ ⟧."""
     text = Text()
     for is_response, run in itertools.groupby(
         zip(mask, tokens, strict=True), key=lambda pair: bool(pair[0])
@@ -175,7 +175,7 @@ def sample_view(
 
 
 def run_plan_view(plan: "RunPlan") -> RenderableType:
-    """Show what a training run will take."""
+    """Show the size, the estimated cost and the chosen settings of a training run."""
     facts = {
         "steps": f"{plan.n_steps:,}, {plan.steps_per_epoch:,} an epoch",
         "sequences": f"{plan.n_sequences:,}",
@@ -231,7 +231,7 @@ def train_view(report: "TrainReport") -> RenderableType:
     width = ""
     if report.best_half_width is not None:
         width = f" ± {report.best_half_width:.2f} (95 %, {report.n_validation_sequences} sequences)"
-    # These metrics are of the last steps only; those of the whole run are shown above.
+    # Leave out these metrics of the last steps, because speeds of the entire run are shown above.
     speeds = ("train/tokens_per_s", "train/data_wait_share")
     facts = {
         "run": report.out,
@@ -256,7 +256,14 @@ def decoding_view(
     shape: str,
     sampled: bool = False,
 ) -> RenderableType:
-    """Compare speculative with plain decoding of the same prompts; samples differ by chance."""
+    """Compare speculative decoding with plain decoding of the same prompts.
+
+    Args:
+        drafted: answers of speculative decoding.
+        plain: answers of plain decoding; None if there are none.
+        shape: shape of the draft tree.
+        sampled: whether the answers were sampled, so that they may differ by chance.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
         table.add_column(name, justify="left" if not name else "right")
@@ -292,7 +299,7 @@ def decoding_view(
 
 
 def _tokens_per_s(generations: "Sequence[Generation]") -> float:
-    # Prefill, drafts and target calls count; printing the text does not.
+    # Count the time of prefill, drafts and forwards of the target, but not of printing the answer.
     stats = [answer.stats for answer in generations]
     seconds = sum(
         max(answer.prefill_s + answer.draft_s + answer.verify_s, 1e-9) for answer in stats

@@ -1,8 +1,8 @@
-"""Generates a small, varied chat corpus from a seed, for the training of the demo's target.
+"""Generate a small, varied chat corpus from a seed, to train the demo's target.
 
 Each task family (see `FAMILIES`) draws words, numbers and phrasings from one `random.Random`. The
-text is neither constant nor noise: answers follow from their prompts, and no prompt occurs twice.
-The held-out prompts come from the same families. Their first user messages do not occur in the
+chats are neither constant nor noise: answers follow from their prompts, and no prompt occurs twice.
+Held-out chats come from the same families, but start with user messages that do not occur in the
 training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": family}`.
 """
 
@@ -89,19 +89,19 @@ FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee",
 
 
 def _chat(*turns: str) -> Chat:
-    """Return turns as messages that alternate between user and assistant."""
+    """Turn texts into messages that alternate between user and assistant."""
     return [
         {"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)
     ]
 
 
 def _join(words: Sequence[str]) -> str:
-    """Join words as in `a, b and c`."""
+    """Join words in the form `a, b and c`."""
     return ", ".join(words[:-1]) + " and " + words[-1]
 
 
 def arithmetic(rng: random.Random) -> Chat:
-    """Draw a chat about a running total. The answer writes out each step."""
+    """Draw a chat about a running total. Its answers write out each step of the sum."""
     name = rng.choice(NAMES)
     item = rng.choice(ITEMS)
     total = rng.randint(5, 20)
@@ -163,7 +163,7 @@ def story(rng: random.Random) -> Chat:
 
 
 def shopping(rng: random.Random) -> Chat:
-    """Draw a chat that keeps a list over several turns: add, remove, count."""
+    """Draw a chat of several turns about a shopping list: add, remove and count things."""
     things = rng.sample(WORDS, rng.randint(2, 4))
     turns = [
         f"Please keep a list for me: {_join(things)}.",
@@ -191,7 +191,7 @@ FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
 
 
 class Corpus(NamedTuple):
-    """Training chats and held-out chats, in file order.
+    """Training chats and held-out chats, in the order in which they are written to files.
 
     The last message of a held-out chat is the reference answer.
     """
@@ -201,12 +201,12 @@ class Corpus(NamedTuple):
 
 
 def opening(messages: Chat) -> str:
-    """Return the first user message. Training and held-out chats must not share it."""
+    """Return the first user message. No training chat may start like a held-out chat."""
     return next(message["content"] for message in messages if message["role"] == "user")
 
 
 def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
-    """Generate the corpus, with the families in equal shares.
+    """Generate the corpus, with the same number of chats from each family.
 
     Equal arguments produce equal rows on every machine.
     """
@@ -222,7 +222,7 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
 def _rows(rng: random.Random, count: int, seen: set[str]) -> Iterator[dict[str, object]]:
     """Yield `count` rows that cycle through the families.
 
-    The first user message of each row is new, and is added to `seen`.
+    The first user message of each row is not in `seen` yet, and is added to `seen`.
     """
     names = list(FAMILIES)
     for index in range(count):

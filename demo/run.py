@@ -1,8 +1,8 @@
-"""Runs the phases of the demo: corpus, target, extract, train, eval and serve.
+"""Run the phases of the demo: corpus, target, extract, train, eval and serve.
 
-Finished phases are kept. With a real model, the phase ``target`` is skipped, and the model writes
-the corpus. ``demo.json`` in the demo's folder holds the settings, and the seconds and figures of
-each finished phase.
+If the demo is run again, finished phases are not repeated. With a pretrained model, the phase
+``target`` is skipped, and the model writes the corpus. ``demo.json`` in the demo's folder holds the
+settings, and the duration and results of each finished phase.
 """
 
 import importlib
@@ -33,18 +33,20 @@ from .corpus import generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
 
 STATE_FILE = "demo.json"
-_OURS = {STATE_FILE + PARTIAL_SUFFIX}  # A run that is killed before its first phase leaves it.
+# File that may be in the folder of an unstarted demo. A run that is killed before its first phase
+# leaves it.
+_OURS = {STATE_FILE + PARTIAL_SUFFIX}
 PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
-"""Phase -> seconds with smollm2 on two idle cores at 2.5 GHz."""
-# Number of prompts that a real model, which is slow, answers to find the one with the longest
-# answer. That prompt is served.
+"""Maps each phase to its duration in seconds, with smollm2 on two idle cores at 2.5 GHz."""
+# Number of prompts that a pretrained model answers to find the prompt with the longest answer,
+# which the phase ``serve`` uses. The number is low, because pretrained models are slow.
 _SERVED_PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Figures of a finished demo, by phase."""
+    """The results of a finished demo, by phase."""
 
     folder: Path
     phases: dict[str, dict[str, Any]]
@@ -77,7 +79,10 @@ class DemoReport:
         ))  # fmt: skip
 
     def _choices(self) -> list[str]:
-        """Return lines on the chats of a real model, and on the drafter and why it was chosen."""
+        """Return lines of text about the chats and the drafter of a demo with a pretrained model.
+
+        The list is empty for a demo with its own tiny target.
+        """
         chats = self.phases.get("corpus", {})
         if "n_answer_tokens" not in chats:
             return []
@@ -101,7 +106,7 @@ def run_demo(
     folder = Path(config.out)
     phases = {"corpus": _corpus, "target": _target}
     if config.model is not None:
-        find_model(config.model)  # Fail before anything is written.
+        find_model(config.model)  # Raise before anything is written if the model is missing.
         phases = {"corpus": _own_corpus}
     phases |= {"extract": _extract, "train": _train, "eval": _evaluate, "serve": _serve}
     finished = _open(config, folder)
@@ -128,9 +133,15 @@ def run_demo(
 def _with_estimate(
     progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]
 ) -> Progress:
-    """Add the estimated time of the following phases to each progress message.
+    """Return a progress function that adds the estimated time of later phases to each message.
 
     The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases.
+
+    Args:
+        progress: the function that receives the messages.
+        name: the current phase.
+        model: name of the model.
+        finished: the results of the finished phases.
     """
     names = list(MODEL_SECONDS)
     number = names.index(name) + 1
@@ -152,11 +163,14 @@ def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]])
 
 
 def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
-    """Create the folder of a demo, or return the finished phases of an existing one.
+    """Create the folder of a demo, or open the folder of an earlier run.
+
+    Returns:
+        The results of the finished phases, by phase.
 
     Raises:
-        OptionInvalid: the folder holds other files, or a demo with other settings. It is not
-            changed.
+        OptionInvalid: the folder holds other files, or a demo with other settings. The folder is
+            not changed.
     """
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
@@ -195,7 +209,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
 def _corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    # These modules import every package that the demo needs. A missing package fails here, before
+    # Import all packages that the demo needs now, so that a missing package is found before
     # anything is written.
     for stage in ("target", "serving"):
         importlib.import_module(f"{__package__}.{stage}")
@@ -210,11 +224,15 @@ def _corpus(
 def _own_corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    """Let the model write questions and answer them. The first chats are held out."""
+    """Let the pretrained model write questions and answer them. Hold out the first chats.
+
+    Returns:
+        The results of the phase ``corpus``.
+    """
     importlib.import_module(f"{__package__}.serving")
     from ..pipeline.regenerate import regenerate
 
-    # This resumes an interrupted phase by itself.
+    # If the phase was interrupted, `regenerate` resumes it.
     settings = RegenerateConfig(
         model=_target_name(config, folder),
         self_prompted=config.n_held_out + config.n_chats,
@@ -251,7 +269,8 @@ def _held_out(folder: Path) -> Path:
 def _target(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    # Import a stage only when it runs, because importing torch and transformers takes seconds.
+    # Import a phase's module only when the phase runs, because importing torch and transformers
+    # takes seconds.
     from .target import train_target
 
     return train_target(
@@ -272,7 +291,7 @@ def _extract(
         data=DataSettings(max_sequences=config.n_store_chats if config.model is None else None),
         forward=ForwardSettings(device="cpu"),
     )
-    # This resumes an interrupted phase by itself.
+    # If the phase was interrupted, `extract` resumes it.
     extract(settings, progress=progress, provenance=provenance)
     summary = summarize_store(folder / "store")
     return {
@@ -289,9 +308,9 @@ def _train(
 
     out = folder / "drafter"
     every = max(1, config.drafter_steps // 4)
-    can_resume = (out / LAST).is_file()  # An interrupted phase leaves this checkpoint.
+    can_resume = (out / LAST).is_file()  # An interrupted run leaves this checkpoint.
     if out.exists() and not can_resume:
-        shutil.rmtree(out)  # The run stopped before its first checkpoint.
+        shutil.rmtree(out)  # Delete a run that was stopped before its first checkpoint.
     settings = {
         "store": str(folder / "store"),
         "out": str(out),
@@ -346,11 +365,14 @@ def _serve(
 ) -> dict[str, Any]:
     from .serving import answer_through_a_cut
 
-    # The client reads only the store's frozen weights, and the server only the target.
+    # A pretrained model answers fewer prompts, because it is slow.
     n_prompts = config.n_eval_prompts if config.model is None else _SERVED_PROMPTS
     rows = [*read_jsonl(_held_out(folder))][:n_prompts]
     progress(0, 1, "serve, and cut the network")
-    prompts = [row["messages"][:-1] for row in rows]  # The last message is the reference answer.
+    # Leave out the last message of each chat, which is the reference answer.
+    prompts = [row["messages"][:-1] for row in rows]
+    # The server loads the target. Of the target, the client needs only the frozen weights in the
+    # store.
     return answer_through_a_cut(
         folder, _target_name(config, folder), prompts, config.max_new_tokens
     )

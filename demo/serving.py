@@ -1,6 +1,6 @@
-"""Serves the demo's target and answers one prompt over a slow network that is cut meanwhile.
+"""Serve the demo's target and answer one prompt over a slow network, which is cut for a while.
 
-The course of the answer is drawn as a picture.
+A picture shows how many tokens of the answer were shown and verified at which time.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from ..serving.client.client import DraftingClient
 from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
 DELAY_S = 0.021  # One-way delay in seconds, the mean of 4G.
-# Minimum time of a target call, about that of an 8B target on a small GPU. The demo's own target
-# takes 1 or 2 ms.
+# Minimum duration of a forward of the target. It imitates an 8B target on a small GPU, because the
+# demo's own target takes only 1 or 2 ms.
 TARGET_MS = 25.0
-# Share of the answer after which the network is cut, and seconds that the cut lasts.
+# Fraction of the answer after which the network is cut, and duration of the cut in seconds.
 CUT_AFTER, CUT_S = 0.35, 1.5
 
 
 class CutProxy:
-    """Forwards bytes between a port of 127.0.0.1 and another port, with a delay in each direction.
+    """A TCP proxy on 127.0.0.1 that delays bytes in both directions and can cut the connection.
 
-    The proxy runs in its own thread. While it is cut, connections stay open but silent, as on a
-    network that loses all packets.
+    The proxy listens at ``address`` and runs in its own thread. While it is cut, connections stay
+    open but silent, as on a network that loses all packets.
 
     Args:
-        port: the port of 127.0.0.1 to forward to.
+        port: the port of 127.0.0.1 to which the proxy connects.
         delay_s: one-way delay in seconds.
     """
 
@@ -53,12 +53,13 @@ class CutProxy:
         is_ready.wait()
 
     def cut(self) -> None:
-        """Hold all bytes back."""
+        """Hold back all bytes in both directions."""
         self._loop.call_soon_threadsafe(self._is_open.clear)
 
     def restore(self) -> None:
-        """Forward bytes again, starting with those that were held back."""
-        with contextlib.suppress(RuntimeError):  # The proxy may have ended meanwhile.
+        """Forward bytes again, starting with the bytes that were held back."""
+        # RuntimeError means that the proxy, and with it the event loop, has ended in the meantime.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._is_open.set)
 
     def __enter__(self) -> Self:
@@ -81,7 +82,8 @@ class CutProxy:
 
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        with contextlib.suppress(asyncio.CancelledError):  # The end of the proxy cancels this task.
+        # The task is cancelled when the proxy ends.
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(
                 self._forward(up, writer), self._forward(reader, down), return_exceptions=True
             )
@@ -97,19 +99,22 @@ class CutProxy:
 
 
 class Timeline:
-    """Records shown and verified tokens against time, and cuts the network at ``n_tokens``."""
+    """Records the number of shown and verified tokens over time.
+
+    When ``n_tokens`` tokens are shown, it cuts the network for ``CUT_S`` seconds.
+    """
 
     def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
         self._proxy = proxy
         self._n_tokens = n_tokens
         self._began_s = time.perf_counter()
-        # Each point is (seconds, number of tokens shown, number of these that are verified).
+        # Points (seconds, number of shown tokens, number of verified tokens).
         self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
-        self.cut: list[float] = []  # Times of the cut and of the network's return, in seconds.
+        self.cut: list[float] = []  # Times in seconds at which the network was cut and restored.
         self.n_rolled_back = 0
 
     def note(self, event: Event) -> None:
-        """Record an event of the client."""
+        """Record the number of shown and verified tokens after an event of the client."""
         now = time.perf_counter() - self._began_s
         _, shown, verified = self.points[-1]
         if isinstance(event, Tokens):
@@ -125,7 +130,7 @@ class Timeline:
             self.cut.append(now)
             self._proxy.cut()
             timer = threading.Timer(CUT_S, self._restore)
-            timer.daemon = True  # An interrupted demo must not wait for the timer.
+            timer.daemon = True  # If the demo is interrupted, Python does not wait for the timer.
             timer.start()
 
     def _restore(self) -> None:
@@ -133,7 +138,7 @@ class Timeline:
         self._proxy.restore()
 
     def draw(self, path: Path) -> None:
-        """Draw shown and verified tokens against time."""
+        """Draw the number of shown and verified tokens over time."""
         seconds, shown, verified = zip(*self.points, strict=True)
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         axes = figure.subplots()
@@ -165,10 +170,18 @@ class Timeline:
 def answer_through_a_cut(
     folder: Path, model: str, prompts: list[list[dict[str, Any]]], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Serve the target in a separate process, and answer the prompt with the longest answer.
+    """Serve the target in a separate process, and answer one prompt over a network that is cut.
+
+    The prompt is the one with the longest answer.
+
+    Args:
+        folder: the demo's folder.
+        model: the target.
+        prompts: the chats to choose from.
+        max_new_tokens: maximum number of tokens of an answer.
 
     Returns:
-        The figures of the report. ``is_equal`` says whether the tokens are those of plain greedy
+        The results for the report. ``is_equal`` says whether the tokens equal those of plain greedy
         decoding.
     """
     live = Target.load(model, device="cpu")
@@ -179,7 +192,7 @@ def answer_through_a_cut(
         ).tokens
         for messages in prompts
     ]
-    # Choose the longest answer, so that the cut falls into it.
+    # Choose the prompt with the longest answer, so that the answer lasts longer than the cut.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
         _served(folder, model) as port,
@@ -203,7 +216,7 @@ def answer_through_a_cut(
 
 @contextlib.contextmanager
 def _served(folder: Path, model: str) -> Iterator[int]:
-    """Run ``moa-data serve`` while the context is open, and yield its gRPC port."""
+    """Run ``moa-data serve`` while the context is open, and yield the server's gRPC port."""
     command = [
         sys.executable, "-m", "moa_data", "serve", "--model", model,
         "--drafter", str(folder / "drafter"), "--port", "0", "--grpc-port", "0", "--device", "cpu",
@@ -218,7 +231,7 @@ def _served(folder: Path, model: str) -> Iterator[int]:
         ) as process,
     ):
         try:
-            # The server writes this line when it is ready. The line is empty if the server ended.
+            # The server writes a line when it is ready. The line is empty if the server has ended.
             line = process.stdout.readline() if process.stdout else ""
             if (match := re.search(r"gRPC \S+:(\d+)", line)) is None:
                 raise ServingError(f"The server did not start. See {log}.")

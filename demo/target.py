@@ -1,6 +1,6 @@
-"""Trains the demo's target, a tiny Llama with a byte-level BPE tokenizer.
+"""Train the demo's target, a tiny Llama with a byte-level BPE tokenizer.
 
-The target is saved as an ordinary Hugging Face folder. The chat template is Llama-3's with
+The target is saved as an ordinary Hugging Face folder. Its chat template is Llama-3's, with
 `{% generation %}` around the answers, so that the template itself provides the response masks.
 """
 
@@ -27,7 +27,8 @@ from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
-# Name of the file that is written last. A folder without this file is incomplete and is rebuilt.
+# Name of the file that is written last. A folder without this file is incomplete, and the target is
+# trained again.
 MARKER = "training.json"
 BOS = "<|begin_of_text|>"
 EOT = "<|eot_id|>"
@@ -43,19 +44,21 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 MAX_POSITIONS = 512
-# Loss weight of prompt tokens. It is above zero to train the embeddings, because answers copy words
-# from prompts.
+# Loss weight of prompt tokens. The weight is above zero so that the embeddings of words in prompts
+# are trained, because answers copy such words.
 PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 
-# Token ids of one chat (int64), and the loss weight of each next token (float32); [T] each.
+# Token ids of one chat, int64 [T], and the loss weight of the next token at each position, float32
+# [T].
 _Example = tuple[Tensor, Tensor]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # Llama-3's pattern, except that numbers are split: the model learns sums digit by digit.
+    # This is Llama-3's pattern, except that numbers are split into digits, because the model learns
+    # to add digit by digit.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -105,7 +108,7 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,  # The targets that the package is made for are untied too.
+        tie_word_embeddings=False,  # Large targets usually have untied embeddings too.
         **special,
     )
     model = LlamaForCausalLM(sizes)
@@ -120,19 +123,21 @@ def train_target(
     progress: Progress | None = None,
     build: Callable[[DemoConfig, PreTrainedTokenizerFast], Any] = build_target,
 ) -> dict[str, Any]:
-    """Train the tokenizer and the target on the corpus and save them. A finished folder is kept.
+    """Train the tokenizer and the target on the corpus, and save both to a folder.
+
+    If the folder holds a finished target, nothing is trained.
 
     Args:
         train: rows of the corpus.
         config: settings of the demo.
         folder: folder of the target.
-        progress: called with steps done, steps in all and a message.
-        build: builds the untrained target. Its family must have the decoder layers in
+        progress: called with (steps done, total steps, message).
+        build: builds the untrained target. The model must have its decoder layers in
             ``model.model.layers``.
 
     Returns:
-        ``n_parameters``; ``n_tokens``, the tokens seen in training, including prompts;
-        ``train_loss`` of the last step, in nats per token.
+        A dict with ``n_parameters``, the number of tokens seen in training ``n_tokens``, prompts
+        included, and the loss of the last step ``train_loss``, in nats per token.
     """
     if (folder / MARKER).is_file():
         return dict(json.loads((folder / MARKER).read_text(encoding="utf-8")))
@@ -144,7 +149,8 @@ def train_target(
     facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
-    # Write the weight files again: the library's writer makes them unreadable for other users.
+    # Write the weight files again, because transformers has written them with permissions that make
+    # them unreadable for other users.
     for file in folder.glob("*.safetensors"):
         with replacing(file) as partial:
             write_tensors(partial, load_file(file))
@@ -154,7 +160,7 @@ def train_target(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> list[_Example]:
-    """Tokenize chats. The template's mask marks the answers; other tokens weigh `PROMPT_WEIGHT`."""
+    """Tokenize chats, and set loss weights: 1 for answers, and `PROMPT_WEIGHT` for other tokens."""
     examples = []
     for row in rows:
         encoded: Any = tokenizer.apply_chat_template(
@@ -174,8 +180,8 @@ def _batches(
     """Divide examples into batches of similar lengths, in random order.
 
     Returns:
-        Indices of each batch. The padded size of a batch is at most `batch_tokens`, unless a single
-        example is longer.
+        The indices of the examples in each batch. A batch has at most `batch_tokens` tokens with
+        padding, unless a single example is longer.
     """
     lengths = np.array([len(ids) for ids, _ in examples])
     # Jitter the lengths by up to 16 tokens, so that the batches differ between epochs.
@@ -193,14 +199,15 @@ def _batches(
 def _fit(
     model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None
 ) -> tuple[int, float]:
-    """Train with a linear warm-up, then a cosine decay to 2 % of the peak learning rates.
+    """Train the target, with a linear warm-up and a cosine decay to 2 % of the peak learning rates.
 
     Returns:
-        The number of tokens seen, and the loss of the last step.
+        The number of tokens seen in training, and the loss of the last step.
     """
     rng = np.random.default_rng(config.seed)
     n_steps = config.target_steps
-    # Muon trains the matrices of the decoder layers; AdamW trains embeddings, norms and LM head.
+    # Muon trains the matrices of the decoder layers. AdamW trains embeddings, norms and the LM
+    # head.
     in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
     optimizer = Muon(
         [p for p in model.parameters() if id(p) in in_layers],
@@ -224,8 +231,8 @@ def _fit(
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
         columns = zip(*(train[i] for i in pending.pop()), strict=True)
-        # Padding is on the right, so causal attention hides it without a mask. The padding and the
-        # token after the last one have no weight in the loss.
+        # Pad on the right. Attention is causal, so no token attends to the padding and no mask is
+        # needed. The loss weight is zero at the padding and at the last token of each chat.
         ids, weights = (pad_sequence(list(column), batch_first=True) for column in columns)
         logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
         losses = functional.cross_entropy(

@@ -1,4 +1,8 @@
-"""Add activations to a store: run its sequences through the target again and store other fields."""
+"""Add activations to a store: run its sequences through the target again and store new fields.
+
+A part of a store is a group of sequences that is committed as a whole. The bundle is the folder
+``target/`` of a store, with the target's config, tokenizer, embeddings, final norm and LM head.
+"""
 
 import contextlib
 import time
@@ -59,22 +63,23 @@ _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", 
 
 @dataclass(frozen=True)
 class AddPlan(WritePlan):
-    """The plan of an addition.
+    """The plan of adding fields to a store.
 
-    ``table`` lists the sequences of those committed parts that lack new fields.
+    ``table`` lists only sequences whose parts are committed and still lack a new field.
     """
 
     config: AddConfig
     stored: StoreManifest  # the store's manifest before the addition
-    # The manifest after the addition. A codec that learns has not learned the new fields yet.
+    # The store's manifest after the addition. A codec that has to be fitted to data is not yet
+    # fitted to the new fields.
     manifest: StoreManifest
-    codec: StoreCodec = field(repr=False)  # the codec for old and new fields together
-    n_stored_tokens: int  # tokens in committed parts
-    n_stored_parts: int  # committed parts
+    codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
+    n_stored_tokens: int  # number of tokens in committed parts
+    n_stored_parts: int  # number of committed parts
 
     @property
     def added(self) -> str:
-        """Text that names the new fields."""
+        """The names of the new fields, as text."""
         return ", ".join(self.forward.spec.fields) or "no field, the store has them all"
 
     @property
@@ -109,11 +114,13 @@ def add(
     """Add activations to every committed part of a store, or resume an earlier addition.
 
     Args:
-        progress: called with (done, total, message).
-        provenance: entries for the record of the run, such as the command line.
+        config: the settings of the addition.
+        progress: called with (tokens done, total, message).
+        provenance: entries for the JSON file of the run, such as the command line.
 
     Raises:
-        MoaDataError: the store or the target cannot be used, or Interrupted after Ctrl-C.
+        MoaDataError: the store or the target cannot be used.
+        Interrupted: the user pressed Ctrl-C.
     """
     fix_sums()
     start = time.perf_counter()
@@ -135,7 +142,9 @@ def add(
         ):
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
-        with contextlib.suppress(WorkerError):  # no extraction is recorded
+        # WorkerError means that the store has no record of its extraction. Then the dataset card is
+        # not rewritten.
+        with contextlib.suppress(WorkerError):
             extraction = plan.manifest.extraction
             recorded = recorded_config(plan.store).replaced(
                 model=config.model,
@@ -143,7 +152,8 @@ def add(
                 target_layers=extraction["target_layers"],
             )
             write_card(plan.store, recorded.model, recorded.dataset, recorded.storage.licences)
-            # `repair` later needs the settings that would extract all fields at once.
+            # Record the settings of an extraction of all fields at once, because `repair` uses
+            # them.
             named = {"config": recorded.named()}
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, writer, timings, agreement)
@@ -160,10 +170,11 @@ def _write_fields(
     timings: Timings,
     progress: Progress | None,
 ) -> str:
-    """Write the bundle, the new fields of all parts, and then the manifest.
+    """Write the target's bundle, the new fields of all parts, and then the manifest.
 
     Returns:
-        A text about how closely the target reproduces the stored values; empty if not compared.
+        A text about how closely the target reproduces the stored values. It is empty if they were
+        not compared.
     """
     agreement = ""
     forward = plan.forward
@@ -184,9 +195,9 @@ def _write_fields(
         agreement = _compare(
             plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()]
         )
-        # The batches are those of the extraction. On the same device, with the same libraries and
-        # number of threads, the new fields equal those of an extraction of all fields, bit for bit.
-        # Otherwise, the last bits differ.
+        # Use the same batches as the extraction. With the same device, libraries and number of
+        # threads, the new fields then equal, bit for bit, the fields that a single extraction of
+        # all fields would store. Otherwise, their last bits may differ.
         forwards = forward.forwards(
             target,
             plan.codec,
@@ -201,7 +212,7 @@ def _write_fields(
                 progress(n_tokens, plan.n_stored_tokens, f"add {n_done}/{addition.n_parts} parts")
 
         run_parts(forwards, addition, pending, timings, tell)
-    addition.finish()  # publishes the manifest, so that readers see the new fields
+    addition.finish()  # Publish the manifest, so that readers see the new fields.
     return agreement
 
 
@@ -212,7 +223,7 @@ def _learn(
     target: Target,
     progress: Progress | None,
 ) -> None:
-    """Fit the codec of the new fields on the sequences that the codec of the old fields used."""
+    """Fit the codec of the new fields to the sequences that the old fields' codec was fitted to."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
             f"{plan.store}: the codec of {plan.added} must learn from all sequences, but "
@@ -224,10 +235,10 @@ def _learn(
 
 
 def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[int]) -> str:
-    """Run a batch and compare its hidden/last with the stored values.
+    """Run the target on a batch and compare its ``hidden/last`` with the stored values.
 
     Returns:
-        A text about the difference; empty if hidden/last is not stored.
+        A text about the difference. It is empty if ``hidden/last`` is not stored.
 
     Raises:
         OptionInvalid: the difference is larger than rounding can explain.
@@ -236,8 +247,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # Capture kv if the store has it, because capturing it may select other kernels, which changes
-    # the last bits.
+    # If the store has kv, capture kv here too. Capturing kv may select other kernels, which change
+    # the last bits of the hidden states.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
@@ -285,10 +296,10 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     """Plan an addition without running the target or writing anything.
 
     Args:
-        progress: called with the bytes of weights that are hashed.
+        progress: called while the target's weights are hashed, with (bytes done, total, message).
 
     Raises:
-        OptionInvalid: `extract` did not make the store, or the activations are unknown.
+        OptionInvalid: the store was not made by `extract`, or the activations are unknown.
         StoreMismatch: the store was made with another target, or on another kind of device.
     """
     with ActivationStore(config.store) as reader:
@@ -304,7 +315,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     sizes = target_sizes(model_config)
     n_layers = max(settings["target_layers"], config.target_layers)
     if config.target_layers:
-        layer_sizes(model_config)  # raises if no drafter can use the target's layers
+        layer_sizes(model_config)  # This call raises if no drafter can use the target's layers.
     old = parse_fields(spec.name for spec in stored.fields).fields
     groups = kv_groups(model_config)
     wanted = (*map(activation_name, old), *config.activations)
@@ -355,19 +366,20 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
 
 
 def refuse_addition(plan: ExtractPlan) -> None:
-    """Refuse an extraction whose store only lacks fields or decoder layers, which `add` adds.
+    """Refuse an extraction to a store that only needs more fields or decoder layers from `add`.
 
     Raises:
-        OptionInvalid: the store agrees with the plan in all other respects.
+        OptionInvalid: the store differs from the plan only in fields or decoder layers.
     """
-    # Resuming an extraction does not run the target again over committed parts.
+    # The check is needed only if parts are committed, because a resumed extraction does not run
+    # the target over committed parts again.
     if not has_parts(plan.store):
         return
     try:
         old = read_manifest(plan.store)
         new = plan.manifest
     except StoreError:
-        return  # Opening the store for writing later repairs it or reports the damage.
+        return  # The store is damaged. It is repaired or refused later, when opened for writing.
     n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
     lacking = [spec.name for spec in new.fields if spec not in old.fields]
     if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
@@ -375,7 +387,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
     settings = dict(new.extraction) | {
         key: old.extraction.get(key) for key in ("activations", "target_layers")
     }
-    # The plan of a dry run lacks the hash of the weights.
+    # Compare only the identities that the plan has. A dry run does not hash the target's weights.
     identities = {key: value for key, value in old.identities.items() if key in new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities
@@ -390,10 +402,10 @@ def refuse_addition(plan: ExtractPlan) -> None:
 
 
 def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
-    """Return the settings of the extraction.
+    """Return the settings with which the store was extracted.
 
     Raises:
-        OptionInvalid: the forwards of the store cannot be repeated.
+        OptionInvalid: the store's record does not allow the target to be run in the same way again.
     """
     missing = [name for name in _SETTINGS if name not in stored.extraction]
     origin: Any = stored.extraction.get("imported_from")
@@ -414,7 +426,8 @@ def _find_same_target(
     """Return the target's folder and the device.
 
     Raises:
-        StoreMismatch: target, tokenizer, chat template or kind of device differ from the store's.
+        StoreMismatch: the target, tokenizer, chat template or kind of device is not the one that
+            the store was made with.
     """
     folder = find_target(config.model, recorded_sources(stored.extraction))
     wanted = str(stored.extraction["device"])

@@ -1,4 +1,7 @@
-"""Run random sequences of a store through the live target and compare the activations."""
+"""Run random sequences of a store through the target and compare the activations.
+
+"Stored" values are read from the store. "Live" values are computed here, by the loaded target.
+"""
 
 import dataclasses
 import itertools
@@ -27,40 +30,41 @@ from .differences import Difference, Divergence, LayerDifferences
 from .forwards.capture import capture
 from .sequences import content_id, tokenize_row
 
-# Allowed relative L2 error for each stored dtype, if the forward computes in float32.
+# Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-# Error that a codec may add: about twice the measured error of the worst layer. The error of a
-# transform codec depends on its bits, so its bound catches only gross errors.
+# Relative L2 error that each codec may add: about twice the measured error of the worst layer. For
+# transform codecs, whose error depends on the bit rate, this bound detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
-# Factor of the tolerance if the forward computed in 16 bits, or another engine ran the target.
-# Other batches and kernels then change many last bits.
+# Multiplies the tolerance if the stored activations were computed in 16 bits or by another engine.
+# Different batches and kernels then change the last bits of many values.
 _LOW_PRECISION_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One comparison of one sequence."""
+    """Result of comparing one field of one stored sequence with the live target."""
 
     index: int
     sequence_id: str
     field: str  # tokens, response_mask, kv, hidden/..., or logits
     max_error: float  # largest absolute difference
-    # |stored - live| / |live| in the L2 norm. For kv, the error of the worst layer. For tokens and
-    # response_mask, the fraction of positions that differ.
+    # `|stored - live| / |live|` in the L2 norm. For kv it is the error of the worst layer. For
+    # tokens and response_mask it is the fraction of positions that differ.
     relative_error: float
-    tolerance: float  # largest relative error that passes
-    detail: str = ""  # says which values were compared
-    is_intact: bool = True  # whether the content hash of the sequence equals its id
+    tolerance: float  # largest allowed relative error
+    detail: str = ""  # text that says which values were compared
+    # Whether the hash of the sequence's stored tokens and mask equals the sequence's id.
+    is_intact: bool = True
 
     @property
     def ok(self) -> bool:
-        """Whether the comparison passes."""
+        """Whether the relative error is within its tolerance and the sequence is intact."""
         return self.is_intact and self.relative_error <= self.tolerance
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All comparisons, with notes about comparisons that could not be made."""
+    """All comparisons of an audit, with notes about comparisons that could not be made."""
 
     store: StorePath
     model: str
@@ -74,7 +78,7 @@ class AuditReport:
         return all(row.ok for row in self.rows)
 
     def worst(self) -> dict[str, AuditRow]:
-        """Return the row with the largest relative error of each field."""
+        """Return, for each field, the comparison with the largest relative error."""
         worst: dict[str, AuditRow] = {}
         for row in self.rows:
             if row.field not in worst or not row.relative_error <= worst[row.field].relative_error:
@@ -110,9 +114,9 @@ def audit(
 ) -> AuditReport:
     """Compare random sequences of a store with the live target.
 
-    The content hash of tokens and mask must equal the sequence's id. If the dataset of the last run
-    can be read, its rows are also tokenised again. Activations are compared with those of a forward
-    of each sequence alone.
+    The content hash of the stored tokens and response mask must equal the sequence's id. If the
+    dataset of the last run can be read, its rows are also tokenised again. For the activations, the
+    target is run on each sequence alone, without batching.
 
     Args:
         samples: number of sequences to compare.
@@ -121,7 +125,7 @@ def audit(
 
     Raises:
         DatasetError: no part of the store is committed.
-        StoreMismatch: the store was made from another target.
+        StoreMismatch: the store was made with another target.
     """
     with ActivationStore(store) as stored:
         if not len(stored):
@@ -152,11 +156,11 @@ def audit(
 def _tokenize_again(
     stored: ActivationStore, tokenizer: Any, indices: Sequence[int]
 ) -> tuple[dict[int, TokenizedChat], str]:
-    """Tokenise the dataset rows of sequences again.
+    """Tokenise the dataset rows of stored sequences again.
 
     Returns:
-        The tokenised chats by source row, and a note. If the rows cannot be compared, there are no
-        chats, and the note says why.
+        A dict from source row to tokenised chat, and a note. If the rows cannot be compared, the
+        dict is empty and the note says why.
     """
     only = "tokens and masks were checked by their content hash only"
     extraction: Mapping[str, Any] = stored.manifest.extraction
@@ -244,7 +248,7 @@ def _activation_rows(
 
 
 def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
-    """Return the relative L2 error that rounding and the codec of the store may cause.
+    """Return the largest relative L2 error that rounding and the store's codec may cause.
 
     Args:
         dtype: dtype of the stored field.
@@ -259,7 +263,8 @@ def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, floa
     """Compare stored and live values of one field, of shape [n, ...], or [n, L, ...] for kv.
 
     Returns:
-        The largest difference, the relative L2 error (for kv, of the worst layer), and a detail.
+        The largest absolute difference, the relative L2 error, and a text with details. For kv, the
+        relative error is the one of the worst layer.
     """
     if spec.layer_axis is None:
         difference = Difference()
@@ -275,7 +280,10 @@ def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, floa
 def _compare_logits(
     hidden: Tensor, live: Tensor, target: Target, frozen: FrozenTarget
 ) -> tuple[float, float, str]:
-    """Compare the bundle's logits of stored states with the live target's logits of live states."""
+    """Compare logits computed from stored states with logits computed from live states.
+
+    The target's bundle in the store computes the former, the live target the latter.
+    """
     divergence = Divergence()
     divergence.add_states(
         live.to(target.model.dtype),

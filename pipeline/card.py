@@ -14,11 +14,11 @@ from ..storage.paths import AnyPath, StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec, below
 
-# Bounds of the Hub's size categories: 1K, 10K, ...
+# Boundaries between the Hub's size categories: 1K, 10K, ...
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
 Licences = tuple[
     str | None, str | None
-]  # licences of target and dataset, by their names on the Hub
+]  # Licences of the target and the dataset, by the licences' names on the Hub.
 _TAGS = (
     "activations",
     "hidden-states",
@@ -125,8 +125,8 @@ def write_card(
 
     Args:
         model: folder or hub id of the target. Only the last component of a path is shown.
-        dataset: path or hub id of the chats, shown in the same way.
-        licences: licences of target and dataset.
+        dataset: path or hub id of the chats. Only the last component of a path is shown.
+        licences: licences of the target and the dataset.
         command: the command that made the store, without paths.
 
     Returns:
@@ -140,11 +140,12 @@ def write_card(
 
 
 def card_text(store: StorePath, model: str, dataset: str, licences: Licences, command: str) -> str:
-    """Return the text of a store's card."""
+    """Return the text of a store's dataset card."""
     summary = summarize_store(store)
     target = summary.manifest.target
     sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
-    # A lossy codec stores codes instead of an array of the field's own name.
+    # Choose the example for reading with plain Zarr among fields that are stored as they are: as
+    # one array with the field's name. A lossy codec stores other arrays, which hold codes.
     plain = _smallest(
         field
         for field in summary.fields
@@ -187,7 +188,7 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
 
 
 def public_name(path_or_id: str) -> str:
-    """Return the public name of a model or dataset: a hub id, or the last component of a path."""
+    """Return a name without folders for a model or dataset: its hub id, or its file's name."""
     is_path = (
         path_or_id.startswith((".", "/", "~"))
         or path_or_id.count("/") != 1
@@ -197,8 +198,8 @@ def public_name(path_or_id: str) -> str:
 
 
 def size_category(n_sequences: int) -> str:
-    """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
-    power = len(str(n_sequences)) - 3  # 1 for a thousand, 2 for ten thousand, ...
+    """Return the Hub's size category for a number of sequences, e.g. ``"1K<n<10K"``."""
+    power = len(str(n_sequences)) - 3  # 1 for thousands, 2 for tens of thousands, ...
     names = [
         f"n<{_SIZES[0]}",
         *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)),

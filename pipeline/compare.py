@@ -1,10 +1,10 @@
 """Compare two stores of the same sequences: sizes, errors by layer, and effects on the target.
 
 Usually, a store with a lossy codec is compared with a lossless one. Next-token distributions are
-compared in two ways. The LM head is applied to the stored last hidden states, which gives the
-teacher's distributions on which drafters are trained. If the target is available, it also continues
-sequences at their middle from the stored keys and values of the first half. This is the usual way
-to judge codecs of KV caches.
+compared in two ways. The first applies the LM head to the stored last hidden states, which gives
+the teacher's distributions for training drafters. The second needs the target: it takes the stored
+keys and values of a sequence's first half as its KV cache and computes the second half. Codecs of
+KV caches are usually judged in this second way.
 
 Shapes: T tokens, L layers, H KV heads, d head dim, V vocabulary.
 """
@@ -36,11 +36,12 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions, over all sequences, at which the teacher's distributions are compared.
+# Number of positions, in all sequences together, at which the target's distributions, computed from
+# stored hidden states, are compared.
 _TEACHER_POSITIONS = 2_048
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer, [H, T, d] each
-# Differences by name: keys, values, or the name of a field of hidden states.
+# Maps a name ("keys", "values", or a field of hidden states) to the differences between the stores.
 Errors = defaultdict[str, LayerDifferences]
 
 
@@ -51,12 +52,15 @@ class Comparison:
     reference: StorePath
     store: StorePath
     n_samples: int
-    n_tokens: int  # tokens of the sampled sequences
+    n_tokens: int  # number of tokens in the sampled sequences
     bytes_per_token: float
     times_smaller: float  # compression ratio: bytes of the raw values per stored byte
     errors: Errors
-    teacher: Divergence | None  # None without a last hidden state or LM head
-    continued: Divergence | None  # None if no target was given
+    # Divergence of the teacher's distributions. None if a store lacks last hidden states, or the
+    # reference store lacks the LM head.
+    teacher: Divergence | None
+    # Divergence on second halves, computed from stored KV caches. None if no target was given.
+    continued: Divergence | None
 
     def lines(self) -> list[str]:
         """Return the results as lines of text."""
@@ -102,16 +106,16 @@ def compare(
     """Compare random sequences of a store with those of a reference store, usually a lossless one.
 
     Args:
-        model: the target of both stores, which continues sequences from their keys and values. None
-            skips this comparison.
+        model: the target of both stores, to compute the second half of each sequence from the
+            stored keys and values of the first half. None skips this comparison.
         samples: number of sequences.
         seed: seed of the random choice of sequences.
         device: device of the target.
 
     Raises:
-        OptionInvalid: the stores are of different targets, or have no sequence or no activations in
-            common.
-        StoreMismatch: the model is not the target of the stores.
+        OptionInvalid: the stores were made with different targets, or have no sequence or no
+            activations in common.
+        StoreMismatch: the stores were not made with this model.
     """
     with ActivationStore(reference) as exact, ActivationStore(store) as coded:
         fields = _common_fields(exact, coded)
@@ -152,7 +156,7 @@ def compare(
 
 
 def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
-    """List the activations that both stores have. Both must be of the same target."""
+    """List the activations that both stores have. Refuse stores of different targets."""
     first, second = (
         opened.manifest.identities.get("target.weights_sha256") for opened in (exact, coded)
     )
@@ -176,7 +180,7 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
 def _common_sequences(
     exact: ActivationStore, coded: ActivationStore, samples: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Draw sequences that are committed in both stores, as pairs of their indices in each store."""
+    """Draw sequences that both stores have, as pairs (index in ``exact``, index in ``coded``)."""
     coded_index = {key: i for i, key in enumerate(coded.sequences["sequence_id"].to_pylist())}
     ids = exact.sequences["sequence_id"].to_pylist()
     common = [(i, coded_index[key]) for i, key in enumerate(ids) if key in coded_index]
@@ -194,7 +198,10 @@ def _read(store: ActivationStore, index: int, name: str) -> np.ndarray:
 
 
 def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.ndarray) -> None:
-    """Add the errors of a field in one sequence. The values have the shape [T, *token_shape]."""
+    """Add the errors of one field of one sequence to ``errors``.
+
+    The values ``exact`` and ``coded`` have the shape [T, *token_shape].
+    """
     if spec.layer_axis is None:
         errors[spec.name].total.add(torch.from_numpy(exact), torch.from_numpy(coded))
         return
@@ -205,7 +212,7 @@ def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.nda
 
 
 def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, Tensor]:
-    """Split a field of keys and values, [T, *token_shape], into both, [T, L, H, d] each."""
+    """Split a field [T, *token_shape] into its keys and its values, [T, L, H, d] each."""
     tensor = torch.from_numpy(values)
     if spec.key_width is None:
         return {KEYS: tensor[..., 0, :], VALUES: tensor[..., 1, :]}
@@ -220,7 +227,9 @@ def compare_teachers(
     max_positions: int,
     divergence: Divergence,
 ) -> None:
-    """Compare the teacher's distributions of two stores at positions spread over a sequence.
+    """Compare next-token distributions that the LM head computes from two stores' hidden states.
+
+    The positions are spread evenly over the sequence.
 
     Args:
         frozen: the target's LM head.
@@ -237,7 +246,11 @@ def compare_teachers(
 
 
 def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], device: str) -> Target:
-    """Load the target of a store, and refuse one that cannot continue from the stored values."""
+    """Load the target of a store.
+
+    Raises:
+        OptionInvalid: the stored keys and values do not make up the entire cache of the target.
+    """
     folder = plan.find_target(model, plan.recorded_sources(exact.manifest.extraction))
     plan.check_identities(exact.path, exact.manifest.identities, plan.weight_identities(folder))
     target = Target.load(str(folder), device=device)
@@ -255,7 +268,7 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
 
 
 def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarray]) -> LayerCaches:
-    """Split the fields of a sequence, [T, *token_shape], into the cache of each layer."""
+    """Split the stored fields of a sequence, [T, *token_shape], into the KV cache of each layer."""
     caches = {}
     for name, field_values in values.items():
         spec = fields[name]
@@ -276,11 +289,13 @@ def compare_continued(
     values: Mapping[str, tuple[np.ndarray, np.ndarray]],
     divergence: Divergence,
 ) -> None:
-    """Compare the target's outputs on the second half of a sequence, given each store's first half.
+    """Compare the target's outputs on the second half of a sequence between two stores.
+
+    The KV cache of the first half is taken from each store in turn.
 
     Args:
         tokens: token ids of the sequence, [T].
-        values: the values of each field in the reference and in the other store.
+        values: for each field, its values in the reference store and in the other store.
         divergence: receives the differences.
     """
     states = [
@@ -299,10 +314,13 @@ def compare_continued(
 def continued_states(
     target: Target, tokens: np.ndarray, caches: LayerCaches, n_cached: int
 ) -> Tensor:
-    """Run the target on a sequence whose first ``n_cached`` positions are taken from caches.
+    """Run the target on a sequence whose first ``n_cached`` positions are in its KV cache already.
+
+    Args:
+        caches: keys and values of the sequence by layer, from a store.
 
     Returns:
-        The last hidden states of the other positions, [T - n_cached, E].
+        The last hidden states of the positions from ``n_cached`` on, [T - n_cached, E].
     """
     later_tokens = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
     cache: Any = new_cache()

@@ -1,14 +1,15 @@
 """Read the rows of a dataset of chats in order, in any supported format.
 
-A row that cannot be read counts as one bad row; the rest of its file is still read.
+A row that cannot be read counts as one bad row. The rest of its file is still read.
 
-From a folder, one split is read, as on the Hub. The name of a file or of its sub-folder says to
-which split it belongs: ``train-00000-of-00002.parquet``,
+From a folder, one split is read, as on the Hub. The split of a file is found in the file's name or
+in its sub-folder's name: ``train-00000-of-00002.parquet``,
 ``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``, ``test.jsonl``,
 ``chats_validation.jsonl``.
 
-This module reads local files itself. The `datasets` library refuses a whole file for one line that
-is not JSON, adds nulls to rows that lack a key of another row, and copies everything to its cache.
+This module reads local files without the `datasets` library. That library refuses a whole file if
+one line is not JSON, adds nulls to rows that lack a key of another row, and copies all files to its
+cache.
 """
 
 import hashlib
@@ -32,23 +33,27 @@ from ..files import kind_of, machine_trouble, parse_object
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow, unique_keys
 from ..text import counted, first_line, format_bytes
 
-MAX_ROW_BYTES = 1 << 28  # longest row that is read into memory
+MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.
 MAX_EXPANSION = 200
-"""Largest allowed compression ratio of a big row group in Parquet. Chats reach about 10."""
+"""Largest allowed compression ratio of a Parquet row group above MAX_ROW_BYTES.
+
+Chats reach a ratio of about 10.
+"""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
-# UltraChat and similar datasets keep their chats in this split.
+# The split in which UltraChat and similar datasets keep their chats.
 DEFAULT_SPLIT = "train_sft"
-RECORD_SUFFIX = ".regeneration.json"  # suffix of the record that `regenerate` writes for its chats
+# Suffix of the JSON file in which `regenerate` describes the chats that it wrote.
+RECORD_SUFFIX = ".regeneration.json"
 
 _DICT = "dataset_dict.json"
 _NO_CHATS = re.compile(
     rf"\..*|dataset_infos?\.json|state\.json|{re.escape(_DICT)}|.*{re.escape(RECORD_SUFFIX)}|cache-.*\.arrow"
 )
-"""Hidden files and folders, metadata of datasets, and cache files of `Dataset.map`."""
+"""Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # A word ends before a character that is not a letter, or before a capital (testSet).
-    # Compounds such as trainset and tests are common too.
+    # The split's name must end before a character that is not a letter, or before a capital
+    # (testSet). Compounds such as trainset and tests are matched too.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -60,15 +65,15 @@ _READ_ROWS = 1024
 
 
 def writer_of_answers(dataset: str) -> str | None:
-    """Return the weights_sha256 of the model that answered these chats.
+    """Return the ``weights_sha256`` of the model that wrote the answers in a dataset.
 
-    `regenerate` records it beside the chats that it writes.
+    `regenerate` records this hash in a JSON file next to the chats that it writes.
 
     Args:
-        dataset: a file of chats, or a folder with one such file and its record.
+        dataset: a file of chats, or a folder that contains one such file and its JSON file.
 
     Returns:
-        The hash, or None if no record can be read.
+        The hash, or None if no such JSON file can be read.
     """
     path = Path(dataset).expanduser()
     try:
@@ -84,11 +89,12 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     """Choose the files of a dataset that are read.
 
     Args:
-        path: a file, or a folder. If no file of a folder belongs to a split, all files are chosen.
+        path: a file or a folder. If no file in the folder belongs to a split, all are chosen.
         split: the split to read. None means DEFAULT_SPLIT, or the only split of the folder.
 
     Returns:
-        The files in reading order, their split if it is known, and the number of files left out.
+        The files in reading order, the name of their split or None, and the number of files left
+        out.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
@@ -132,7 +138,7 @@ def _is_named(relative: Path, split: str) -> bool:
 
 
 def _files_by_split(folder: Path) -> dict[Path, str | None]:
-    """Map each file that may hold chats to its split, or to None; the paths are sorted."""
+    """Map each file that may hold chats to its split, or to None. The paths are in sorted order."""
     # `DatasetDict.save_to_disk` writes one folder per split.
     is_dict = (folder / _DICT).is_file()
     splits: dict[Path, str | None] = {}
@@ -147,7 +153,10 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
 
 
 def _split_of(relative: Path) -> str | None:
-    """Guess the split of a file from its innermost folder with a split's name, or from its name."""
+    """Guess the split of a file from its path.
+
+    The innermost folder that is named after a split decides. Without one, the file's name decides.
+    """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
             return match[0]
@@ -163,8 +172,9 @@ def _split_of(relative: Path) -> str | None:
 class ChatSource:
     """The rows of a dataset in order, and a hash that identifies the dataset.
 
-    The hash of local files covers their bytes. A Hub dataset is loaded by `datasets`, whose cache
-    files depend on the version of that library, so its hash covers the rows as they are read.
+    The hash of local files covers the bytes of the files. The hash of a Hub dataset covers the rows
+    as they are read, because the cached files of a Hub dataset depend on the version of the
+    `datasets` library.
 
     Args:
         dataset: a file, a folder of files, or a hub id.
@@ -209,17 +219,20 @@ class ChatSource:
                 )
 
     def describe(self) -> str:
-        """Return a text for people: the dataset's name, its split and the number of files read."""
+        """Return a text with the dataset's name, its split and the number of files read."""
         n_files = len(self._files)
         others = f" ({n_files} of {n_files + self._n_others} files)" if self._n_others else ""
         return self.name if self._split is None else f"{self.name}, split {self._split}{others}"
 
     def count_rows(self) -> int:
-        """Estimate the number of rows, for progress. Files in formats without a count add 0."""
+        """Estimate the number of rows, for progress.
+
+        Files of a format whose rows cannot be counted quickly add 0.
+        """
         return sum(map(_count_rows, self._files)) if self._hub is None else len(self._hub)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row). Numbers start at 0 and run over all files.
+        """Yield (row number, row). The row numbers start at 0 and continue from file to file.
 
         A row that cannot be read is yielded as an UnreadableRow.
         """
@@ -235,12 +248,15 @@ class ChatSource:
             yield _without_nulls(row)
 
     def count_row(self) -> None:
-        """Add the next row to the hash of the dataset. Rows only read ahead do not count."""
+        """Add the next row to the dataset's hash.
+
+        Rows may be read ahead, so the caller counts each row that it uses.
+        """
         if self._ahead:
             self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
-        """Return an identity that needs no reading of rows, or None if there is none.
+        """Return what identifies the dataset before any row is read, or None if nothing does.
 
         Local files are identified by their hash, a Hub dataset by its name and commit.
         """
@@ -250,14 +266,15 @@ class ChatSource:
         return None if self.commit is None else named | {"commit": self.commit}
 
     def identity(self) -> str:
-        """Return the sha256 of the files' names and bytes, or of the hub rows counted so far."""
+        """Return the sha256 of the dataset: of its files, or of the hub rows counted so far."""
         return self._files_sha256 if self._hub is None else self._row_hash.hexdigest()
 
     @cached_property
     def _files_sha256(self) -> str:
         digest = hashlib.sha256()
         for file in self._files:
-            # A single file keeps its identity if it is renamed. In a folder, names set the order.
+            # The name of a single file is not hashed, so that the file can be renamed. In a folder,
+            # the names are hashed, because they set the order of the rows.
             name = str(file.relative_to(self._root)) if len(self._files) > 1 else ""
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
@@ -271,7 +288,7 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         raise DatasetError(
             f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name)."
         )
-    import datasets  # slow to import, and needed for hub ids only
+    import datasets  # This import is slow, and only Hub datasets need it.
 
     try:
         return datasets.load_dataset(
@@ -303,7 +320,7 @@ def _count_rows(path: Path) -> int:
         try:
             return int(pq.ParquetFile(path).metadata.num_rows)
         except (pa.ArrowException, OSError):
-            return 0  # the error is reported when the file is read
+            return 0  # The error is reported when the rows are read.
     if path.suffix.lower() != ".jsonl":
         return 0
     with path.open("rb") as stream:
@@ -336,7 +353,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
             columns = [group.column(index) for index in range(group.num_columns)]
             n_bytes = sum(column.total_uncompressed_size for column in columns)
             n_stored = sum(column.total_compressed_size for column in columns)
-            # Refuse decompression bombs: a few kilobytes may expand to gigabytes.
+            # Refuse a decompression bomb: a few kilobytes that expand to gigabytes.
             if n_bytes > min(
                 MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)
             ):
@@ -355,7 +372,9 @@ def _read_arrow(path: Path) -> Iterator[Any]:
             file = pa.ipc.open_file(source)
             batches: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
         except pa.ArrowInvalid:
-            source.seek(0)  # `datasets` writes Arrow's stream format, Feather is its file format
+            # The file is not in Arrow's file format (Feather), so read it in Arrow's stream format,
+            # which the `datasets` library writes.
+            source.seek(0)
             batches = pa.ipc.open_stream(source)
         for batch in batches:
             yield from _arrow_rows(batch)
@@ -364,7 +383,7 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """Yield the rows of a batch. A row that Python cannot represent becomes an UnreadableRow."""
     try:
-        # This also raises ArrowInvalid if offsets of the batch point outside its buffers.
+        # The full validation also finds offsets that point outside the buffers of the batch.
         batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist()
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -378,7 +397,7 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
         return batch.to_pylist()[0]
-    # Invalid UTF-8, a date outside Python's range, or nesting that is too deep.
+    # These errors mean invalid UTF-8, a date outside Python's range, or too deep nesting.
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         return UnreadableRow(first_line(error))
 
@@ -386,9 +405,10 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
 def _without_nulls(row: Any) -> Any:
     """Drop null values inside the columns of a row.
 
-    All structs of an Arrow column have the same keys, so Arrow adds nulls for keys a row lacks.
+    All structs of an Arrow column have the same keys, so Arrow fills in null for each key that a
+    row lacks.
     """
-    # Any column may hold the chat or a piece of it; see Columns.
+    # Clean every column, because any column may hold the chat or a piece of it. See Columns.
     return {
         name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value
         for name, value in row.items()
@@ -404,10 +424,11 @@ def _drop_nulls(value: Any) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Parse one JSON value. Returns an UnreadableRow if Python cannot read the text as JSON."""
     try:
-        # json.loads guesses the encoding of bytes, and a damaged line must not be read as UTF-16.
+        # Decode here, because json.loads guesses the encoding of bytes and might read a damaged
+        # line as UTF-16.
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(decoded, object_pairs_hook=unique_keys)
-    # ValueError includes UnicodeDecodeError, and integers of thousands of digits.
+    # ValueError is also raised for invalid UTF-8 and for integers of thousands of digits.
     except ValueError as error:
         return UnreadableRow(f"not JSON: {first_line(error)}")
     except RecursionError:
@@ -415,7 +436,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    """Read a list of rows, an object with the list under `data`, or misnamed JSON lines."""
+    """Yield the rows of a JSON file.
+
+    The file holds a list of rows, or an object with such a list under the key ``data``. A file of
+    JSON lines with the wrong suffix is read too.
+    """
     with _open_json(path) as stream:
         content = parse_json(stream.read())
     if isinstance(content, UnreadableRow):
@@ -430,8 +455,8 @@ def _read_json(path: Path) -> Iterator[Any]:
 def _open_json(path: Path) -> Iterator[IO[Any]]:
     """Open a JSON file: in binary mode for UTF-8, in text mode for UTF-16 and UTF-32.
 
-    PowerShell and Excel write UTF-16. A damaged character makes one row of a UTF-8 file unreadable.
-    In the other encodings it makes the rest of the file unreadable.
+    PowerShell and Excel write UTF-16. In a UTF-8 file, a damaged character makes one row
+    unreadable. In the other encodings, a damaged character makes the rest of the file unreadable.
     """
     with path.open("rb") as stream:
         encoding = json.detect_encoding(stream.read(4))
@@ -471,7 +496,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Map the columns of a row to a chat, for datasets with separate columns for each role.
+    """Maps the columns of a row to a chat, for datasets with separate columns for each role.
 
     ``--columns`` lists the columns of each role in the order of the chat, or names a format::
 
@@ -480,10 +505,10 @@ class Columns:
         messages=chat       {"chat": [{"role": "user", "content": "Add 1 and 2."}, ...]}
     """
 
-    # The role of each message and its columns. Their texts are joined with an empty line between
-    # them; empty texts are left out.
+    # The role of each message and the columns whose texts form the message. The texts are joined
+    # with an empty line between them. Empty texts are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # Pairs of a key of the chat (messages, tools or system) and the column that holds its value.
+    # Pairs of a key of the chat (messages, tools or system) and the column that the value is in.
     renamed: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -491,10 +516,10 @@ class Columns:
         """Parse texts such as ``role=column[+column]``, or the name of a format.
 
         Args:
-            texts: the value of ``columns``. It is empty if the rows are chats already.
+            texts: the value of the setting ``columns``. It is empty if the rows are chats already.
 
         Raises:
-            OptionInvalid: a text does not parse, or user and assistant are not both given.
+            OptionInvalid: a text does not parse, or only one of user and assistant is given.
         """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
@@ -530,20 +555,21 @@ class Columns:
         return cls(tuple(turns), tuple(renamed.items()))
 
     def describe(self) -> dict[str, str]:
-        """Return the mapping as store.json records it: role to columns, joined by +.
+        """Return a dict from role to the role's column names, joined by ``+``, for store.json.
 
-        The result is empty if the rows are chats already.
+        The dict is empty if the rows are chats already.
         """
-        # A role may occur twice, so the key includes its position in the chat.
+        # A role may occur twice, so the key includes the message's position in the chat.
         turns = {
             f"{index}.{role}": "+".join(columns) for index, (role, columns) in enumerate(self.turns)
         }
         return turns | dict(self.renamed)
 
     def apply(self, row: Any) -> Any | Rejection:
-        """Return a row as a chat.
+        """Return the chat that a row contains.
 
-        A row that lacks a column is rejected. A row that is not a mapping is returned unchanged.
+        A row that lacks a column gives a Rejection. A row that is not a mapping is returned
+        unchanged.
         """
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):
             return row
@@ -567,10 +593,10 @@ class Columns:
 
 
 def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
-    """Return the message of one turn.
+    """Return the messages of one turn, usually a single message.
 
-    A column may also hold a list of messages, as in TRL's conversational prompts. They are returned
-    as they are.
+    A column may also hold a list of messages, as in TRL's conversational prompts. Such a list is
+    returned unchanged.
     """
     values = [row[name] for name in columns if row[name] not in (None, "")]
     if len(values) == 1 and not isinstance(values[0], str):

@@ -1,4 +1,4 @@
-"""Measure how much values differ from exact values, summed over sequences."""
+"""Measure how much approximate values differ from exact values, summed over sequences."""
 
 import math
 from collections.abc import Callable
@@ -7,19 +7,21 @@ from statistics import median
 
 from torch import Tensor
 
-_POSITIONS_AT_ONCE = 64  # bounds memory: the logits of a long sequence take gigabytes
+# Number of positions whose logits are in memory at once. The logits of a whole long sequence would
+# take gigabytes.
+_POSITIONS_AT_ONCE = 64
 
 
 @dataclass
 class Difference:
-    """Sums over values and the exact values that they approximate."""
+    """Running sums that measure the difference between approximate and exact values."""
 
     squared_error: float = 0.0
     squared_norm: float = 0.0  # sum of the squared exact values
     largest: float = 0.0  # largest absolute difference; infinite if a value is not finite
 
     def add(self, exact: Tensor, values: Tensor) -> None:
-        """Add values of equal shape."""
+        """Add exact values and their approximations, of equal shape."""
         difference = (values - exact).double()
         squared_error = float(difference.square().sum())
         is_finite = math.isfinite(squared_error)
@@ -29,9 +31,9 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """L2 norm of the differences, relative to the norm of the exact values.
+        """L2 norm of the differences, divided by the L2 norm of the exact values.
 
-        It is infinite if a value is not finite.
+        The result is infinite if any value is not finite.
         """
         if math.isinf(self.largest):
             return math.inf
@@ -46,7 +48,7 @@ class LayerDifferences:
     by_layer: dict[int, Difference] = field(default_factory=dict)
 
     def add(self, layer: int, exact: Tensor, values: Tensor) -> None:
-        """Add values of one layer."""
+        """Add exact values and their approximations of one layer."""
         self.total.add(exact, values)
         self.by_layer.setdefault(layer, Difference()).add(exact, values)
 
@@ -66,7 +68,7 @@ class LayerDifferences:
         return median(difference.relative for difference in self.by_layer.values())
 
     def describe(self) -> str:
-        """Return the relative errors of the layers as text, in percent."""
+        """Return a text with the relative error of each layer in percent."""
         numbers = " ".join(
             f"{100 * difference.relative:.1f}" for difference in self.by_layer.values()
         )
@@ -78,18 +80,18 @@ class LayerDifferences:
 
 @dataclass
 class Divergence(Difference):
-    """The difference of logits, and of the next-token distributions that they define."""
+    """The difference between logits, and between the next-token distributions they define."""
 
     n_positions: int = 0
     n_agreeing: int = 0
     kl_sum: float = 0.0
 
     def add(self, exact: Tensor, values: Tensor) -> None:
-        """Add the logits of n positions, [n, V]."""
+        """Add exact and approximate logits of n positions, [n, V] each."""
         super().add(exact, values)
         log_p = exact.double().log_softmax(-1)
         log_q = values.double().log_softmax(-1)
-        # If a logit is -inf, 0 * inf must count as 0.
+        # A logit of -inf gives probability 0 and the product 0 * inf, which must count as 0.
         self.kl_sum += float((log_p.exp() * (log_p - log_q)).nan_to_num(0.0, 0.0, 0.0).sum())
         self.n_agreeing += int((exact.argmax(-1) == values.argmax(-1)).sum())
         self.n_positions += len(exact)
@@ -101,13 +103,13 @@ class Divergence(Difference):
         exact_head: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> None:
-        """Add the logits of last hidden states, [n, E].
+        """Compute logits from exact and approximate last hidden states, [n, E], and add the logits.
 
         Args:
             exact: the exact states.
-            values: the states that approximate them.
-            exact_head: maps exact states to logits.
-            head: maps the other states to logits.
+            values: the approximate states.
+            exact_head: maps the exact states to logits.
+            head: maps the approximate states to logits.
         """
         pairs = zip(exact.split(_POSITIONS_AT_ONCE), values.split(_POSITIONS_AT_ONCE), strict=True)
         for exact_chunk, chunk in pairs:
@@ -115,7 +117,7 @@ class Divergence(Difference):
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence, KL(exact || approximate), in nats."""
+        """Mean of ``KL(exact || approximate)`` over positions, in nats."""
         return self.kl_sum / self.n_positions
 
     @property

@@ -1,8 +1,12 @@
 """Plan the forwards of the target, and estimate their memory, disk space and time.
 
-To estimate the time, three batches of the plan run through a model of the target's widths with
-random weights, so that only config.json is needed. The loop of the extraction writes them to a
-temporary store on the disk of the output.
+A forward runs the target on one batch of sequences. A store consists of parts, groups of sequences
+that are committed as a whole, and of the folder ``target/``, the bundle of the target's config,
+tokenizer, embeddings, final norm and LM head.
+
+To estimate the time, three batches of the plan are run through a model with random weights and the
+target's widths, so that only the target's config.json is needed. The code of the extraction writes
+the activations to a temporary store on the output's disk.
 """
 
 import copy
@@ -50,23 +54,25 @@ from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
-# Bounds of the stored size, as fractions of the expected bits. The upper one includes alignment,
-# indexes and metadata.
+# Lower and upper bound of a store's size, as multiples of the size that the codec is expected to
+# write. The upper bound includes alignment, indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-# Bytes per token in texts.arrow, and per sequence in texts.arrow and plan.parquet.
+# Bytes per token in texts.arrow, and bytes per sequence in texts.arrow and plan.parquet together.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
-_RECORD_BYTES = 100_000  # manifests, commits, records of runs, card
-_THREAD_BYTES = 200 << 20  # memory of encoding and writing threads and the libraries they load
-_CUDA_LIBRARY_BYTES = 3 << 30  # upper bound of the host memory of CUDA's libraries
-# Measured: a run is up to this factor slower (faster) than its slowest (fastest) batch suggests.
+_RECORD_BYTES = 100_000  # Size of manifests, commit files, records of runs and the dataset card.
+# Memory of the encoding and writing threads, with the libraries that these threads load.
+_THREAD_BYTES = 200 << 20
+_CUDA_LIBRARY_BYTES = 3 << 30  # Upper bound of the host memory of CUDA's libraries.
+# Uncertainty of the estimated time, measured: a run takes at most 1.2 times the time extrapolated
+# from the slowest batch, and at least the time extrapolated from the fastest batch divided by 1.2.
 _TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
-"""Maximum weights of the timed model on a CPU.
+"""Maximum number of weights in the timed model on a CPU.
 
-One layer of Llama-3-8B has 218 million, and drawing them takes a second.
+One layer of Llama-3-8B has 218 million weights. Drawing 218 million random numbers takes a second.
 """
-# Maximum multiplications of a timed forward on a CPU. They take about two seconds on slow cores.
+# Maximum number of multiplications in a timed forward on a CPU: about two seconds on slow cores.
 _MAX_PRODUCTS = 1e11
 
 
@@ -76,7 +82,7 @@ def field_specs(
     dtype: str,
     groups: Sequence[families.KVGroup] = (),
 ) -> tuple[FieldSpec, ...]:
-    """Return the fields of a store.
+    """Return the specs of a store's fields.
 
     Args:
         spec: the activations to store.
@@ -102,7 +108,7 @@ def field_specs(
 
 
 def has_device(device: str) -> bool:
-    """Whether this machine has the device. With Ray, it may exist only on the workers' machines."""
+    """Whether this machine has the device. With Ray, only the workers' machines may have it."""
     return torch.device(device).type != "cuda" or torch.cuda.is_available()
 
 
@@ -117,25 +123,25 @@ def free_device_memory(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How the target is run, and which activations are stored."""
+    """Settings of the target's forwards and of the stored activations, and estimates of memory."""
 
     folder: Path
     model_config: Any = field(repr=False)
     spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)  # a codec that learns has not learned yet
+    codec: StoreCodec = field(repr=False)  # The store's codec, possibly not yet fitted to data.
     device: str
     dtype: str  # dtype of the stored activations
     compute_dtype: str
-    # Tokens per forward, padding included. A longer sequence forms a batch of its own.
+    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
     batch_tokens: int
-    longest_tokens: int
-    uses_cache: bool  # whether the forwards fill a KV cache
+    longest_tokens: int  # number of tokens in the longest sequence
+    uses_cache: bool  # whether the target fills a KV cache in its forwards
     n_encode_threads: int
-    n_workers: int = 1  # worker processes that run in parallel on this machine
+    n_workers: int = 1  # number of worker processes that run in parallel on this machine
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the target's weights, without biases."""
+        """Size of the target's weights without biases, in bytes."""
         config = self.model_config
         embeddings = _embedding_weights(config)
         n_weights = (
@@ -145,29 +151,30 @@ class ForwardPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes per token of all fields, before encoding."""
+        """Size of all fields per token before encoding, in bytes."""
         return sum(codec.spec.token_bytes for codec in self.codec.fields.values())
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
         """Estimated upper bounds of the memory that forwards need, in bytes.
 
-        The first is the host memory of all workers together, the second the device memory of each.
+        The first number is the host memory of all workers together. The second is the device memory
+        of one worker.
         """
         config = self.model_config
         itemsize = getattr(torch, self.compute_dtype).itemsize
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # The cache that the forward fills, and the intermediate values of one layer.
+        # Elements per token of the KV cache, and of the intermediate values of one layer.
         cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         layer = (
             4 * sizes["hidden_size"]
             + 2 * sizes["n_heads"] * sizes["head_dim"]
             + 3 * families.mlp_width(config)
         )
-        # While they are gathered, activations exist three times: in the storage dtype, packed, and
-        # as a temporary of the check for finite values.
+        # While activations are gathered, they exist three times: in the storage dtype, packed, and
+        # as a temporary tensor of the check for finite values.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
         # Weights are loaded to host memory before they are moved to a device.
@@ -175,7 +182,7 @@ class ForwardPlan:
         device_bytes = 0
         if torch.device(self.device).type == "cuda":
             host_bytes = max(self.weight_bytes, waiting_bytes)
-            # The activations of the previous batch stay on the device until they are copied.
+            # The activations of the previous batch stay on the device until they have been copied.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
         return host_bytes * self.n_workers, device_bytes
 
@@ -185,22 +192,24 @@ class ForwardPlan:
         The bounds are in bytes, and include Python and the libraries that the processes load.
 
         Args:
-            n_batch_tokens: tokens of the largest batch of the plan, padding included.
+            n_batch_tokens: number of tokens in the plan's largest batch, padding included.
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        # While weights are converted to float32, their files of half that size are mapped.
+        # While 16-bit weights are converted to float32, the weight files, which have half the size
+        # of the converted weights, are memory-mapped.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
-        # A codec learns from one part of one group at a time. It holds three copies in float32: the
-        # values as read, the values without their means, and the components.
+        # A codec is fitted to one piece (keys or values) of one group of layers at a time. Three
+        # float32 copies are then in memory: the values as read, the values without their means, and
+        # the components.
         widths = [
             len(group) * codec.layer_width
             for codec in self.codec.learned.values()
             for group in codec.groups
         ]
         most_bytes += 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
-        # The command is one more process than its workers.
+        # If there are several workers, the command itself is one more process.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,
@@ -209,7 +218,7 @@ class ForwardPlan:
 
     @property
     def _needs(self) -> str:
-        """Text that says what the memory is needed for."""
+        """Text for error messages that says which weights and batches need the memory."""
         per_worker = f", each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
             f"weights {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
@@ -224,10 +233,10 @@ class ForwardPlan:
         return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
-        """Refuse forwards that do not fit into free memory, as far as the free memory is known.
+        """Refuse a plan whose forwards need more memory than is free, as far as that is known.
 
         Raises:
-            NotEnoughMemory: host or device memory is too small.
+            NotEnoughMemory: the free host or device memory is too small.
         """
         free = (free_memory(), "host memory"), (free_device_memory(self.device), self.device)
         for n_bytes, (n_free, memory_name) in zip(self.memory_bytes, free, strict=True):
@@ -240,7 +249,7 @@ class ForwardPlan:
                 )
 
     def load_target(self, progress: Progress | None = None) -> Target:
-        """Load the target, with progress in bytes of weights."""
+        """Load the target. Progress is counted in bytes of weights."""
         tell = progress or (lambda *_: None)
         tell(0, self.weight_bytes, "load the target")
         target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
@@ -253,7 +262,7 @@ class ForwardPlan:
         codec: StoreCodec,
         text: Callable[[str], tuple[np.ndarray, np.ndarray]],
     ) -> Forwards:
-        """Return the forwards of a loaded target.
+        """Return an object that runs the loaded target over batches.
 
         Args:
             text: maps a sequence id to its tokens and response mask.
@@ -276,32 +285,33 @@ class WritePlan:
 
     store: StorePath
     forward: ForwardPlan
-    # The rows of plan.parquet to run. Columns: sequence_id, source_row, n_tokens,
-    # n_response_tokens, part, first_token.
+    # The rows of plan.parquet whose sequences will be run through the target. Columns: sequence_id,
+    # source_row, n_tokens, n_response_tokens, part, first_token.
     table: pa.Table = field(repr=False)
-    bundle_layers: int | None  # decoder layers to write to target/; None if it is not written
-    present_bytes: int  # bytes of ``stored_bytes`` that exist already
+    # Number of decoder layers to write to target/, or None if target/ is not written.
+    bundle_layers: int | None
+    present_bytes: int  # share of ``stored_bytes`` that is on disk already
 
     @property
     def n_tokens(self) -> int:
-        """Tokens to run, without alignment padding."""
+        """Number of tokens to run through the target, without alignment padding."""
         return int(numbers(self.table, "n_tokens").sum(dtype=np.int64))
 
     @property
     def n_learned_tokens(self) -> int:
-        """Tokens of the sample from which the codec learns."""
+        """Number of tokens in the sample that the codec is fitted to; 0 if it is not fitted."""
         return min(self.n_tokens, SAMPLE_TOKENS) if self.forward.codec.learned else 0
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all fields before compression."""
+        """Size of all fields before compression, in bytes."""
         return self.n_tokens * sum(
             codec.spec.token_bytes for codec in self.forward.codec.fields.values()
         )
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
-        """Lower and upper bound in bytes of each component of the store, by its name."""
+        """Lower and upper bound of each component's size in bytes, by the component's name."""
         config = self.forward.model_config
         codec = self.forward.codec
         bits = sum(
@@ -330,7 +340,7 @@ class WritePlan:
         return ranges
 
     def describe_disk(self) -> str:
-        """Return a text about the bytes on disk."""
+        """Return a text about the expected size of the store on disk."""
         least = sum(low for low, _ in self.disk_ranges.values())
         parts = [
             f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()
@@ -339,20 +349,20 @@ class WritePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Expected upper bound of the bytes on disk."""
+        """Expected upper bound of the store's size on disk, in bytes."""
         return sum(upper_bytes for _, upper_bytes in self.disk_ranges.values())
 
     @property
     def disk(self) -> Path:
-        """An existing folder on the disk that is written to."""
+        """An existing folder on the disk that the store is written to."""
         return existing_parent(self.store)
 
     def check_disk(self) -> None:
-        """Refuse a plan that the disk cannot hold."""
+        """Refuse a plan if the disk does not have enough free space for it."""
         needed = max(0, self.stored_bytes - self.present_bytes)
-        # The advice names no option, because `add` and `repair` have fewer options than `extract`.
+        # The advice names no option of `extract`, because `add` and `repair` may lack that option.
         advice = "Free some space."
-        # A remote store needs local disk only for the shards that are being uploaded.
+        # For a remote store, the local disk needs room only for shards that are being uploaded.
         if isinstance(self.store, RemotePath):
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
             advice = "Free some space, or set TMPDIR to another disk."
@@ -365,11 +375,11 @@ class WritePlan:
         tokens_of: Callable[[int], np.ndarray],
         progress: Progress | None,
     ) -> None:
-        """Fit the codec on forwards over a sample of sequences.
+        """Run the target over a sample of the sequences, and fit the codec to the activations.
 
         Args:
-            lengths: tokens of each sequence.
-            tokens_of: maps the row of a sequence to its token ids.
+            lengths: number of tokens of each sequence.
+            tokens_of: maps the index of a sequence to its token ids.
         """
         forward = self.forward
         model = target.model
@@ -389,7 +399,7 @@ class WritePlan:
         calibrate(forward.codec, lengths, read, model.config, lm_head, embeddings, learning)
 
     def room(self) -> list[str]:
-        """Return lines about disk and memory."""
+        """Return lines of text about the free disk space and the memory that the plan needs."""
         batched = batches_of(self.table, self.forward.batch_tokens)
         n_batch_tokens = max(map(_padded_tokens, batched), default=0)
         return [
@@ -406,9 +416,9 @@ class WritePlan:
 
 
 def existing_parent(path: StorePath) -> Path:
-    """Return the path, or its nearest parent that exists.
+    """Return a path itself, or its nearest parent that exists.
 
-    For a remote path, return the folder for temporary files.
+    For a remote path, return the local folder for temporary files.
     """
     if isinstance(path, RemotePath):
         return Path(tempfile.gettempdir())
@@ -416,12 +426,12 @@ def existing_parent(path: StorePath) -> Path:
 
 
 def estimate(plan: WritePlan) -> tuple[float, float]:
-    """Estimate the time of a plan by running three batches of it, which takes some seconds.
+    """Estimate the time of a plan by running three of its batches, which takes some seconds.
 
-    The batches have the shortest, the median and the longest sequences.
+    The batches are those with the shortest, the median and the longest sequences.
 
     Returns:
-        Lower and upper estimate of the time of the plan in seconds.
+        Lower and upper estimate of the plan's time in seconds.
     """
     forward = plan.forward
     batched = batches_of(plan.table, plan.forward.batch_tokens)
@@ -436,7 +446,8 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
         kv_fields=tuple(group.field for group in groups),
     )
-    # A codec that learns cannot encode before it has learned. Lossless is about as fast.
+    # A codec that must be fitted cannot encode yet. Time the lossless codec, which is about as
+    # fast.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(
         name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups)
@@ -463,7 +474,7 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         seconds.append(
             (scale * (slower_s if is_parallel else timed.extract_s), scale * timed.extract_s)
         )
-    least_s, most_s = zip(*seconds[1:], strict=True)  # the first run warms up
+    least_s, most_s = zip(*seconds[1:], strict=True)  # Leave out the first run, a warm-up.
     return min(least_s) / _TIME_SHARE, max(most_s) * _TIME_SHARE
 
 
@@ -471,14 +482,15 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     """Return a text with the estimated time of a plan.
 
     Args:
-        n_workers: workers that share the parts, each with its own device or machine.
+        n_workers: number of workers that share the plan, each with its own device or machine.
     """
     try:
         least_s, most_s = estimate(plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
         if families.family_of(plan.forward.model_config).keeps_kv:
             raise
-        # The modelling code of other families may fail with random weights or reduced sizes.
+        # The modelling code of some families fails with random weights or a reduced number of
+        # layers. Report that the time was not measured.
         return f"time         not measured, a model with random weights failed: {first_line(error)}"
     lines = [
         f"time         {format_range(least_s, most_s, format_hours)} for forwards, encoding and "
@@ -491,11 +503,12 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
 
 
 def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Make up tokens and masks for sequences.
+    """Generate token ids and response masks for sequences of the planned lengths.
 
     No token occurs twice in a batch, unless the vocabulary is too small.
 
     Args:
+        table: rows of the plan.
         n_tokens: size of the vocabulary.
     """
     lengths = numbers(table, "n_tokens")
@@ -513,10 +526,11 @@ def _padded_tokens(batch: pa.Table) -> int:
 
 
 def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
-    """Return an upper bound of the bytes that a codec learns.
+    """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
-    It learns axes, predictions and token features, all stored in float16. Components without bits
-    are left out. If the codec weighs errors with a metric, it has two matrices of axes.
+    The parameters are axes, prediction weights and token features, all stored in float16.
+    Components that get no bits are left out. If the codec weighs errors with a metric, it has two
+    matrices of axes.
     """
     widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
     n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)
@@ -533,7 +547,7 @@ def _stored_itemsize(config: Any) -> int:
 
 
 def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
-    """Return all batches of a plan in the order of their forwards."""
+    """Return all batches of a plan, in the order in which the target runs them."""
     bounds = np.flatnonzero(np.diff(numbers(table, "part"), prepend=-1, append=-1)).tolist()
     parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
     return [batch for part in parts for batch in batches(part, batch_tokens)]
@@ -541,7 +555,7 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 def _embedding_weights(config: Any) -> int:
     """Count the weights of the embeddings and of the LM head."""
-    is_tied = getattr(config, "tie_word_embeddings", False)  # some configs lack this attribute
+    is_tied = getattr(config, "tie_word_embeddings", False)  # Some configs lack this attribute.
     return int((1 if is_tied else 2) * config.vocab_size * config.hidden_size)
 
 
@@ -562,8 +576,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     """Make a model with the target's widths and random weights. On a CPU it has fewer layers.
 
     Args:
-        n_tokens: size of its vocabulary. It should exceed the tokens of a batch, because repeated
-            tokens give repeated values, which compress differently.
+        n_tokens: vocabulary size of the model. It should exceed the number of tokens in a batch,
+            because repeated tokens give repeated values, which compress differently.
     """
     from transformers import AutoModelForCausalLM
 
@@ -578,10 +592,12 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     if n_layers < forward.model_config.num_hidden_layers and getattr(
         config, "num_kv_shared_layers", 0
     ):
-        # The layers whose KV others share may have been removed.
+        # Some families share the KV of one layer with later layers. The shared layers may have been
+        # removed above, so switch the sharing off.
         config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
-    # In families with recurrent layers the last layer has KV, so the last layers are taken.
+    # Keep the first layers. But in families with recurrent layers, keep the last layers, because
+    # the last layer of these families has KV.
     if len(kinds) > n_layers:
         config.layer_types = (
             kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
@@ -599,7 +615,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Buffers must not be random. Those of the rotary embedding are computed from the config.
+    # Initialise the buffers, which must not be random. The buffers of the rotary embedding, for
+    # example, are computed from the config.
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             model._init_weights(module)
@@ -607,7 +624,10 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
 
 def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
-    """Return a batch. On a CPU it is cut to a size that takes about two seconds."""
+    """Shorten a batch so that its forward takes about two seconds on a CPU.
+
+    For a GPU, the batch is not changed.
+    """
     if torch.device(device).type != "cpu":
         return batch
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))

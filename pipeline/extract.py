@@ -1,6 +1,6 @@
 """Run the target over every pending part of the plan and write the store.
 
-The steps of one chat::
+A part is a group of sequences that is committed as a whole. A chat passes through these steps::
 
     dataset row             {"messages": [...]}                        dataset.py
       -> tokens, mask       int32 [T], uint8 [T], named by their hash  sequences.py
@@ -53,7 +53,7 @@ from .report import PartProgress, Timings, WriteReport
 from .sequences import keep_texts
 from .workers import Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
-# Number of tokens of the test forward that runs before the store is created.
+# Number of tokens in the test forward that runs before the store is created.
 _N_PROVEN_TOKENS = 16
 
 
@@ -67,14 +67,15 @@ def extract(
     """Extract activations to a store, or resume an earlier extraction.
 
     Args:
-        progress: called with (done, total, message). The message starts with the phase: tokenise
-            (counts chats), hash and load (bytes of weights), learn, verify (bytes of a store that
-            is repaired) or extract (tokens).
-        provenance: entries for the record of the run, such as the command line.
-        repairs: check every byte of the store when it is opened, so that damaged parts are written
-            again.
-        share: (k, n) for worker k of n workers, which writes parts but no record of the run. None
-            for the command itself.
+        progress: called with (done, total, message). The message starts with the phase. The phase
+            ``tokenise`` counts chats, ``hash`` and ``load`` count bytes of weights, ``learn``
+            counts steps, ``verify`` counts bytes of a store under repair, and ``extract`` counts
+            tokens.
+        provenance: entries for the JSON file of the run, such as the command line.
+        repairs: whether to check every byte of the store when it is opened, so that damaged parts
+            are written again.
+        share: (k, n) if this process is worker k of n workers. A worker writes parts but no record
+            of the run. None if this process is the command itself.
 
     Raises:
         MoaDataError: the input cannot be used, or Interrupted after Ctrl-C.
@@ -93,13 +94,14 @@ def extract(
         codec, target = _learn_codec(plan, progress)
     with ExitStack() as opened:
         forwards = None
-        # Test the target first, so that nothing is created or deleted if it cannot be used.
+        # Test the target first, so that nothing is created or deleted if the target is unusable.
         if repairs or not has_parts(plan.store):
             with interruptible("while the target was loaded; nothing was written"):
                 forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
-        # The texts are then memory-mapped from a file of the store and need no memory here.
+        # Write the token ids and masks to a file of the store. From then on they are memory-mapped
+        # from that file instead of being kept in memory.
         if not plan.keeps_texts:
             with store.publishing(TEXTS_BYTE):
                 plan = replace(
@@ -109,7 +111,7 @@ def extract(
         counter = PartProgress(store, progress)
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
-        target = None  # frees its memory for workers
+        target = None  # Free the target's memory for the workers.
         timings, lost = _work(plan, store, forwards, counter, share or (0, 1))
         if timings.n_padded_tokens:
             counter.tell(timings, looks=True)
@@ -123,11 +125,18 @@ def extract(
 
 
 def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) -> None:
-    """Write the card and the record of the run, and delete leftover files of lost workers."""
+    """Write the dataset card and the JSON file of the run. Delete leftover files of lost workers.
+
+    Args:
+        plan: the plan of the extraction.
+        store: the finished store.
+        record: content of the JSON file.
+    """
     with store.publishing(CARD_BYTE):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
-    # These entries may differ between runs that produce equal data.
+    # Record these details in the run's JSON file rather than in store.json, because they may differ
+    # between runs that produce equal data.
     details = {
         "config": plan.config.named(),
         ANSWERS_BY: writer_of_answers(plan.config.dataset),
@@ -143,10 +152,10 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
 
 
 def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCodec, Target | None]:
-    """Fit the codec on forwards over a sample of the plan, unless an earlier run has done it.
+    """Fit the codec to activations of a sample of the plan, unless an earlier run has fitted it.
 
     Returns:
-        The codec, and the target if it was loaded.
+        The fitted codec, and the target if it had to be loaded.
     """
     codec = plan.forward.codec
     forward = plan.forward
@@ -168,12 +177,13 @@ def _prove_target(
     progress: Progress | None,
     opened: ExitStack,
 ) -> Forwards | None:
-    """Load the target and run a few tokens, so that a target that cannot be used is refused early.
+    """Load the target and run it on a few tokens, so that an unusable target is refused early.
 
     Returns:
-        The forwards of the target, or None if workers will load it.
+        The object that runs the target, or None if workers will load the target.
     """
-    # Ray's workers may load the target on other machines; it may not fit into this one.
+    # With Ray, the target is loaded by workers on other machines, and may be too large for this
+    # machine. Check only the files of its weights.
     if plan.config.scale.engine == "ray":
         check_weights(plan.forward.folder)
         return None
@@ -193,7 +203,7 @@ def _load_forwards(
     progress: Progress | None,
     opened: ExitStack,
 ) -> Forwards:
-    """Load the target, and start vLLM if it runs the target."""
+    """Load the target, and start vLLM if vLLM is the engine that runs the target."""
     target = target or plan.forward.load_target(progress)
     forwards = plan.forward.forwards(target, codec, plan.sequences.text)
     if plan.config.forward.source == "vllm":
@@ -206,15 +216,15 @@ def _load_forwards(
 def _open_store(
     plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool
 ) -> StoreWriter:
-    """Create or resume the store.
+    """Create the store, or resume an existing one.
 
-    If another run has fitted the codec in the meantime, its codec is used.
+    If another run has fitted the codec in the meantime, the other run's codec is used.
     """
     manifest = replace(plan.manifest, codec=codec.describe())
     create = partial(
         StoreWriter.create_or_resume,
         plan.store,
-        shares=not repairs,  # checking a store needs exclusive access
+        shares=not repairs,  # A store can only be checked with exclusive access.
         begins_anew=not repairs,
         depth="values" if repairs else "sizes",
         progress=progress,
@@ -240,7 +250,7 @@ def _work(
     """Write the pending parts, in this process or in workers.
 
     Returns:
-        The timings, and a text about each lost worker.
+        The timings, and one text for each worker that was lost.
     """
     timings = Timings()
     try:
@@ -270,14 +280,15 @@ def work_until_done(
     """Write and commit the target's bundle and all pending parts.
 
     Args:
-        forwards: the forwards of the target.
+        forwards: runs the target over batches.
         folder: the target's folder.
-        timings: counters that are updated.
+        timings: times and counts of this run, which are updated.
         tell: called with the timings to report progress.
-        share: (k, n) for worker k of n.
+        share: (k, n) if this process is worker k of n workers.
     """
     n_layers = int(store.manifest.extraction["target_layers"])
-    # The first worker writes the bundle. If it was killed, another worker writes it at its end.
+    # The first worker writes the bundle before its parts. If the first worker was killed, another
+    # worker writes the bundle after its own parts.
     if share[0] == 0 and not store.has_target:
         save_bundle(store, forwards.target, folder, n_layers)
     run_parts(forwards, store, pending_in_turn(store, *share), timings, tell)
@@ -288,7 +299,7 @@ def work_until_done(
 def _run_workers(
     plan: ExtractPlan, store: StoreWriter, counter: PartProgress
 ) -> tuple[Timings, list[str]]:
-    """Run the same command in workers until all parts are done.
+    """Run this extraction in several worker processes until all parts are done.
 
     Raises:
         OptionInvalid: several processes cannot share the store.
@@ -300,9 +311,9 @@ def _run_workers(
             f"The file system of {store.path} does not support byte-range locks, so only one "
             "process can write to it. Leave out --workers and --engine."
         )
-    # The test forward left GPU memory in PyTorch's cache; free it for a worker.
+    # The test forward has left GPU memory in PyTorch's cache. Free that memory for a worker.
     torch.cuda.empty_cache()
-    # Paths must be absolute, because Ray's workers start in other folders.
+    # Make all paths absolute, because Ray starts workers in other working directories.
     single = config.replaced(
         **ScaleSettings().named(),
         model=_absolute(config.model),
@@ -331,7 +342,7 @@ def _absolute(name: str) -> str:
 def worker_devices(device: str, n_workers: int) -> list[str]:
     """Return the device of each worker on this machine.
 
-    Workers share a CPU. On an accelerator (cuda, mps, cuda:1), each worker has its own device.
+    Several workers may share the CPU. An accelerator (cuda, mps) serves only one worker.
 
     Raises:
         OptionInvalid: there are fewer devices than workers.
@@ -382,17 +393,17 @@ def repair(
 ) -> WriteReport:
     """Extract the damaged and missing parts of a store, with the settings of its last extraction.
 
-    Nothing is deleted until target and dataset are verified to be those of the store.
+    Before anything is deleted, the target and the dataset are compared with the store's record.
 
     Args:
         model: the target that the store was made with: a folder, a GGUF file or a hub id.
         dataset: the chats; None for the dataset of the last extraction.
-        device: device of the forward; None for the device of the last extraction.
+        device: device of the target; None for the device of the last extraction.
 
     Raises:
-        WorkerError: no extraction is recorded.
-        StoreMismatch: the store was made from another target or dataset, or the codec learns other
-            values than before.
+        WorkerError: the store has no record of an extraction.
+        StoreMismatch: the store was made from another target or dataset, or fitting the codec again
+            gives different parameters.
     """
     path = open_path(store)
     recorded = recorded_config(path)

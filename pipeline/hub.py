@@ -26,7 +26,8 @@ from ..storage.schema import (
 from ..text import Progress, first_line, format_bytes
 
 DRAFTER_FILE = "drafter.json"
-# Locks and runs/ are not pushed, because they name local paths and machines.
+# Files of a store that are pushed. The locks and runs/ are left out, because they name local paths
+# and machines.
 _PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
 _CACHE = ".cache"  # subfolder in which the Hub's client keeps unfinished downloads
@@ -36,7 +37,7 @@ _AGAIN = "Finished files are kept: run the same command again to continue."
 def push(path: Path, repo: str, private: bool = False) -> str:
     """Push a store (as a dataset) or a drafter (as a model) with its card.
 
-    Files that the repository has already are not sent again.
+    Files that are already in the repository are not sent again.
 
     Args:
         path: a store, a drafter's folder, or a run of `moa-data train`.
@@ -62,7 +63,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
-        # The client compares every file with every pattern, so use one pattern per folder.
+        # The Hub's client compares every file with every pattern. Use one pattern per folder, so
+        # that there are few patterns.
         tops = {name.split("/")[0] for name in files} - {entry, CARD_NAME}
         first = [*tops, *(f"{top}/*" for top in tops)]
         if CARD_NAME not in files:
@@ -70,8 +72,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
             api.upload_file(
                 repo_id=repo, repo_type=repo_type, path_in_repo=CARD_NAME, path_or_fileobj=card
             )
-        # The file that marks a store or a drafter is pushed last, so that an unfinished push is not
-        # taken for one.
+        # Push the manifest of a store, or drafter.json, last. An unfinished push then does not look
+        # like a complete store or drafter.
         for patterns, message in (
             (first, "Push with moa-data"),
             ([entry, CARD_NAME], "Finish the push"),
@@ -93,16 +95,16 @@ def pull(
     """Pull a repository that :func:`push` made, and check every byte.
 
     Args:
-        folder: the output; missing, empty, or left by an interrupted pull.
+        folder: the output folder. It may be missing, empty, or left by an interrupted pull.
         revision: branch, tag or commit; None for main.
 
     Returns:
         A text about the files that were pulled.
 
     Raises:
-        DatasetError: the repository does not exist, the Hub cannot be reached, or a file is damaged
-            (exit code 1).
-        OutputOccupied: the folder holds something else.
+        DatasetError: the repository does not exist, the Hub cannot be reached, or a file is
+            damaged. Damage gives exit code 1.
+        OutputOccupied: the folder holds other files.
     """
     folder = folder.expanduser()
     if folder.exists() and not (
@@ -111,7 +113,8 @@ def pull(
         raise OutputOccupied(f"{folder} exists already. Choose another folder, or delete it.")
     api = _connect()
     with _one_line(repo):
-        # Read all files from one commit, even if somebody pushes in the meantime.
+        # Look up the commit first, so that all files are of the same commit even if somebody pushes
+        # in the meantime.
         try:
             repo_type, commit = (
                 "dataset",
@@ -176,12 +179,17 @@ def drafter_card(facts: dict[str, Any]) -> str:
 
 def _damaged(message: str) -> DatasetError:
     error = DatasetError(message)
-    error.exit_code = 1  # the exit code of `verify` for a damaged store
+    error.exit_code = 1  # `verify` uses the same exit code for a damaged store.
     return error
 
 
 def _what(path: Path) -> tuple[Path, str, str]:
-    """Return the folder to push, the file that marks it as complete, and the type of repository."""
+    """Find the store or drafter to push at a path.
+
+    Returns:
+        The folder to push, the name of the file that marks the folder as complete, and the type of
+        the Hub repository.
+    """
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
         if unfinished := summary.missing or ", ".join(summary.unfinished):
@@ -211,7 +219,7 @@ def _files(folder: Path, entry: str) -> dict[str, int]:
 
 
 def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, int]) -> None:
-    """Refuse a repository that holds another store, or files that this store lacks."""
+    """Refuse a repository that holds a different store, or files that the pushed store lacks."""
     remote_files = _remote_files(api, repo, "dataset")
     strange = [name for name in remote_files if name not in files]
     if MANIFEST_NAME in remote_files:
@@ -237,13 +245,13 @@ def _remote_files(
 
 
 def _connect() -> HfApi:
-    """Return a client with endpoint and token from the environment only (HF_ENDPOINT, HF_TOKEN)."""
+    """Return a client of the Hub that uses HF_ENDPOINT and HF_TOKEN, and no stored login."""
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN") or False)
 
 
 @contextmanager
 def _one_line(repo: str) -> Iterator[None]:
-    """Turn the errors of the client into :class:`DatasetError`."""
+    """Turn the errors of the Hub's client into :class:`DatasetError` with a message of one line."""
     try:
         yield
     except RepositoryNotFoundError as error:
@@ -257,10 +265,10 @@ def _one_line(repo: str) -> Iterator[None]:
         ) from error
     except MoaDataError:
         raise
-    # The client raises many unrelated types.
+    # Catch everything, because the Hub's client raises many unrelated types of errors.
     except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
-        # The reason of a failed upload is in the cause of the error.
+        # If an upload fails, the message that explains the failure is in the error's __cause__.
         reason = first_line(error.__cause__ or error).rstrip(".")
         raise DatasetError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error

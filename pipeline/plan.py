@@ -1,8 +1,10 @@
 """Plan an extraction before its first forward: inputs, sequences, fields and output.
 
-``store.json`` records the inputs of a store. They are the content hashes of target and dataset, and
-the commits of those that come from the Hub, as ``extraction.sources``. Later runs load the recorded
-commits, not newer ones. Local files and folders have no commit::
+Sequences are divided into parts, which are later committed one by one.
+
+``store.json`` identifies the inputs of a store by the content hashes of the target and the dataset.
+If the target or the dataset comes from the Hub, ``extraction.sources`` also records its commit, and
+later runs load that commit rather than a newer one. Local files and folders have no entry::
 
     "sources": {
       "model": {"id": "Qwen/Qwen3-8B", "revision": "main", "commit": "b968826d..."},
@@ -78,21 +80,21 @@ _MAIN = "main"
 
 @dataclass(frozen=True)
 class ExtractPlan(WritePlan):
-    """The plan of an extraction."""
+    """The plan of an extraction: its settings, sequences and manifest, and the needed space."""
 
     config: ExtractConfig
-    # Content of store.json. A codec that learns has not learned yet.
-    manifest: StoreManifest
+    manifest: StoreManifest  # Content of store.json, possibly with a codec not yet fitted to data.
     sequences: Sequences = field(repr=False)
-    # The origin of the sequences (``texts_origin``); None if it takes reading all rows to know it.
+    # All inputs that determine the token ids (see the function ``texts_origin``). None if the
+    # dataset can only be identified by reading all rows.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     keeps_texts: bool  # whether the output folder already holds the tokenised sequences
     dataset: str  # text with the dataset's name, its split and the number of files
-    # Whether the chat template writes an end of turn after the last message of a chat.
+    # Whether the chat template writes an end-of-turn token after the last message of a chat.
     ends_last_turn: bool
 
     def rows_read(self) -> list[str]:
-        """Return lines about the rows of the dataset."""
+        """Return lines of text about the dataset's rows: how many were used, and why not others."""
         counts = self.sequences
         rows = counted(counts.n_rows, "row")
         lines = [
@@ -145,7 +147,8 @@ class ExtractPlan(WritePlan):
         ]
         if codec.learned:
             n_sample = self.n_learned_tokens
-            # 4 bytes for each float32 value of the sample, and 2 for its components.
+            # During calibration, the disk holds each value of the sample in float32 (4 bytes), and
+            # each component computed from the values in 16 bits (2 bytes).
             values = sum(
                 math.prod(field_codec.spec.token_shape) for field_codec in codec.learned.values()
             )
@@ -178,11 +181,14 @@ def build_plan(
     Equal inputs give equal plans.
 
     Args:
-        progress: called with (chats done, total, message), then with the bytes of hashed weights.
-        with_weights: also hash the target's weights, which the store records as the target's
-            identity. The weights of a Hub target are downloaded.
+        config: the settings of the extraction.
+        progress: called with (done, total, message), first for chats, and then for the bytes of
+            weights that are hashed.
+        with_weights: whether to hash the target's weights, too. The store records this hash to
+            identify the target. The weights of a Hub target are downloaded to be hashed.
     """
-    # Parse these settings first, so that mistakes are refused before anything is downloaded.
+    # Parse ``columns`` and ``template_kwargs`` first, so that mistakes in them are refused before
+    # anything is downloaded.
     texts = {
         "columns": Columns.parse(config.data.columns).describe(),
         "template_kwargs": parse_template_arguments(config.data.template_kwargs),
@@ -251,19 +257,23 @@ def build_plan(
 def _plan_forwards(
     config: ExtractConfig, folder: Path, with_weights: bool, stored: Mapping[str, Any]
 ) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
-    """Resolve the open settings, and refuse what cannot run.
+    """Choose the settings that are not given, and refuse targets and settings that cannot be run.
 
-    This happens before weights are downloaded and chats are read.
+    This function runs before weights are downloaded and chats are read.
 
     Args:
-        stored: the ``extraction`` that the store records; empty for a new store.
+        config: the settings of the extraction.
+        folder: the target's folder.
+        with_weights: whether the target's weights must be available.
+        stored: the entry ``extraction`` of the store's manifest; empty for a new store.
 
     Returns:
-        The settings, the plan of the forwards, and the record of vLLM, None if transformers runs
-        the target.
+        The settings without open choices, the plan of the forwards, and the name and version of
+        vLLM. The last is None if transformers runs the target.
     """
     model_config = families.load_target_config(folder, with_weights)
-    # Refuse LM heads that drafters do not support. Families with KV are known to be supported.
+    # Raise if drafters do not support the target's LM head. The heads of families with a KV cache
+    # are known to be supported.
     if not families.family_of(model_config).keeps_kv:
         frozen_weights(families.empty_model(model_config))
     sizes = families.target_sizes(model_config)
@@ -274,7 +284,7 @@ def _plan_forwards(
     if spec.kv:
         families.check_kv(model_config)
     if config.target_layers:
-        families.layer_sizes(model_config)  # raises if no drafter can use the target's layers
+        families.layer_sizes(model_config)  # This raises if no drafter can use the layers.
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} cache keys and values in different ways, which "
@@ -282,11 +292,12 @@ def _plan_forwards(
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
-        # vLLM appends one sampled token to a sequence; leave room for it.
+        # Leave room for one more token, because vLLM appends a sampled token to each sequence.
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
     longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
     engine = check_vllm(model_config, longest) if uses_vllm else None
-    # If vLLM runs the target, transformers only loads weights for the bundle, on the CPU.
+    # If vLLM runs the target, transformers only loads the weights for the store's bundle, and does
+    # so on the CPU.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
     compute_dtype: str = config.forward.compute_dtype
@@ -329,10 +340,11 @@ def _plan_forwards(
 def _choose_compute_dtype(
     config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]
 ) -> str:
-    """Choose the dtype of the forwards for ``compute_dtype`` auto."""
+    """Choose the dtype in which the target computes, if ``compute_dtype`` is auto."""
     kind = torch.device(device).type
     dtype = config.storage.dtype
-    # Keep the dtype of the store. The machine that resumes or joins it may have another CPU.
+    # If a store exists, keep the dtype recorded in the store. The choice below depends on the CPU,
+    # and the store may have been started on a machine with a different CPU.
     if stored.get("device") == kind and stored.get("compute_dtype") in (
         "float32",
         "bfloat16",
@@ -341,15 +353,17 @@ def _choose_compute_dtype(
         return str(stored["compute_dtype"])
     if kind != "cpu" or config.forward.source == "vllm":
         return dtype
-    # Rounding float32 weights would give a target that differs from the one that is served.
+    # Compute in bfloat16 only if the target's weights are bfloat16. Rounding float32 weights would
+    # give activations of a model that differs from the one that is served.
     is_bfloat16 = dtype == "bfloat16" and getattr(model_config, "dtype", None) == torch.bfloat16
     return "bfloat16" if is_bfloat16 and has_fast_bfloat16() else "float32"
 
 
 def _pick_device(config: ExtractConfig) -> str:
-    """Return the device of the forward.
+    """Return the device on which the target runs.
 
-    With Ray, ``gpus_per_worker`` decides, because this machine may lack the GPUs of the workers.
+    With Ray, ``gpus_per_worker`` decides between CPU and GPU, because the workers may run on
+    machines with GPUs while this machine has none.
     """
     wanted = config.forward.device
     n_gpus = config.scale.gpus_per_worker
@@ -368,7 +382,7 @@ def _extraction(
 ) -> dict[str, Any]:
     """Return the settings that determine the stored values.
 
-    The size of batches is included, because it changes the last bits of a forward.
+    The batch size is included, because the last bits of the values depend on it.
     """
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
@@ -388,7 +402,7 @@ def _extraction(
 
 
 def _conventions(model_config: Any) -> Mapping[str, str]:
-    """Return notes on the meaning of keys and values; empty if they are like Llama's."""
+    """Return notes on how the target's keys and values differ from Llama's, possibly none."""
     groups = families.kv_groups(model_config)
     if any(group.field == "kv/latent" for group in groups):
         return LATENTS
@@ -400,7 +414,7 @@ def interruptible(what: str) -> Iterator[None]:
     """Turn Ctrl-C into an :class:`Interrupted` error.
 
     Args:
-        what: end of the message, which says what was interrupted and what is kept.
+        what: end of the error message. It says what was interrupted and which results are kept.
     """
     try:
         yield
@@ -409,7 +423,10 @@ def interruptible(what: str) -> Iterator[None]:
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
-    """Return the sources in a manifest's ``extraction``. Malformed entries are left out."""
+    """Return the entry ``sources`` (Hub ids and commits) of a manifest's ``extraction``.
+
+    Malformed entries are left out.
+    """
     recorded = extraction.get("sources")
     entries = recorded.items() if isinstance(recorded, Mapping) else ()
     return {
@@ -421,7 +438,7 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
-    """Return the ``extraction`` in a store's manifest; None if it is missing or unreadable."""
+    """Return the entry ``extraction`` of a store's manifest; None if the manifest is unreadable."""
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:
@@ -431,9 +448,10 @@ def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
 
 
 def stored_sources(store: StorePath) -> Sources | None:
-    """Return the recorded sources of a store.
+    """Return the Hub ids and commits that a store records for its model and dataset.
 
-    Returns None for a store without parts, which may still be created from other sources.
+    The result is None for a store without parts, because such a store may still be created from
+    other inputs.
     """
     extraction = _stored_extraction(store) if has_parts(store) else None
     return None if extraction is None else recorded_sources(extraction)
@@ -444,10 +462,12 @@ def pinned_revision(
 ) -> str | None:
     """Return the revision of a model or dataset to load.
 
-    It is the recorded commit if the store was made from the requested revision, else the request.
+    If the store records a commit for the requested revision, that commit is returned. Otherwise,
+    the requested revision is returned.
 
     Args:
-        kind: model or dataset.
+        sources: the Hub ids and commits that the store records, or None.
+        kind: ``model`` or ``dataset``.
         name: hub id of the model or dataset.
         revision: the requested branch, tag or commit; None for main.
     """
@@ -464,28 +484,33 @@ def pinned_revision(
 def find_target(
     model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True
 ) -> Path:
-    """Return the folder of a target. A Hub model is taken at the commit that the store records.
+    """Return the folder of a target. A Hub model is loaded at the commit that the store records.
 
     Args:
-        with_weights: download the weights too, and refuse a folder without weights.
+        model: a folder, a GGUF file or a hub id.
+        sources: the Hub ids and commits that the store records, or None.
+        revision: the requested branch, tag or commit; None for main.
+        with_weights: whether to download the weights too, and to refuse a folder without weights.
     """
     folder = resolve_model_folder(
         model, with_weights, pinned_revision(sources, "model", model, revision)
     )
     if with_weights:
-        weight_files(folder)  # raises if the folder has no weights
+        weight_files(folder)  # This call raises if the folder has no weights.
     return folder
 
 
 def sources_record(
     config: ExtractConfig, folder: Path, dataset: ChatSource, before: Sources | None
 ) -> dict[str, Any]:
-    """Return the record of the sources for ``extraction``.
+    """Return the entry ``sources`` for a manifest's ``extraction``.
 
     Args:
-        folder: the model's folder. In the cache of the Hub its name is the commit.
-        before: the record in the store, or None. An entry is replaced only by one with another
-            commit. If a commit is unknown, content hashes tell whether the data are the same.
+        config: the settings of the extraction.
+        folder: the model's folder. In the cache of the Hub, the folder's name is the commit.
+        dataset: the dataset.
+        before: the entry in an existing store, or None. Its model or dataset is replaced only if
+            the commit differs. Without a commit, only content hashes show whether the data changed.
     """
     current: dict[str, dict[str, str]] = {}
     if not Path(config.model).expanduser().exists():
@@ -509,12 +534,12 @@ def sources_record(
 
 
 def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
-    """Hash a target's weights and config: target.weights_sha256 and target.config_sha256."""
+    """Return the hashes ``target.weights_sha256`` and ``target.config_sha256`` of a target."""
     return {f"target.{key}": value for key, value in hash_target(folder, progress).items()}
 
 
 def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
-    """Hash the tokenizer and the chat template: tokenizer.sha256 and template.sha256."""
+    """Return the hashes ``tokenizer.sha256`` and ``template.sha256`` (of the chat template)."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -525,9 +550,14 @@ def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
 
 
 def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Compare the hashes of the inputs with those in a store's manifest.
+    """Compare the hashes of the current inputs with the hashes in a store's manifest.
 
-    Hashes that the manifest lacks are not compared.
+    Hashes that are missing in the manifest are not compared.
+
+    Args:
+        store: the store, for the error message.
+        stored: the hashes in the store's manifest.
+        found: the hashes of the current inputs.
 
     Raises:
         StoreMismatch: a hash differs.
@@ -545,7 +575,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
     """Return the settings of the store's last finished extraction.
 
     Raises:
-        WorkerError: the store has no usable record of an extraction.
+        WorkerError: the store has no readable record of an extraction.
     """
     runs = store / RUNS_NAME
     names = {setting.name for setting in ExtractConfig.settings()}

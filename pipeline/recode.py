@@ -1,4 +1,7 @@
-"""Convert a lossless store to another codec, without running the target."""
+"""Convert a lossless store to a different codec, without running the target.
+
+Some codecs must be fitted to a sample of the values before they can encode.
+"""
 
 import dataclasses
 import os
@@ -29,22 +32,29 @@ from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
-# Approximate number of tokens on which the metrics of keys and values are measured.
+# Approximate number of tokens on which the metrics of keys and values are measured. A metric says
+# how much an error in each direction matters to a drafter.
 _METRIC_TOKENS = 60_000
-_MIN_RESPONSE = 8  # minimum response length in tokens; shorter ones have no room for draft rounds
+# Minimum number of response tokens in a sequence on which metrics are measured. A shorter response
+# has no room for draft rounds.
+_MIN_RESPONSE = 8
 
 
 class KVMetrics(Protocol):
-    """Measures how much errors of keys and values affect a drafter."""
+    """Measures how much errors in keys and values affect the output of a drafter."""
 
     @property
     def identity(self) -> str:
-        """A hash of the drafter. A run that is resumed must have the same one."""
+        """Hash of the drafter. A run can only be resumed with a drafter of the same hash."""
 
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure metrics on sequences of a store: one for each part of each group of the codec."""
+        """Measure metrics on sequences of a store.
+
+        Returns:
+            One metric for the keys and one for the values of each of the codec's layer groups.
+        """
 
 
 def recode(
@@ -57,20 +67,19 @@ def recode(
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or resume an earlier run.
 
-    Without metrics, the new store equals an extraction with that codec, byte for byte. The report
-    compares some sequences of the two stores.
+    Without ``kv_metrics``, the new store equals an extraction with the new codec, byte for byte.
+    The report compares some sequences of the two stores.
 
     Args:
         store: a complete lossless store.
         codec: name of the new codec.
         out: the new store.
         progress: called with (tokens done, total, message).
-        kv_metrics: measures the metrics in which a transform codec learns keys and values, unless
-            an earlier run has learned them.
+        kv_metrics: measures the metrics with which a transform codec for keys and values is fitted.
+            It is not called if an earlier run has fitted the codec.
 
     Raises:
-        OptionInvalid: the source is not lossless, or source, output, codec and metrics do not
-            match.
+        OptionInvalid: the source store is not lossless, or the arguments do not match each other.
     """
     fix_sums()
     start = time.perf_counter()
@@ -138,9 +147,9 @@ def _learned_codec(
     progress: Progress | None,
     kv_metrics: KVMetrics | None,
 ) -> StoreCodec:
-    """Create the codec, and fit it on the source if it learns.
+    """Create the new codec. If this kind of codec needs fitting, fit it to the source store.
 
-    If an earlier run to ``out`` has fitted it already, that codec is returned.
+    If an earlier run to ``out`` has fitted the codec already, return that codec.
     """
     try:
         codec = StoreCodec(name, source.manifest.fields)
@@ -178,7 +187,7 @@ def _learned_codec(
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    # Load these weights only now, because measuring with a drafter needs the memory before.
+    # Load the target's weights only now, so that their memory is free while metrics are measured.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", existing_parent(out), progress)
     calibrate(
@@ -196,7 +205,8 @@ def _learned_codec(
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
     if not writer.has_target and exists(source.path / TARGET_NAME):
         with writer.target() as folder:
-            # shutil.copytree would hide the error of a full disk in a list of tuples.
+            # Copy each file by itself, because shutil.copytree would hide a full disk's OSError in
+            # a list of tuples.
             for root, _, names in walk(source.target_path):
                 copy = folder / root.relative_to(source.target_path)
                 copy.mkdir(exist_ok=True)
@@ -217,12 +227,12 @@ def write_parts(
     message: str,
     progress: Progress | None,
 ) -> Timings:
-    """Write and commit all pending parts, sequence by sequence.
+    """Write and commit all pending parts of a store, sequence by sequence.
 
     Args:
-        read: maps a row of the plan to the values of each field, as ``PartWriter.write`` takes
-            them.
-        message: name of the phase for progress, which counts tokens.
+        read: maps a row of the plan to a dict from field name to values, as ``PartWriter.write``
+            takes it.
+        message: name of the phase in progress messages. Progress counts tokens.
     """
     timings = Timings()
     start = time.perf_counter()

@@ -1,19 +1,19 @@
 """Let a target answer the questions of a dataset, or its own, and write chats for ``extract``.
 
-The assistant's messages of a row are dropped. The other messages are asked turn by turn, each turn
-after the new answers to earlier ones::
+The assistant's messages of a row are dropped. The remaining messages are divided into turns. The
+target answers one turn after the other, and sees its own answers to the earlier turns::
 
     row       system  user  assistant  user  assistant        turns      [system, user]  [user]
     answered  system  user  ANSWER     user  ANSWER
 
-An answer that reaches its limit of tokens ends its chat. Its row has the ``finish_reason``
+If an answer reaches its token limit, the chat ends with it. The row then has the ``finish_reason``
 ``length``, as in OpenAI's API, so that no drafter learns an end of turn that the target did not
 write.
 
 Without a dataset, the target writes the questions too (Magpie, arXiv 2406.08464). It continues the
-empty user turn of its chat template up to the token that ends such a turn.
+empty user turn of its chat template up to the token that ends a user turn.
 
-OUT.regeneration.json, next to OUT, records the settings and the progress.
+The JSON file OUT.regeneration.json, next to OUT, records the settings and the progress.
 """
 
 import asyncio
@@ -52,17 +52,20 @@ from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 
 _FILE = "chats.jsonl"  # name of the output file if the output is a folder
-_TIMED_TOKENS = 16  # prompt tokens and new tokens of each text with which the speed is measured
-# Maximum number of unusable questions of the target for each usable one.
+# Number of prompt tokens, and of new tokens, per sequence when the speed is measured.
+_TIMED_TOKENS = 16
+# When n questions of the target are answered, at most `_FEW_DROPPED + _MOST_DROPPED * n` of its
+# other questions may have been unusable.
 _MOST_DROPPED = 9
-_FEW_DROPPED = 64  # number of unusable questions that is always allowed in addition
-# Keeps the seeds of questions apart from those of answers, and of questions with other seeds.
+_FEW_DROPPED = 64
+# Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
+# seeds differ from the seeds of answers and from the seeds of questions of runs with other seeds.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 _WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
 
 
 class LossReason(StrEnum):
-    """Reasons, as shown to the user, for not answering a chat or the rest of a chat."""
+    """Reasons for not answering a chat or the rest of a chat, as texts for the user."""
 
     TOOLS = "the chat has tools, whose results are not known"
     NO_QUESTION = "nothing comes before the assistant's first message"
@@ -84,30 +87,32 @@ class Row:
     """One row of the dataset, with its questions and the answers so far."""
 
     row: int  # row number in the dataset, from 0
-    # The chat up to the last answer; empty if the row is rejected.
+    # The chat up to and including the last answer. It is empty if the row is rejected.
     messages: list[Message] = field(default_factory=list)
     n_answers: int = 0
-    n_tokens: int = 0  # tokens of the answers
-    is_cut: bool = False  # whether the last answer reached a limit
-    # Why the row is rejected, or later turns are not answered; empty if all are answered.
+    n_tokens: int = 0  # number of tokens in the answers
+    is_cut: bool = False  # whether the last answer reached its token limit
+    # Why the row is rejected, or why its later turns are not answered. Empty if all turns are
+    # answered.
     reason: str = ""
     detail: str = ""
-    # The turns that are still to be asked. Each has the messages between two answers.
+    # The turns that are not yet asked. A turn consists of the messages between two answers.
     turns: list[list[Message]] = field(default_factory=list)
-    # The chat up to the turn that is being asked.
+    # The chat up to and including the turn that is being asked.
     prompt: list[Message] = field(default_factory=list)
 
     @classmethod
     def read(cls, row: int, content: Any, columns: Columns) -> "Row":
         """Read the questions of a row.
 
-        The last turn is asked even if the row has no answer to it.
+        The last turn is asked even if the row contains no answer to that turn.
         """
         chosen = columns.apply(content)
         chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
-        # The target would call other tools than the dataset's assistant did.
+        # Reject chats with tools. The target might call other tools than the dataset's assistant,
+        # and the results of its calls are unknown.
         if chat.tools or any(
             message["role"] == "tool" or "tool_calls" in message for message in chat.messages
         ):
@@ -129,21 +134,29 @@ class Row:
         return cls(row, turns=[turn for turn in turns if turn])
 
     def begin_turn(self) -> bool:
-        """Set the prompt of the next turn. Returns False if the chat has ended."""
+        """Set the prompt to the chat up to the next turn. Return False if the chat has ended."""
         if self.reason or not self.turns:
             return False
         self.prompt = [*self.messages, *self.turns.pop(0)]
         return True
 
     def take(self, text: str, n_tokens: int, is_cut: bool = False, keep_cut: bool = True) -> None:
-        """Add the answer to the prompt. An empty, invalid or cut answer ends the chat."""
+        """Append the target's answer to the chat. An empty, invalid or cut answer ends the chat.
+
+        Args:
+            text: the answer.
+            n_tokens: number of tokens in the answer.
+            is_cut: whether the answer reached its token limit.
+            keep_cut: whether such an answer is kept.
+        """
         if is_cut:
-            text = text.rstrip("\ufffd")  # the incomplete bytes of the last character
+            # The cut may leave an incomplete last character, decoded as replacement characters.
+            text = text.rstrip("\ufffd")
         if is_cut and not keep_cut:
             self.end(LossReason.NO_END, f"{n_tokens:,} tokens")
         elif not text.strip():
             self.end(LossReason.EMPTY)
-        # A replacement character: the target generated bytes that are not valid UTF-8.
+        # A replacement character means that the target generated bytes that are not valid UTF-8.
         elif "\ufffd" in text:
             self.end(LossReason.NO_TEXT)
         else:
@@ -155,27 +168,33 @@ class Row:
                 self.end(LossReason.NO_END)
 
     def end(self, reason: str, detail: str = "") -> None:
-        """End the chat before the current turn."""
+        """End the chat. The current turn is not answered.
+
+        Args:
+            reason: the reason, a LossReason or a RejectReason.
+            detail: further text about the reason.
+        """
         self.reason = str(reason)
         self.detail = printable(detail)
 
 
 def _as_one_line(messages: Sequence[Message]) -> str:
-    """Return the text of the first message with normalised white space."""
+    """Return the text of the first message as one line, to compare questions."""
     return " ".join(messages[0]["content"].split())
 
 
 class RowCounts(BaseModel):
-    """Counts of rows."""
+    """Counts of the rows that a regeneration has processed."""
 
     n_rows: int = 0
     n_answers: int = 0
     n_tokens: int = 0
-    n_at_limit: int = 0  # chats whose last answer was cut
-    dropped: Counter[str] = Counter()  # unusable questions of the target, by reason
-    rejected: Counter[str] = Counter()  # rows without a chat in the output, by reason
-    cut: Counter[str] = Counter()  # chats whose later turns were not answered, by reason
-    examples: dict[str, str] = {}  # text about the first row of each reason
+    n_at_limit: int = 0  # number of chats whose last answer reached its token limit
+    # Reason -> number of questions that the target wrote and that were unusable.
+    dropped: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()  # rejection reason -> number of rows left out of the output
+    cut: Counter[str] = Counter()  # reason -> number of chats whose later turns were not answered
+    examples: dict[str, str] = {}  # reason -> text about the first row with this reason
 
     @property
     def n_chats(self) -> int:
@@ -183,7 +202,7 @@ class RowCounts(BaseModel):
         return self.n_rows - self.rejected.total()
 
     def add(self, row: Row) -> None:
-        """Count a row."""
+        """Count a finished or rejected row."""
         self.n_rows += 1
         self.n_answers += row.n_answers
         self.n_tokens += row.n_tokens
@@ -195,7 +214,12 @@ class RowCounts(BaseModel):
             )
 
     def lines(self, counts: Counter[str], start: str = "") -> list[str]:
-        """Return a line with an example for each reason, the most frequent first."""
+        """Return one line with an example for each reason. The most frequent reason comes first.
+
+        Args:
+            counts: reason -> number of rows.
+            start: text at the start of each line.
+        """
         return [
             f"{start}{n:,}  {reason} (first: {self.examples[reason]})"
             for reason, n in counts.most_common()
@@ -203,17 +227,17 @@ class RowCounts(BaseModel):
 
 
 class Work(NamedTuple):
-    """The questions of a run."""
+    """The source and the number of the questions that a run asks."""
 
-    source: ChatSource | None  # None if the target writes the questions
+    source: ChatSource | None  # the dataset; None if the target writes the questions
     n_rows: int
-    most_tokens: int  # upper bound of the tokens that the target writes
+    most_tokens: int  # upper bound of the number of tokens that the target writes
     settings: dict[str, Any]  # settings that determine the questions
-    text: str  # summary in one line
+    text: str  # one line of text that summarises the questions
 
 
 def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
-    """Count the questions of a run. This reads all rows of a dataset."""
+    """Count the questions of a run. If there is a dataset, all of its rows are read."""
     limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     questions = config.questions
     if config.self_prompted is not None:
@@ -270,14 +294,14 @@ def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
 
 
 def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "Answers":
-    """Answer the questions of a dataset, or the target's own, or resume an earlier run.
+    """Let the target answer the questions of a dataset, or its own. Resume an earlier run.
 
     Returns:
-        The answers. Their file is closed.
+        The answers, whose file is already closed.
 
     Raises:
         DatasetError: the dataset has no questions, or more rows are rejected than allowed.
-        OutputOccupied: the output holds something else, or answers of a run with other settings.
+        OutputOccupied: the output holds other data, or answers of a run with other settings.
         TemplateError: the target cannot write questions.
     """
     out = Path(config.out).expanduser()
@@ -317,10 +341,16 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
 def open_answers(
     path: Path, settings: Mapping[str, Any], n_rows: int, **others: Any
 ) -> "Iterator[Answers]":
-    """Open and lock a file of answered chats, which is created if it does not exist.
+    """Open and lock a file of answered chats. Create the file if it does not exist.
+
+    Args:
+        path: path of the file.
+        settings: settings that determine the answers.
+        n_rows: number of rows to answer.
+        others: further fields of `Answers`.
 
     Raises:
-        OutputOccupied: another process writes the file, or it was made with other settings.
+        OutputOccupied: another process writes the file, or the file was made with other settings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -334,27 +364,30 @@ def open_answers(
 
 
 class _Record(BaseModel):
-    """Content of the record next to the chats.
+    """Content of the JSON file next to the file of chats.
 
-    It contains no times, so that a resumed run writes the same bytes.
+    The JSON file contains no times, so that a resumed run writes the same bytes.
     """
 
     moa_data: str = __version__
     settings: dict[str, Any]
     rows: RowCounts = RowCounts()
-    n_bytes: int = 0  # length of the file of chats
-    sha256: str | None = None  # hash of the file of chats, once it is complete
+    n_bytes: int = 0  # size of the file of chats
+    sha256: str | None = None  # hash of the file of chats; None until the file is complete
 
 
 @dataclass
 class Answers:
-    """The file of answered chats, and its ``record`` of the settings and the progress."""
+    """The file of answered chats.
+
+    ``record`` is the path of the JSON file next to it, with the settings and the progress.
+    """
 
     path: Path
     file: BinaryIO
     settings: Mapping[str, Any]  # settings that determine the answers
     n_rows: int  # number of rows to answer
-    max_rejected_fraction: float = 1.0  # allowed fraction of rejected rows
+    max_rejected_fraction: float = 1.0  # largest allowed fraction of rejected rows
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -362,7 +395,8 @@ class Answers:
         self._record = _Record(settings=dict(self.settings))
         self._resume()
         self._keeps_questions = "question_tokens" in self.settings
-        self.asked = set[str]()  # questions of the chats, if the target writes them
+        # The questions in the file of chats. It stays empty if the questions are from a dataset.
+        self.asked = set[str]()
         if self._keeps_questions:
             self.asked = {
                 _as_one_line(json.loads(line)["messages"])
@@ -370,15 +404,19 @@ class Answers:
             }
         self._n_tokens_before = self.counts.n_tokens
         self._began_s = time.monotonic()
-        self._check_rejected()  # an earlier run may already have rejected too many rows
+        self._check_rejected()  # An earlier run may already have rejected too many rows.
 
     @property
     def counts(self) -> RowCounts:
-        """Counts of the rows so far."""
+        """Counts of the rows that are written or rejected so far."""
         return self._record.rows
 
     def _resume(self) -> None:
-        """Load the counts of the record, and truncate chats that were written after it."""
+        """Load the counts of an earlier run. Delete chats at the end of the file not in the counts.
+
+        Raises:
+            OutputOccupied: the file was not written by a run with these settings.
+        """
         n_bytes = self.path.stat().st_size
         if not self.record.exists():
             if n_bytes:
@@ -398,7 +436,8 @@ class Answers:
         changed = [
             name for name in {**earlier, **current} if earlier.get(name) != current.get(name)
         ]
-        # If the record counts no row, nothing was answered with the earlier settings.
+        # If no row is counted, nothing was answered with the earlier settings, and new settings are
+        # allowed.
         if changed and recorded.rows.n_rows:
             listed = ", ".join(
                 f"{name} {earlier.get(name)} (now {current.get(name)})" for name in changed
@@ -417,7 +456,7 @@ class Answers:
             self._record = recorded
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add a batch of rows, and sync it to the disk."""
+        """Append a batch of rows to the file of chats, and sync the file to the disk."""
         answered = [row for row in rows if row.messages]
         lines = [
             {
@@ -432,8 +471,8 @@ class Answers:
             self.file.write(data)
             self.file.flush()
             os.fsync(self.file.fileno())
-            # The record is written after the chats that it counts. If the process is killed in
-            # between, the chats that are not counted are truncated on resume.
+            # Update the JSON file with the counts only after the chats are on the disk. If the
+            # process is killed in between, the uncounted chats are truncated on resume.
             self._record.n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
@@ -456,13 +495,14 @@ class Answers:
         write_atomic(self.record, self._record.model_dump_json(indent=1).encode() + b"\n")
 
     def _check_rejected(self) -> None:
-        """Stop as soon as more rows are rejected than allowed for the whole run.
+        """Raise as soon as more rows are rejected than the entire run may reject.
 
         Raises:
             DatasetError: too many rows are rejected.
         """
         counts = self.counts
-        # With keep_cut=false, users expect to lose the rows with cut answers.
+        # Do not count rows that were rejected because an answer was cut. With keep_cut=false, users
+        # expect to lose these rows.
         n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
         if n_rejected > self.max_rejected_fraction * self.n_rows:
             raise DatasetError(
@@ -499,7 +539,7 @@ class Answers:
 class LocalTarget:
     """A target that is loaded in this process, with a drafter if one is given.
 
-    ``facts`` identify both in the record.
+    ``facts`` identify the target and the drafter in the JSON file next to the chats.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:
@@ -536,9 +576,9 @@ class LocalTarget:
         }
 
     def answer(self, rows: Iterator[Row], answers: Answers) -> None:
-        """Answer all turns of the rows in batches, and commit each batch."""
-        # The whole batch is asked again after an interruption, because the rounding of a forward
-        # depends on all rows of its batch.
+        """Answer all turns of the rows, batch by batch, and commit each batch."""
+        # A batch is committed as a whole. After an interruption, all of its rows are asked again,
+        # because the rounding of a forward depends on all rows in its batch.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, answers)
@@ -548,7 +588,7 @@ class LocalTarget:
             answers.append([self._checked(row) for row in batch])
 
     def estimate(self, most_tokens: float) -> str:
-        """Return a text with the time that a number of tokens takes at most.
+        """Return a text with an upper bound of the time for ``most_tokens`` tokens.
 
         The speed is measured with a batch of short prompts.
         """
@@ -563,13 +603,17 @@ class LocalTarget:
         )
 
     def _ask(self, rows: Sequence[Row], answers: Answers) -> None:
-        """Let the target write a question for each row. It must not repeat an earlier question."""
+        """Let the target write a question for each row. Repeated questions are dropped.
+
+        Raises:
+            DatasetError: too many questions are unusable.
+        """
         settings = self._config.questions
         n_answered = answers.counts.n_rows
         dropped = answers.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        questions: dict[str, list[Message]] = {}  # each question's turn, by its normalised text
+        questions: dict[str, list[Message]] = {}  # question as one line -> the turn that asks it
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
                 reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
@@ -601,7 +645,10 @@ class LocalTarget:
             row.turns = [turn]
 
     def _prompt(self, row: Row) -> list[int]:
-        """Return the tokens of a row's prompt; empty if the prompt cannot be answered."""
+        """Return the token ids of a row's prompt.
+
+        The list is empty, and the row is ended, if the prompt cannot be rendered or is too long.
+        """
         try:
             tokens = prompt_tokens(self._template, row.prompt)
         except TemplateError as error:
@@ -613,7 +660,8 @@ class LocalTarget:
         return tokens
 
     def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
-        # The shortest prompt has the most room for an answer, so its room bounds the batch.
+        # The shortest prompt leaves the most room for an answer. Use its room for the whole batch,
+        # and truncate the answers to longer prompts below.
         room = self._max_tokens - min((len(tokens) for _, tokens in prompts), default=0)
         generations = self._decode(
             [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),
@@ -626,9 +674,9 @@ class LocalTarget:
             row.take(text, len(tokens), is_cut, self._config.questions.keep_cut)
 
     def _checked(self, row: Row) -> Row:
-        """Reject a row that `extract` would reject.
+        """Turn a row that `extract` would reject into a rejected row.
 
-        A chat template may refuse the target's own answers, or rewrite them.
+        For example, a chat template may refuse the target's own answers, or rewrite them.
         """
         if row.messages:
             length = self._config.questions.max_length
@@ -641,7 +689,7 @@ class LocalTarget:
 
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-_REFUSALS = (400, 408, 413, 422)  # statuses that concern a single request, not the server
+_REFUSALS = (400, 408, 413, 422)  # HTTP statuses with which a server refuses a single request.
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."
@@ -665,7 +713,7 @@ class Server:
         }
 
     def answer(self, rows: Iterable[Row], answers: Answers) -> None:
-        """Ask all rows. Each row is committed as soon as all rows before it are finished."""
+        """Answer all turns of the rows. A row is committed once all rows before it are finished."""
         asyncio.run(self._answer_all(rows, answers))
 
     async def _answer_all(self, rows: Iterable[Row], answers: Answers) -> None:
@@ -682,8 +730,8 @@ class Server:
             try:
                 for row in rows:
                     waiting.append(asyncio.create_task(self._converse(client, row)))
-                    # Queue more rows than connections, so that requests continue while the first
-                    # row waits for a long answer.
+                    # Start more rows than there are connections, so that the connections stay busy
+                    # while the oldest row waits for a long answer.
                     if len(waiting) == 4 * self._config.n_together:
                         await commit_finished()
                 while waiting:
@@ -696,7 +744,8 @@ class Server:
     def _client(self) -> httpx.AsyncClient:
         n_together = self._config.n_together
         limits = httpx.Limits(max_connections=n_together, max_keepalive_connections=n_together)
-        # The pool has no timeout, because rows wait in it for a free connection.
+        # Waiting for a free connection of the pool has no timeout, because more rows are started
+        # than there are connections.
         timeout = httpx.Timeout(30, read=self._config.serving.answer_s, pool=None)
         return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
 
@@ -733,9 +782,9 @@ class Server:
         return row
 
     def _body(self, row: Row) -> dict[str, Any]:
-        """Return the body of a request.
+        """Return the JSON body of the request for a row's next answer.
 
-        Settings at their defaults are left out, because not all servers support all settings.
+        Sampling settings at their defaults are left out, because some servers do not support them.
         """
         sampling = self._config.sampling
         body = {
@@ -762,7 +811,8 @@ class Server:
                 int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt")
             )
             text = message.get("content") or ""
-        # A drafter would learn answers without the reasoning before them.
+        # Refuse a server that returns reasoning separately from the answer. A drafter would learn
+        # to draft answers without the reasoning that the target writes before them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
                 f"{self._url} keeps the reasoning apart from the answer, so the text is not all "
@@ -792,10 +842,11 @@ class Server:
                     return answer
                 problem = f"answers {answer.status_code} ({_message(answer)})"
             except httpx.ReadTimeout:
-                raise  # the server is working on the request; a retry would start it again
+                raise  # Do not retry: the server is still working on the request.
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"cannot be reached ({first_line(error)})"
-            # Patience starts at the first failure, because a request may wait for a connection.
+            # Count `patience_s` from the first failure, not from the call, because a request may
+            # wait long for a free connection.
             last_s = min(last_s, time.monotonic() + self._config.serving.patience_s)
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(

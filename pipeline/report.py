@@ -1,4 +1,7 @@
-"""Timings, progress and the final report of commands that write a store."""
+"""Timings, progress and the final report of a command that writes a store.
+
+A store is written in parts. A part is a group of sequences that is committed as a whole.
+"""
 
 import time
 from collections.abc import Mapping
@@ -19,59 +22,62 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass
 class Timings:
-    """The times and tokens of a run."""
+    """Durations in seconds, and counts of tokens and parts, of a run that writes a store."""
 
-    # Time of the forwards, with gathering the activations. On a GPU it is device time.
+    # Duration of the forwards and of gathering the activations. On a GPU it is device time.
     forward_s: float = 0.0
-    copy_s: float = 0.0  # time of copies from a GPU to the host, which overlap with forwards
-    wait_s: float = 0.0  # time in which the next forward waited for the writer
+    copy_s: float = 0.0  # duration of copies from a GPU to the host, which overlap with forwards
+    wait_s: float = 0.0  # time in which no forward ran because the writer thread was behind
     writer_s: float = 0.0  # CPU time of the writer thread
     encode_s: float = 0.0  # CPU time of all encoding threads
     extract_s: float = 0.0  # time from the first forward to the last commit
-    wall_s: float = 0.0  # time of the entire run
-    n_tokens: int = 0  # tokens of the parts that this run committed
-    n_computed_tokens: int = 0  # tokens of this run's forwards, including ``n_late`` parts
-    n_padded_tokens: int = 0  # ``n_computed_tokens`` with padding
-    n_before_tokens: int = 0  # tokens that earlier runs had committed
-    n_parts: int = 0  # parts that this run committed
-    n_late: int = 0  # parts that this run wrote, but another run committed first
+    wall_s: float = 0.0  # duration of the entire run
+    n_tokens: int = 0  # number of tokens in the parts that this run committed
+    # Number of tokens in this run's forwards, including the parts counted in ``n_late``.
+    n_computed_tokens: int = 0
+    n_padded_tokens: int = 0  # ``n_computed_tokens`` plus padding
+    n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed
+    n_parts: int = 0  # number of parts that this run committed
+    # Number of parts that this run wrote, but that another run committed first.
+    n_late: int = 0
 
     @property
     def padding_fraction(self) -> float:
-        """Fraction of padding in the tokens that the target computed."""
+        """Fraction of the positions computed by the target that were padding."""
         return 1.0 - self.n_computed_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens stored per second, from the first forward to the last commit."""
+        """Stored tokens divided by the seconds from the first forward to the last commit."""
         return self.n_tokens / self.extract_s if self.extract_s else 0.0
 
     def add_part(self, n_tokens: int, was_first: bool) -> None:
         """Count a part that this run has written.
 
         Args:
-            was_first: whether this run committed the part; false if another run was faster.
+            n_tokens: number of tokens in the part.
+            was_first: whether this run has committed the part. False if another run was first.
         """
         self.n_parts += was_first
         self.n_late += not was_first
         self.n_tokens += n_tokens * was_first
 
     def __add__(self, other: "Timings") -> "Timings":
-        """Add two workers' values. ``extract_s`` and ``wall_s`` become the longer of both."""
+        """Add two workers' timings. Of ``extract_s`` and ``wall_s``, keep the larger value."""
         first = asdict(self)
         second = asdict(other)
         longest = {name: max(first[name], second[name]) for name in ("extract_s", "wall_s")}
         return Timings(**({name: first[name] + second[name] for name in first} | longest))
 
     def record(self) -> dict[str, float]:
-        """Return the values for the record in runs/."""
+        """Return the values for the run's JSON file in runs/."""
         return asdict(self) | {
             "padding_fraction": self.padding_fraction,
             "tokens_per_s": self.tokens_per_s,
         }
 
     def describe(self) -> str:
-        """Return a text about the parts that the run wrote, and their times."""
+        """Return a text about the parts that the run wrote and how long that took."""
         text = (
             f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in "
             f"{format_hours(self.extract_s)}"
@@ -92,25 +98,27 @@ class Timings:
 
 @dataclass
 class WriteReport:
-    """The store that a command has written, and the share of this run."""
+    """Report on the store that a command has written to, and on what this run has added."""
 
     store: StorePath
-    # The next four fields count all committed parts of the store.
+    # The next four fields are about all committed parts of the store, also those of earlier runs.
     n_sequences: int
     n_tokens: int
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    compared: str = ""  # text that compares ``stored_bytes`` with another size; may be empty
-    lines: list[str] = field(default_factory=list)  # lines that the command adds to the text
-    # Whether the folder held a store of other inputs, without parts, that was replaced.
+    # Text that compares ``stored_bytes`` with the size of another store or of the raw values. It
+    # may be empty.
+    compared: str = ""
+    lines: list[str] = field(default_factory=list)  # further lines of text from the command
+    # Whether this run replaced a store that was in the folder, had other inputs and had no parts.
     has_begun_anew: bool = False
-    # Text that names what this run wrote besides parts, if all parts existed before.
+    # If all parts existed before this run, a text that names the other files that the run wrote.
     restored: str = ""
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
-        """Make the report of a store from its commits."""
+        """Make the report of a store from its commit files."""
         commits = [
             read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()
         ]
@@ -126,7 +134,7 @@ class WriteReport:
 
     @property
     def n_parts_done(self) -> int:
-        """Parts written by this run."""
+        """Number of parts written by this run."""
         return self.timings.n_parts
 
     def describe(self) -> str:
@@ -150,7 +158,10 @@ class WriteReport:
         return "\n".join(lines)
 
     def record(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the record for runs/. Its values may differ between runs that give equal data."""
+        """Return the content of the run's JSON file in runs/.
+
+        Its values may differ between runs that write equal data.
+        """
         return {
             "provenance": dict(provenance or {}),
             "n_parts_done": self.timings.n_parts,
@@ -160,7 +171,7 @@ class WriteReport:
 
 
 class PartProgress:
-    """Reports how much of a store's plan is done, from the commits and the tokens of this run."""
+    """Reports progress on a store's plan, from committed parts and this run's computed tokens."""
 
     def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
         self._store = store
@@ -175,12 +186,13 @@ class PartProgress:
         self._looked_s = time.monotonic()
 
     def tell(self, timings: Timings, workers: str = "", looks: bool = False) -> None:
-        """Call back with (tokens done, tokens of the plan, message).
+        """Call the progress function with (tokens done, tokens of the plan, message).
 
         Args:
+            timings: the counts of this run.
             workers: text about the running workers, for the message.
-            looks: whether to list the commits now. Otherwise they are listed at most once a second,
-                because the folder may be on a network.
+            looks: whether to list the commit files now. If false and the store is shared, they are
+                listed at most once a second, because the folder may be on a network.
         """
         if self._progress is None:
             return

@@ -1,8 +1,10 @@
 """Tokenise the chats of a dataset, drop duplicates, count rejected rows, and cache the sequences.
 
-``texts.arrow`` in the store has a row for each sequence, so that chats are tokenised once and not
-at every start. Readers memory-map it. Its metadata holds the origin of the tokens, the counts, and
-a sha256 of the content. If the file has another origin or is damaged, it is written again.
+A sequence is a tokenised chat: token ids and a response mask. ``texts.arrow`` in the store caches
+all sequences, one per row, so that chats are not tokenised again at every start. Readers memory-map
+the file. Its metadata holds the inputs that determine the tokens (their origin), the counts of
+rows, and a sha256 of the content. If the origin has changed or the file is damaged, the file is
+written again.
 """
 
 import contextlib
@@ -37,14 +39,17 @@ from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
 
-MIN_ROWS = 2000  # with fewer rows, one process finishes before others have started
+# Minimum number of rows for which processes are forked. One process tokenises fewer rows in the
+# time that forking takes.
+MIN_ROWS = 2000
 ROWS_PER_PROCESS = 16_384
-"""Rows of a block per process: some seconds of work, much longer than starting the processes."""
-_BLOCK_CHARS = 1 << 28  # a block ends after about this many characters
+"""Maximum number of rows per process and block. A block is a list of rows that is read at once and
+divided among processes. This number takes some seconds, much longer than starting a process."""
+_BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
-"""The sequence or rejection of a row, and whether the chat template has asked for the time.
+"""Result of tokenising a row: its sequence or rejection, and a flag.
 
-The flag covers all rows of the process so far.
+The flag says whether the chat template has asked for the time in any row of the process so far.
 """
 Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
@@ -60,31 +65,33 @@ _COUNTS = (
 )
 _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
-# Part of the origin. Increase it if a change of the code changes the tokens of a chat.
+# Version number that is stored as part of the origin. Increase it if the code changes in such a way
+# that chats get other tokens.
 _ORIGIN_VERSION = 4
-_MOST_NAMES = 12  # names of columns and keys that a report lists
+_MOST_NAMES = 12  # number of columns and keys that a report lists
 
 
 @dataclass
 class Sequences:
-    """Tokens and masks of all sequences, concatenated on one axis, and counts of the other rows."""
+    """Token ids and masks of all sequences, concatenated, and counts of the rows that have none."""
 
-    # Index of each sequence by its id. The id is the sha256 of tokens and mask, so that equal
-    # chats have the same id.
+    # Maps the id of each sequence to its index. The id is the sha256 of tokens and mask, so equal
+    # sequences have the same id.
     ids: dict[str, int] = field(default_factory=dict)
-    # Row number of each sequence in the dataset.
+    # Row number in the dataset of each sequence.
     source_rows: "array[int]" = field(default_factory=lambda: array("q"))
-    # Start of each sequence on the token axis, and the end of the last one: n_sequences + 1 values.
+    # Start of each sequence on the token axis, then the end of the last sequence. These are
+    # n_sequences + 1 values.
     offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0
-    asked_the_time: bool = False  # whether the chat template has asked for the time
+    asked_the_time: bool = False  # whether the chat template has asked for the current time
     dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
     # Column or key of a message that is not part of the tokens -> number of sequences.
     beside: Counter[str] = field(default_factory=Counter)
-    rejections: Counter[str] = field(default_factory=Counter)  # number of rows by reason
-    # Text about the first row of each reason, with details.
+    rejections: Counter[str] = field(default_factory=Counter)  # rejection reason -> number of rows
+    # Rejection reason -> text with details about the first row rejected for this reason.
     examples: dict[str, str] = field(default_factory=dict)
     _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
     _mask: Any = field(default_factory=bytearray, repr=False)
@@ -94,11 +101,11 @@ class Sequences:
 
     @property
     def n_rejected(self) -> int:
-        """The number of rejected rows, without duplicates."""
+        """The number of rejected rows. Duplicates do not count as rejected."""
         return sum(self.rejections.values())
 
     def text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids (int32) and the response mask (uint8), of shape [n_tokens] each."""
+        """Return a sequence's token ids (int32) and response mask (uint8), [n_tokens] each."""
         index = self.ids[sequence_id]
         span = slice(self.offsets[index], self.offsets[index + 1])
         return np.frombuffer(self._tokens, np.int32)[span], np.frombuffer(self._mask, np.uint8)[
@@ -106,7 +113,7 @@ class Sequences:
         ]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
-        """Add a sequence, or count a duplicate if an equal one exists."""
+        """Add the sequence of a row. If an equal sequence exists, count a duplicate instead."""
         tokens = np.ascontiguousarray(chat.tokens, np.int32)
         mask = np.ascontiguousarray(chat.response_mask, np.uint8)
         sequence_id = content_id(tokens, mask)
@@ -122,7 +129,7 @@ class Sequences:
         self.beside.update(chat.beside)
 
     def reject(self, row: int, rejection: Rejection) -> None:
-        """Count a rejected row."""
+        """Count a rejected row by its reason, and keep the first row of each reason as example."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
         self.examples.setdefault(
@@ -139,7 +146,7 @@ class Sequences:
         return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
 
     def rejection_lines(self) -> list[str]:
-        """Return a line with an example for each reason, the most frequent first."""
+        """Return one line with an example for each rejection reason, the most frequent first."""
         counts = self.rejections.most_common()
         return [
             f"               {count:,}  {reason} (first: {self.examples[reason]})"
@@ -147,13 +154,13 @@ class Sequences:
         ]
 
     def table(self) -> pa.Table:
-        """Return the table for the storage plan.
+        """Return a table with one row per sequence, from which the parts of a store are planned.
 
         Its columns are sequence_id, source_row, n_tokens and n_response_tokens.
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # Number of response tokens before each position, [n_tokens + 1].
+        # Number of response tokens before each position of the token axis, [n_tokens + 1].
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {
@@ -165,7 +172,10 @@ class Sequences:
         )
 
     def to_arrow(self) -> pa.Table:
-        """Return all fields as a table, for :meth:`from_arrow`. Tokens and masks are not copied."""
+        """Return all fields as an Arrow table, which :meth:`from_arrow` reads.
+
+        Token ids and masks are not copied.
+        """
         offsets = column(np.frombuffer(self.offsets, np.int64))
         columns = {
             "sequence_id": text_column(self.ids),
@@ -182,9 +192,10 @@ class Sequences:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> "Sequences":
-        """Make sequences from the table of :meth:`to_arrow`.
+        """Make sequences from a table that :meth:`to_arrow` has made.
 
-        Its columns must have one chunk each. Tokens and masks are views of the table.
+        The columns of the table must have one chunk each. Token ids and masks are views of the
+        table.
         """
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens = table["tokens"].chunk(0)
@@ -202,7 +213,7 @@ class Sequences:
 
 
 def content_id(tokens: np.ndarray, mask: np.ndarray) -> str:
-    """Return the sha256 of the tokens (int32) and the mask (uint8) of a sequence, in hex."""
+    """Return the id of a sequence: the sha256 of its tokens (int32) and mask (uint8), in hex."""
     digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
     digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
     return digest.hexdigest()
@@ -215,7 +226,7 @@ def read_sequences(
     sizes: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Sequences:
-    """Tokenise the rows of a dataset in order, up to max_sequences sequences."""
+    """Tokenise the rows of a dataset in order, until there are ``max_sequences`` sequences."""
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
@@ -254,10 +265,13 @@ def read_sequences(
 def tokenise_rows(
     rows: Iterator[Any], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
 ) -> Iterator[Tokenised]:
-    """Yield the result of each row in order. Large blocks of rows are divided among forks.
+    """Tokenise rows and yield the results in order. Large blocks of rows are divided among forks.
 
     Args:
-        n_left: returns the number of sequences that are still needed, None for all. It is called
+        rows: the rows of the dataset.
+        tokenise: tokenises a row.
+        n_processes: number of processes.
+        n_left: returns the number of sequences that are still needed, or None for all. It is called
             before a block of rows is read.
     """
     while n_processes > 1:
@@ -280,9 +294,10 @@ def _read_block(
     """Read the next block of rows.
 
     Returns:
-        The rows, and whether they are the last ones, or the error of reading the next row.
+        The rows, and a second value: True if no rows follow, False if rows may follow, or the error
+        that was raised by reading the row after the block.
     """
-    # Read a few more rows than needed, because some may be rejected.
+    # Read a few more rows than sequences are needed, because some rows may be rejected.
     if n_left is not None:
         n_rows = min(n_rows, n_left + n_left // 16 + 64)
     block: list[Any] = []
@@ -294,21 +309,24 @@ def _read_block(
             return block, True
         except DatasetError as error:
             return block, error
-        # A row that is nested too deeply is rejected later.
+        # Do not count a row that is nested too deeply. It is rejected later.
         with contextlib.suppress(RecursionError):
             n_chars += sum(map(len, texts(block[-1])))
     return block, False
 
 
 def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
-    """Yield the result of each row in order; fork k processes every n-th row, starting at row k."""
-    # Forks inherit rows, tokenizer and template. They are killed when the caller stops. If this
-    # process is killed, their pipes break and they end by themselves.
+    """Tokenise rows in forked processes and yield the results in order.
+
+    With n processes, process k tokenises the rows k, k + n, k + 2 n and so on.
+    """
+    # Forked processes inherit the rows, the tokenizer and the template. The forks are killed when
+    # the caller stops iterating. If this process is killed, the pipes break and the forks exit.
     forks: list[tuple[int, Connection]] = []
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns about forks in a process with threads. These forks need no lock that
-            # another thread may hold.
+            # Python 3.12 warns about forking a process with threads, because a fork may need a lock
+            # that a thread held. The code in these forks needs no such lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             for first in range(n_processes):
                 receiver, sender = Pipe(duplex=False)
@@ -318,7 +336,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
                 sender.close()
                 forks.append((pid, receiver))
         for index, content in enumerate(contents):
-            # A fork sends None if a row raised an error; tokenising it here raises it again.
+            # A fork sends None if tokenising a row raised an error. Tokenising the row here raises
+            # the error again, in the caller's process.
             yield forks[index % n_processes][1].recv() or tokenise(content)
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
@@ -335,8 +354,9 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # the parent kills its forks
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads are not forked
+            signal.signal(number, signal.SIG_IGN)  # The parent process kills its forks itself.
+        # The tokenizer must not use its threads, because threads do not survive a fork.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for content in contents:
             result = None
             with contextlib.suppress(Exception):
@@ -351,7 +371,8 @@ def tokenize_row(
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
-    The last answer of a row with the ``finish_reason`` ``length`` was cut, as in OpenAI's API.
+    A row with the ``finish_reason`` ``length`` ends with an answer that was cut off at a token
+    limit, as in OpenAI's API.
     """
     row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
@@ -384,7 +405,7 @@ def _check_fits(
 
 
 def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig) -> None:
-    """Refuse a dataset without usable rows, or with too many rejected ones."""
+    """Refuse a dataset without usable rows, or with too many rejected rows."""
     if sequences.n_rows == 0:
         raise DatasetError(
             f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with "
@@ -422,9 +443,9 @@ def texts_origin(
     rendering: Mapping[str, Any],
     sizes: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Return all inputs that determine the tokens of a dataset.
+    """Return all inputs that determine the token ids of a dataset.
 
-    Returns None if the dataset can only be identified by reading its rows.
+    The result is None if the dataset can only be identified by reading its rows.
     """
     dataset = source.origin()
     if dataset is None:
@@ -443,7 +464,7 @@ def texts_origin(
 
 
 def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
-    """Return the sequences cached in a store; None if they are missing or have another origin."""
+    """Return the sequences cached in a store, or None if there are none from the given origin."""
     path = store / TEXTS_NAME
     if origin is None or (isinstance(path, Path) and (path.is_symlink() or not path.is_file())):
         return None
@@ -463,9 +484,10 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
 def keep_texts(
     store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None
 ) -> Sequences:
-    """Write sequences to a store, unless their origin is None.
+    """Write sequences to the file ``texts.arrow`` in a store, unless ``origin`` is None.
 
-    Returns the sequences memory-mapped from the file, so that this process's copy can be freed.
+    Returns:
+        The sequences, memory-mapped from the file, so that the copy in memory can be freed.
     """
     if origin is None:
         return sequences
@@ -479,7 +501,7 @@ def keep_texts(
 
 
 def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
-    """Write sequences to an Arrow file, and return them memory-mapped from it."""
+    """Write sequences to an Arrow file. Return the sequences, memory-mapped from the file."""
     table = sequences.to_arrow()
     added = {_ORIGIN_KEY: json.dumps(origin, sort_keys=True), TEXTS_SHA256: texts_sha256(table)}
     table = table.replace_schema_metadata({**table.schema.metadata, **added})

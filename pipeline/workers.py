@@ -1,12 +1,13 @@
 """Extract with several workers. Each worker runs the same command in one process on its own device.
 
-Workers coordinate through the store. A worker chooses a part without a commit that no other worker
-is writing, runs the target over it and commits it. If two workers write the same part, the first
-commit wins. If a worker is killed, others write its unfinished parts. A command on another machine
+Workers coordinate through the store. Its sequences are divided into parts, which are committed one
+by one. A worker chooses an uncommitted part that no other worker is writing, runs the target over
+the part's sequences and commits the part. If two workers write the same part, the first commit
+wins. If a worker is killed, other workers write its unfinished parts. A command on another machine
 that writes to the same store is a worker too.
 
-The command that starts the workers watches them and ends them. They are processes on this machine,
-or Ray tasks on the machines of a cluster, each of which starts such a process there.
+The command that starts the workers also watches and ends them. A worker is a process on this
+machine, or a Ray task that starts such a process on a machine of a cluster.
 """
 
 import json
@@ -36,36 +37,40 @@ from .report import PartProgress, Timings
 SETTINGS_NAME = "settings.yaml"
 TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
-_LOOK_EVERY_S = 1.0  # seconds between two checks for commits of other workers
-# After this many seconds without any commit, a part that another worker is writing is done here.
+# Seconds that a worker waits between two checks for commits of other workers.
+_LOOK_EVERY_S = 1.0
+# After this many seconds without any commit, a worker also writes parts that other workers claim.
 _PATIENCE_S = 600.0
 _POLL_EVERY_S = 0.5  # seconds between two polls of the workers
-# Seconds for a worker to discard its parts. An interrupted command itself has three seconds.
+# Seconds that a terminated worker has to discard its unfinished parts. The limit is below the three
+# seconds that an interrupted command itself has.
 _LEAVE_S = 2.0
-# Seconds for workers to end after everything is committed. Some Ray tasks may never have started.
+# Seconds that workers have to end after everything is committed. The limit is needed because some
+# Ray tasks may never start.
 _END_S = 10.0
-# Average number of times that each Ray worker may be lost without any new commit.
+# Maximum number of lost Ray workers between two commits, divided by the number of workers.
 _MAX_LOST = 5
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # This is Ray's own default for a cluster that it starts, but setting it avoids a warning.
+    # Ray uses this value by default for a cluster that it starts. Setting it avoids a warning.
     "RAY_AUTH_MODE": "token",
 }
 
-# The timings of a worker that finished, or a text that says how it was lost.
+# The timings of a worker that finished, or a text that says how the worker was lost.
 Outcome = Timings | str
-# Polls a worker. Returns None while it is running or queued, and raises the worker's error.
+# Function that polls a worker. The function returns None while the worker is running or queued, and
+# then the worker's outcome. If the worker has failed, the function raises the worker's error.
 Poll = Callable[[], Outcome | None]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of a command."""
+    """One of the workers that share an extraction."""
 
-    # The settings of the command, changed to one process and the worker's device.
+    # The settings of the command, but for a single process on this worker's device.
     config: ExtractConfig
     index: int
     n_workers: int
@@ -77,14 +82,20 @@ def is_done(store: StoreWriter) -> bool:
 
 
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
-    """Yield parts that are still uncommitted when their turn comes.
+    """Yield the numbers of parts that a worker should write. Committed parts are skipped.
 
-    A worker writes its own share of the parts first, then those of the other workers. Yields None
-    while other workers are writing all remaining parts.
+    The parts of the worker's own share come first, then those of the other workers. While other
+    workers are writing all remaining parts, None is yielded.
+
+    Args:
+        store: the store.
+        index: index of the worker.
+        n_workers: number of workers.
     """
     remaining = store.pending_parts()
     if store.joined:
-        # A bucket has no locks that show what other workers are writing, so use another order.
+        # A bucket has no locks that show which parts other commands are writing. Shuffle the parts,
+        # so that two commands rarely write the same part.
         random.Random(store.attempt).shuffle(remaining)
     remaining.sort(key=lambda part: part % n_workers != index)
     last_progress_s = time.monotonic()
@@ -108,7 +119,7 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
 
 
 def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.Popen[bytes]":
-    """Start the command of a worker in a process. It ends when its standard input is closed."""
+    """Start the command of a worker as a process, which ends when its standard input is closed."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(n_threads),
@@ -134,8 +145,9 @@ class WorkerProcess:
     """A worker in a process on this machine, with its share of the cores.
 
     Args:
+        worker: the worker.
         n_here: number of workers that share the cores of this machine.
-        start: starts the process. It writes its log, and its timings as JSON, to files in a folder.
+        start: starts the process, which writes a log and a JSON file with its timings to a folder.
     """
 
     def __init__(
@@ -156,13 +168,14 @@ class WorkerProcess:
         """Wait for the end of the process.
 
         Returns:
-            The exit code (negative for a signal), and the timings as JSON or the reason of a
-            failure.
+            The exit code, which is negative if a signal ended the process, and a text. The text
+            holds the timings as JSON, or the reason for a failure.
         """
         code = self.process.wait()
         if code == 0:
             output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
-            return code, output.splitlines()[-1]  # Libraries may print other lines before it.
+            # The timings are the last line, because libraries may print lines before it.
+            return code, output.splitlines()[-1]
         log = self._folder / LOG_NAME
         lines = [
             line
@@ -180,7 +193,7 @@ class WorkerProcess:
         return code, f"{reason} (log: {log})"
 
     def close(self) -> None:
-        """Kill the process if it runs, and delete its files except the log of a lost worker."""
+        """Kill the process if it runs, and delete its files. Keep the log of a lost worker."""
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -190,14 +203,17 @@ class WorkerProcess:
 
 
 def outcome_of(code: int, text: str) -> Outcome:
-    """Interpret the exit code and text of :meth:`WorkerProcess.ended`.
+    """Interpret the exit code and the text that :meth:`WorkerProcess.ended` returns.
+
+    Returns:
+        The timings of a worker that finished, or a text about a lost worker.
 
     Raises:
-        WorkerError: every worker would fail with this error.
+        WorkerError: the worker failed with an error that every other worker would meet too.
     """
     if code == 0:
         return Timings(**json.loads(text))
-    # After a failure of its accelerator a process cannot continue, but other workers can.
+    # The worker is lost if it was killed, or if its accelerator failed. Other workers can continue.
     if code < 0 or code >= 128 or "AcceleratorError" in text:
         return text
     error = WorkerError(text.removeprefix("Error: "))
@@ -216,14 +232,17 @@ def direct(
 
     Args:
         start: starts a worker and returns the function that polls it.
-        restarts: whether a lost worker is restarted. Otherwise, the other workers do its parts.
+        workers: the workers.
+        store: the store that the workers write.
+        progress: reports how many parts are done.
+        restarts: whether a lost worker is restarted. If not, the other workers write its parts.
 
     Returns:
-        The sum of the workers' timings, and a text about each lost worker.
+        The sum of the workers' timings, and one text for each lost worker.
 
     Raises:
-        WorkerError: a worker has failed, and the caller must end the others; or no worker is left
-            and there are pending parts.
+        WorkerError: a worker has failed, and the caller must end the other workers. Or no worker is
+            left although parts are pending.
     """
     timings = Timings()
     lost = list[str]()
@@ -232,9 +251,10 @@ def direct(
     end_s = math.inf
     running = {worker.index: start(worker) for worker in workers}
     while running and time.monotonic() < end_s:
-        up_to = "up to " if restarts else ""  # some Ray tasks may still be queued
+        up_to = "up to " if restarts else ""  # With Ray, some workers may still be queued.
         progress.tell(timings, f", {up_to}{counted(len(running), 'worker')}")
-        # Sleep in Python. A wait in Ray would lose the number of a signal that arrives.
+        # Sleep in Python rather than in Ray. If a signal interrupts a wait in Ray, the number of
+        # the signal is lost.
         time.sleep(_POLL_EVERY_S)
         for index, poll in list(running.items()):
             outcome = poll()
@@ -269,7 +289,10 @@ def run_processes(
     progress: PartProgress,
     start: Callable[..., Any] = start_command,
 ) -> tuple[Timings, list[str]]:
-    """Run each worker in a process on this machine until all parts are done; see :func:`direct`."""
+    """Run workers as processes on this machine until all parts are done.
+
+    Arguments and results are described in :func:`direct`.
+    """
     processes = list[WorkerProcess]()
 
     def begin(worker: Worker) -> Poll:
@@ -281,14 +304,14 @@ def run_processes(
         outcome = direct(begin, workers, store, progress, restarts=False)
     except BaseException:
         _end(processes)
-        store.sweep()  # A killed worker could not discard its unfinished part.
+        store.sweep()  # Delete the unfinished parts of killed workers.
         raise
     _end(processes)
     return outcome
 
 
 def _end(workers: Sequence[WorkerProcess]) -> None:
-    """End the workers that still run. They have a moment to discard their unfinished parts."""
+    """End the workers that are still running, after some time to discard their unfinished parts."""
     for worker in workers:
         worker.process.terminate()
     until_s = time.monotonic() + _LEAVE_S
@@ -303,8 +326,8 @@ def run_on_ray(
 ) -> tuple[Timings, list[str]]:
     """Run workers with Ray until all parts are done; see :func:`direct`.
 
-    Each worker is a Ray task, which is queued until the cluster has room for it. Machines may join
-    and leave the cluster meanwhile.
+    Each worker is a Ray task, which is queued until the cluster has room for it. While the workers
+    run, machines may join and leave the cluster.
     """
     n_gpus = 0.0 if workers[0].config.forward.device == "cpu" else scale.gpus_per_worker or 1.0
     needs = {"CPU": float(scale.cpus_per_worker), "GPU": n_gpus}
@@ -333,7 +356,7 @@ def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
         return None
     try:
         code, text = ray.get(reference)
-    # Ray raises this error if the task was lost.
+    # Ray raises a RayError if the task was lost, for example with its machine.
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1] if lines else type(error).__name__
@@ -341,7 +364,15 @@ def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
 
 
 def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
-    """Run a worker on its share of a machine; returns exit code and text as ``ended`` does."""
+    """Run a worker in a process on its share of a cluster's machine.
+
+    Args:
+        worker: the worker.
+        needs: the CPUs and GPUs that each worker needs.
+
+    Returns:
+        The exit code and the text of :meth:`WorkerProcess.ended`.
+    """
     import ray
 
     node = ray.get_runtime_context().get_node_id()
@@ -356,7 +387,12 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
 
 
 def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return how many workers with these needs fit on a machine and share its cores; at least 1."""
+    """Return how many workers fit on a machine, at least 1.
+
+    Args:
+        resources: the CPUs and GPUs of the machine.
+        needs: the CPUs and GPUs that each worker needs.
+    """
     return max(
         1, int(min(resources.get(name, 0.0) // need for name, need in needs.items() if need))
     )
@@ -364,9 +400,10 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
 
 @contextmanager
 def _connected(scale: ScaleSettings) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start a local one.
+    """Connect to a Ray cluster, or start a cluster on this machine.
 
-    Ray's messages are suppressed, and the command's signal handlers are restored.
+    Ray's messages are suppressed. Ray replaces signal handlers, so the command's handlers are
+    restored.
     """
     address = scale.address or os.environ.get("RAY_ADDRESS")
     for name, value in _QUIET.items():

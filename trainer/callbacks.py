@@ -25,23 +25,26 @@ from .data import Batch, StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Treat a second SIGINT within this time as the same Ctrl-C, which a shell or launcher may forward.
+# A second SIGINT within this time counts as the same Ctrl-C, which a shell or launcher may forward.
 REPEAT_S = 1.0
 
 
 class Throughput(L.Callback):
-    """Logs tokens/s and the share of time spent waiting for data, once per logging interval."""
+    """Logs tokens/s and the fraction of time spent waiting for data, once per logging interval.
+
+    A run may consist of several invocations of the command, because it can be resumed.
+    """
 
     def __init__(self) -> None:
-        # Tokens trained on in this invocation, without padding.
+        # Number of tokens trained on in this invocation, without padding.
         self.n_tokens = 0
         # Time in steps, including the wait for data, but without validation and checkpoint writes.
         self.step_s = 0.0
-        # Time spent waiting for the next batch.
+        # Time spent waiting for the next micro-batch.
         self.wait_s = 0.0
-        # Tokens trained on in all invocations of the run.
+        # Number of tokens trained on in all invocations of the run.
         self.n_tokens_total = 0
-        # Bytes read in all invocations, assuming that every device reads the same amount.
+        # Number of bytes read in all invocations, assuming that all devices read the same amount.
         self.n_bytes_read = 0
         # ``n_tokens_total`` and ``n_bytes_read`` at the end of the last complete step.
         self._at_step = (0, 0)
@@ -51,7 +54,7 @@ class Throughput(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Time that the stream waited during setup, which is not part of training.
+        # Remember the time that was spent waiting during setup, to subtract it later.
         self._wait_before_s = _stream_of(trainer).wait_s
 
     @override
@@ -64,8 +67,8 @@ class Throughput(L.Callback):
         batch_idx: int,
     ) -> None:
         stream = _stream_of(trainer)
-        # ``asked_s`` is when the trainer asked for this batch. Work between two batches, such as a
-        # validation, ends before that.
+        # Count the time since the trainer has asked for this micro-batch (``asked_s``). Work
+        # between two micro-batches, such as a validation, ends before the trainer asks.
         self.step_s += time.perf_counter() - stream.asked_s
         self.wait_s = stream.wait_s - self._wait_before_s
         self.n_tokens += batch.n_tokens_of_all
@@ -74,7 +77,7 @@ class Throughput(L.Callback):
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if ends_step:
             self._at_step = (self.n_tokens_total, self.n_bytes_read)
-        # Lightning sets this attribute in one of its connectors, where mypy doesn't see it.
+        # Lightning sets ``log_every_n_steps`` in one of its connectors, where mypy does not see it.
         if ends_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             tokens, step_s, wait_s = self._interval
             spent = max(1e-9, self.step_s - step_s)
@@ -86,8 +89,8 @@ class Throughput(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # The micro-batches of an unfinished step are not counted, because a resumed run repeats
-        # them.
+        # Save the counts as of the last complete step, because a resumed run repeats the
+        # micro-batches of an unfinished step.
         n_tokens_total, n_bytes_read = self._at_step
         return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
 
@@ -104,7 +107,7 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 
 class ShowSteps(L.Callback):
-    """Reports steps, and micro-batches and validation batches between them, to a callback."""
+    """Reports progress: steps, and the micro-batches and validation batches between them."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
         self.progress = progress
@@ -129,7 +132,7 @@ class ShowSteps(L.Callback):
         if n_done < trainer.accumulate_grad_batches:
             self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
             return
-        # Only once per step: reading the metrics synchronizes with the device.
+        # Show metrics only once per step, because reading them synchronizes with the device.
         self.on_validation_end(trainer, pl_module)
 
     @override
@@ -159,11 +162,11 @@ class ShowSteps(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Chooses the micro-batch size and whether layers are recomputed, by trial steps."""
+    """Runs trial steps to choose the micro-batch size and whether layers are recomputed."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
-        # The choice is written to a file. A resumed run reuses it if it fits into memory, so that
-        # gradients are summed in the same order.
+        # The chosen micro-batch size is written to ``file``. If the size still fits into memory, a
+        # resumed run uses it again, so that gradients are summed in the same order.
         self.data = data
         self.file = file
         self._has_chosen = False
@@ -171,9 +174,9 @@ class MicroBatches(L.Callback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, DrafterModule)
-        # All devices are connected by now.
+        # The processes of all devices are connected now, so ``world_size`` is final.
         share = device_share(self.data.config, trainer.world_size)
-        # ``setup`` is called again for a validation after the last step.
+        # Choose only once. Lightning calls ``setup`` again for a validation after the last step.
         if not self._has_chosen:
             self._choose(trainer, pl_module, share)
             self._has_chosen = True
@@ -186,18 +189,18 @@ class MicroBatches(L.Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Lightning counts micro-batches and derives steps from their number, but the stream always
-        # starts at the first micro-batch of a step. If the checkpoint was saved in the middle of a
-        # step, or with another micro-batch size, every later step would mix two batches. So the
-        # counts are set to their values at the end of the checkpoint's step.
+        # Lightning derives steps from its count of micro-batches, but the stream always starts at
+        # the first micro-batch of a step. If the checkpoint was saved in the middle of a step, or
+        # with a different micro-batch size, every later step would mix the sequences of two steps.
+        # Therefore, set the counts to their values at the end of the checkpoint's step.
         step = checkpoint["global_step"]
         loops = checkpoint["loops"]["fit_loop"]
         n_batches = step * trainer.accumulate_grad_batches
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # If a validation is due at this step, Lightning runs through the end of the step again,
-        # even if the validation is done, and counts the step only there.
+        # If a validation is due at this step, Lightning repeats the end of the step after a resume,
+        # even if the validation is done. The step is counted there, so do not count it here.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -207,10 +210,11 @@ class MicroBatches(L.Callback):
         fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
-        # The file does not exist before the first choice.
+        # Ignore a damaged file. Without an earlier choice, there is no file.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # Two optimizer moments, and DDP's copy of the gradients.
+        # Copies of the weights in memory: two optimizer moments, and with DDP a copy of the
+        # gradients.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices
@@ -218,7 +222,7 @@ class MicroBatches(L.Callback):
             module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context
         )
         chosen = trial.choose(sizes, free, copies)
-        # All devices take steps together, so the one with the least memory decides.
+        # All devices take steps together, so use the smallest of the sizes that they have chosen.
         size = int(
             trainer.strategy.reduce(
                 torch.tensor(chosen.micro_batch, device=device), reduce_op="min"
@@ -241,18 +245,20 @@ class MicroBatches(L.Callback):
 
 
 class Saves(L.Callback):
-    """Saves the state at an interval, and writes ``drafter/`` at each new best validation.
+    """Saves checkpoints at an interval, and writes ``drafter/`` after each best validation so far.
 
-    A new best validation is also saved as ``best.ckpt``. The last step of a run is always
-    validated, whatever the interval. A resumed run repeats a validation that was not finished.
+    The state of the best validation is also saved as ``best.ckpt``. The last step of a run is
+    always validated, whatever the interval. A resumed run repeats a validation that was not
+    finished.
     """
 
     def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
         self.out = out
         self.every_n_steps = every_n_steps
-        # Steps of the whole run. An invocation that stops earlier does not validate at its end.
+        # Number of steps of the entire run. An invocation that stops before this step does not
+        # validate at its end.
         self.max_steps = max_steps
-        # Expected acceptance length.
+        # Largest expected acceptance length of all validations so far.
         self.best = float("-inf")
         # Half width of the 95 % interval of ``best``.
         self.best_half_width = float("nan")
@@ -261,15 +267,15 @@ class Saves(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # A resumed run has a checkpoint of its first step already.
+        # The run was resumed from a checkpoint of this step, or is new, so do not save it again.
         self._saved_step = trainer.global_step
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if step >= self.max_steps:
-            trainer.should_stop = True  # Lightning then validates once more.
-        # This hook is called for each micro-batch, but a step is saved once.
+            trainer.should_stop = True  # Lightning validates once more before it stops.
+        # This hook is called for each micro-batch. Save each step only once.
         if step % self.every_n_steps == 0 and step != self._saved_step:
             trainer.save_checkpoint(self.out / LAST)
             self._saved_step = step
@@ -299,55 +305,57 @@ class Saves(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
         self.validated_step = state_dict["validated_step"]
-        # Checkpoints of earlier releases do not have this key.
+        # Checkpoints of earlier releases do not have the key ``best_half_width``.
         self.best_half_width = state_dict.get("best_half_width", float("nan"))
 
     @override
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # On resume, Lightning runs the validation of the checkpoint's step from its first batch,
-        # unless that validation had ended.
+        # On resume, Lightning must run the validation of the checkpoint's step from its first
+        # batch, unless this validation had ended before the checkpoint was saved.
         step = checkpoint["global_step"]
         is_open = (
             step > 0
             and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
         )
-        # Lightning runs a validation whose counts show a batch that is started and not processed.
+        # Lightning runs a validation on resume if one batch is counted as started but not as
+        # processed.
         count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
         progress |= {"total": dict(count), "current": dict(count), "is_last_batch": False}
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """Raised when Ctrl-C is pressed again before the state could be saved."""
+    """Raised when Ctrl-C is pressed a second time, before the state could be saved."""
 
 
 class StopGuard(L.Callback):
-    """Notes SIGINT, SIGTERM and SIGHUP, and stops training at the next micro-batch.
+    """After SIGINT, SIGTERM or SIGHUP, saves the state and stops at the next micro-batch.
 
-    The state is saved first. The guard is active while the context is entered. Signals that are
-    ignored stay ignored. SIGUSR1 is left to Lightning, which saves and requeues the job on SLURM.
+    The guard is a context manager and is active within its context. Signals that are ignored stay
+    ignored. SIGUSR1 is left to Lightning, which saves and requeues the job on SLURM.
     """
 
-    # An exception raised in a signal handler could interrupt an optimizer step half way, or leave
-    # one of several processes in a collective operation for ever. So the handlers only note the
-    # signal, and each micro-batch checks for it.
+    # The signal handlers only store the signal's number. At the start of each micro-batch, the
+    # callback looks whether a number is stored. An exception raised in a handler could interrupt an
+    # optimizer step half way, or leave one of several processes waiting in a collective operation
+    # for ever.
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        # Number of the first signal that was noted; 0 if there is none.
+        # Number of the first signal that was received; 0 if there is none.
         self.signum = 0
-        # Whether training has started, which means that any checkpoint has been restored.
+        # Whether training has started. By then, the checkpoint of a resumed run has been restored.
         self.has_started = False
         self._noted_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._mask: set[Any] | None = None
 
     def __enter__(self) -> "StopGuard":
-        # Signals are blocked until the trainer is set up. Processes that Lightning starts inherit
-        # this mask and keep it: a signal to the whole process group reaches them through the first
-        # process, and does not kill them while they import.
+        # Block stop signals until the trainer is set up. Processes that Lightning starts inherit
+        # and keep this mask, so that a signal to the whole process group does not kill these
+        # processes while they import modules. They learn of a signal from the first process.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
@@ -377,7 +385,7 @@ class StopGuard(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # All processes have been started and are connected.
+        # All processes have been started and are connected, so unblock the stop signals.
         self._let_signals_in()
 
     @override
@@ -397,7 +405,7 @@ class StopGuard(L.Callback):
 
     @override
     def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        # A validation that is interrupted here is repeated on resume.
+        # Stopping within a validation is safe, because a resumed run repeats the validation.
         self.on_train_batch_start(trainer)
 
 
@@ -407,9 +415,10 @@ def stopped_at(step: int) -> str:
 
 
 class SignalsLeftAlone(_SignalConnector):
-    """Registers Lightning's signal handlers, except those for stop signals.
+    """Lightning's registration of signal handlers, without those for stop signals.
 
-    Lightning's handler for SIGTERM communicates between processes from within the handler.
+    `StopGuard` handles stop signals. Lightning's own SIGTERM handler would communicate between
+    processes from within the handler.
     """
 
     @staticmethod

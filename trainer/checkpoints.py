@@ -1,7 +1,8 @@
-"""Read and write checkpoints of a run, export its drafter, and start from another one.
+"""Read and write checkpoints of a run, write its drafter, and load the drafter a run starts from.
 
-A checkpoint is one safetensors file. Everything except tensors is JSON in its header, so reading a
-checkpoint runs no code. A file that is being replaced stays intact until the new one is complete.
+A checkpoint is one safetensors file. All data except tensors is JSON in the file's header, so
+reading a checkpoint runs no code. When a checkpoint is replaced, the old file stays intact until
+the new file is complete.
 """
 
 import json
@@ -38,7 +39,12 @@ _STATE = "state"
 
 
 def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
-    """Return the error for a file that is not a checkpoint, or belongs to another run."""
+    """Return the error for a file that is not a checkpoint of the run.
+
+    Args:
+        path: the file.
+        reason: text that says what is wrong with the file.
+    """
     return DrafterError(
         f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing was read from it. "
         "If there is a best.ckpt, copy it over this file; otherwise train again with another --out."
@@ -51,7 +57,7 @@ class CheckpointFiles(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint atomically; if the disk is full, the previous file stays intact."""
+        """Write a checkpoint atomically. If the disk is full, the previous file stays intact."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
@@ -63,18 +69,19 @@ class CheckpointFiles(CheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint, and copy its tensors out of the file."""
-        # The tensors are views of the mapped file, which the next checkpoint replaces.
+        # Copy the tensors, because they are views of the memory-mapped file, which will be replaced
+        # by the next checkpoint.
         return dict(map_tensors(read_checkpoint(Path(path)), Tensor.clone))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Raise NotImplementedError: a checkpoint is only ever replaced by the next one."""
+        """Raise NotImplementedError. Checkpoints are never removed, only replaced by newer ones."""
         raise NotImplementedError(f"{path} is not removed")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read nested dictionaries, lists and tuples of plain values and tensors.
+    """Read a checkpoint: nested dictionaries, lists and tuples of plain values and tensors.
 
-    The tensors are mapped from the file and read when they are used.
+    The tensors are memory-mapped, so they are read from the file when they are used.
     """
     if not path.is_file():
         raise damaged_checkpoint(path, "not a regular file")
@@ -86,7 +93,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        # RecursionError is a RuntimeError.
+        # RuntimeError includes RecursionError, which nested JSON may raise.
         raise damaged_checkpoint(
             path, f"no training state in its header ({type(error).__name__})"
         ) from error
@@ -96,7 +103,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def read_step(path: Path) -> int:
-    """Read the number of optimizer steps taken up to a checkpoint."""
+    """Read from a checkpoint how many optimizer steps the run had taken."""
     step = read_checkpoint(path).get("global_step")
     if not isinstance(step, int):
         raise damaged_checkpoint(path, "no step count")
@@ -104,9 +111,9 @@ def read_step(path: Path) -> int:
 
 
 def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Encode a value as JSON.
+    """Turn a value into one that JSON can represent, and move its tensors to ``tensors``.
 
-    A type that JSON lacks becomes a dictionary with the name of the type as its only key.
+    A value of a type that JSON lacks becomes a dictionary whose only key is the type's name.
     """
     if isinstance(value, Tensor):
         tensors[name] = value
@@ -143,23 +150,24 @@ def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
 def write_drafter(drafter: Drafter, folder: Path) -> None:
     """Write the ``drafter/`` folder of a run.
 
-    After a crash at any moment the folder has the old files, or the new ones, or does not exist.
+    If the process crashes at any moment, the folder has either the old files or the new files, or
+    does not exist.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
         try:
             save_drafter(drafter, partial)
-            # Sync before the rename, so that a crash cannot leave the final name with incomplete
-            # content.
+            # Sync the files to the disk before the rename. Otherwise, a crash could leave
+            # incomplete files under the final name.
             fsync_directory(partial)
             sizes = folder / CONFIG_FILE
-            # Drafters of one run have the same sizes, so only the weights need to be replaced.
+            # All drafters of a run have the same config, so only the weights need to be replaced.
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
             else:
-                # The old folder is left from a run with other settings that ended before its first
-                # checkpoint.
+                # If the folder exists, it is left over from a run with other settings that ended
+                # before its first checkpoint.
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(partial, folder)
         finally:
@@ -179,10 +187,14 @@ def remove_leftovers(out: Path) -> None:
 def initial_drafter(
     source: str, fresh: Drafter, settings: DrafterSettings, target: dict[str, Any]
 ) -> Drafter:
-    """Build the drafter of a run with the weights of another drafter instead of fresh ones.
+    """Build the drafter of a run with the weights of an existing drafter.
 
-    The source (``--init-from``) is a run, or a folder with a drafter in any format that can be
-    loaded.
+    Args:
+        source: the value of ``--init-from``: a run, or a folder with a drafter in any format that
+            can be loaded.
+        fresh: the drafter of the run with random weights.
+        settings: settings of the run's drafter.
+        target: identity and sizes of the target.
     """
     other = load_drafter(source)
     check_target_fits(other.config, target, fresh.config.target)

@@ -10,12 +10,15 @@
     Batch.decode          codes -> values, on the device
 
 Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees the same
-batches as an uninterrupted one. Micro-batches that are read ahead take at most ``prefetch_mb``
-together. The trainer holds two more, and the free buffers that are kept for reuse stay within the
-same bounds.
+batches as an uninterrupted run. Micro-batches that are read ahead take at most ``prefetch_mb``
+together. The trainer holds two more micro-batches. Free buffers that are kept for reuse stay within
+the same bounds.
 
-Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target
-width.
+A batch holds the sequences of one optimizer step on all devices. It is divided into micro-batches,
+each of which one device processes in one forward. The draws of a step are its random numbers.
+
+Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D packed KV
+width, E target width, V vocabulary size.
 """
 
 import contextlib
@@ -55,16 +58,17 @@ from ..text import add_command
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
 from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_validation_fraction
 
-# Attribute of ``TrainingInputs`` that is read from several fields: ``layer_outputs.0`` and so on.
+# Attribute of ``TrainingInputs`` that is read from several fields of the store. Each field has a
+# numbered name: ``layer_outputs.0`` and so on.
 _LAYER_OUTPUTS = "layer_outputs"
-# Sequences read at once to count their tokens.
+# Number of sequences that are read at once to count their tokens.
 _COUNTED_SEQUENCES = 256
 # Maximum number of sequences whose tokens are counted. A larger store is sampled evenly.
 _MOST_COUNTED = 1 << 16
-# This many threads decode more than the bus to a GPU can transfer.
+# Maximum number of decoding threads. 16 threads decode more than the bus to a GPU can transfer.
 _MAX_THREADS = 16
-# Sequences are sorted by length within groups of this many batches. A larger group has less
-# padding, but mixes the data less.
+# Number of batches in a group of sequences that is sorted by length. Larger groups give less
+# padding, but mix the data less.
 _GROUPED_BATCHES = 32
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -72,20 +76,23 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 
 @dataclass
 class EncodedField:
-    """An encoded field of all sequences of a micro-batch, as stored."""
+    """One field of the sequences of a micro-batch, still encoded as in the store."""
 
     codec: FieldCodec
-    rows: dict[str, Tensor]  # Name of the stored array -> [B, n_rows, *row_shape].
+    rows: dict[str, Tensor]  # Maps the name of each stored array to [B, n_rows, *row_shape].
     n_tokens: tuple[int, ...]  # Length of each sequence.
     dtype: torch.dtype  # Dtype of the decoded values.
-    # Layers in the rows. None if they hold all layers, or if the field has no layer axis.
+    # Layers that ``rows`` holds. None if ``rows`` holds all layers or the field has no layer axis.
     layers: list[int] | None = None
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode on the device of the rows: [B, T, *token_shape], with zeros after each sequence.
+        """Decode the field on the device that holds the rows.
 
         Args:
-            tokens: token ids [B, T]; some codecs decode with them.
+            tokens: token ids [B, T], which some codecs need for decoding.
+
+        Returns:
+            The values, [B, T, *token_shape], with zeros at the padding.
         """
         device = next(iter(self.rows.values())).device
         shape = (len(self.n_tokens), max(self.n_tokens), *token_shape(self.codec.spec, self.layers))
@@ -100,15 +107,22 @@ class EncodedField:
 
 @dataclass
 class GroupedKV:
-    """KV of a target whose layers have different shapes, as stored, for one micro-batch."""
+    """KV of a micro-batch, in several fields because the target's layers have different shapes."""
 
-    # Field -> [B, T, *token_shape] of the layers that are read.
+    # Maps each KV field to the values of the layers that are read, [B, T, *token_shape].
     parts: dict[str, Tensor | EncodedField]
-    places: dict[str, list[int]]  # Field -> positions of its layers among the packed layers.
-    width: int  # D, the packed width of the widest layer.
+    places: dict[str, list[int]]  # Maps each KV field to the positions of its layers in the result.
+    width: int  # Packed width of the widest layer, D.
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Pack on the device of the parts, padding narrower layers with zeros: [B, T, L, D]."""
+        """Decode all fields and pack them into one tensor, on the device that holds the values.
+
+        Args:
+            tokens: token ids [B, T], which some codecs need for decoding.
+
+        Returns:
+            Packed KV, [B, T, L, D]. Layers with less width are padded with zeros.
+        """
         values = {
             name: part if isinstance(part, Tensor) else part.decode(tokens)
             for name, part in self.parts.items()
@@ -123,25 +137,26 @@ class GroupedKV:
 
 @dataclass
 class Batch:
-    """One micro-batch."""
+    """One micro-batch of training or validation sequences, with facts about its step."""
 
     inputs: TrainingInputs
     draws: Draws
-    # Divisor of sums over loss positions. It weights unequal micro-batches and devices by their
-    # number of loss positions.
+    # Divisor of the loss, which is summed over loss positions. All micro-batches of a step have the
+    # same divisor, so that each loss position of the step has the same weight.
     denominator: float = 1.0
-    n_tokens: int = 0  # Without padding.
-    # Tokens of the micro-batches that all devices process at the same time.
+    n_tokens: int = 0  # Number of tokens without padding.
+    # Number of tokens in the micro-batches that all devices process at the same time as this one.
     n_tokens_of_all: int = 0
     n_bytes_read: int = 0
-    # Index of a micro-batch within its step on this device, or of a validation batch over all
-    # devices.
+    # Index of a training micro-batch among those of its step on this device, or index of a
+    # validation batch among those of all devices.
     index: int = 0
-    n_parts: int = 1  # Micro-batches of the step on this device.
-    # Event that is done when the batch has arrived; None if there is nothing to wait for.
+    n_parts: int = 1  # Number of micro-batches in the step on this device.
+    # CUDA event that ends the copy of the batch to the device. None if there is no copy to wait
+    # for.
     copied: torch.cuda.Event | None = None
-    # Attribute of ``inputs`` -> the EncodedField or GroupedKV that it is decoded from. Until it is
-    # decoded, the attribute is an empty tensor.
+    # Maps attributes of ``inputs`` to the EncodedField or GroupedKV from which the attributes are
+    # decoded later. Until they are decoded, these attributes are empty tensors.
     encoded: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
@@ -156,7 +171,7 @@ class Batch:
             return self
         decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
-            # Drafters expect heads, keys and values packed in one row.
+            # Drafters expect the heads, keys and values of a layer packed in one axis of width D.
             decoded["kv"] = decoded["kv"].flatten(3)
         outputs = enumerate(self.inputs.layer_outputs)
         layers = tuple(
@@ -187,8 +202,12 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
-    """Start copying a batch from pinned memory on a stream; call :func:`await_copy` before use."""
-    # torch reuses pinned memory only after the copies from it are done.
+    """Start copying a batch from pinned memory to a device, on a separate stream.
+
+    Call :func:`await_copy` before using the copy.
+    """
+    # No reference to the pinned memory is needed, because torch does not reuse pinned memory before
+    # the copies from it are done.
     with torch.cuda.stream(stream):
         moved = batch.to(stream.device, non_blocking=True)
         done = torch.cuda.Event()
@@ -197,14 +216,18 @@ def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
 
 
 def await_copy(batch: Batch) -> Batch:
-    """Make the current stream of a batch's device wait for the batch, without blocking the host."""
+    """Make the current stream of the device wait until a batch has been copied to the device.
+
+    The host is not blocked.
+    """
     if batch.copied is None:
         return batch
     stream = torch.cuda.current_stream(batch.inputs.tokens.device)
     stream.wait_event(batch.copied)
 
     def keep(tensor: Tensor) -> Tensor:
-        # Otherwise the allocator would reuse the memory before this stream is done with it.
+        # Without this call, the allocator could reuse the tensor's memory before the work queued on
+        # this stream is done.
         tensor.record_stream(stream)
         return tensor
 
@@ -213,7 +236,7 @@ def await_copy(batch: Batch) -> Batch:
 
 
 def target_identity(store: ActivationStore) -> dict[str, str]:
-    """Return the identity of the target that a store records, such as weights_sha256."""
+    """Return the hashes by which a store identifies its target, such as ``weights_sha256``."""
     recorded = store.manifest.identities.items()
     return {
         name.removeprefix("target."): str(value)
@@ -234,7 +257,10 @@ def has_own_answers(store: ActivationStore) -> bool:
 
 
 def read_fields(reads: Reads) -> dict[str, str]:
-    """Map attributes of ``TrainingInputs`` to their fields; layer outputs are numbered."""
+    """Map attributes of ``TrainingInputs`` to fields of a store.
+
+    Layer outputs, which come from several fields, are mapped as ``layer_outputs.0`` and so on.
+    """
     outputs = {
         f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}"
         for index, layer in enumerate(reads.outputs)
@@ -247,14 +273,17 @@ def _reads(store: ActivationStore, drafter: Any) -> Reads:
     n_layers = int(store.manifest.target["n_layers"])
     reads = kind.reads(n_layers, drafter)
     n_with_kv = len(_kv_layers(store))
-    # Layer numbers of ``kv_layers`` count only the layers that have their own KV.
+    # If only some layers have their own KV, ``kv_layers`` must number those layers only.
     if reads.kv and n_with_kv not in (0, n_layers):
         return replace(reads, kv_layers=kind.reads(n_with_kv, drafter).kv_layers)
     return reads
 
 
 def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
-    """List (layer, field, index along the layer axis) of each layer with stored KV, ascending."""
+    """List (layer, field, index along the field's layer axis) of all layers with stored KV.
+
+    The layers are ascending.
+    """
     specs = [spec for name, spec in store.fields.items() if name.split("/")[0] == KV]
     return sorted(
         (layer, spec.name, index)
@@ -264,10 +293,10 @@ def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
 
 
 def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, int]]]:
-    """Map each KV field that is read to its layers.
+    """Map each KV field that the drafter reads to the layers that are read from this field.
 
-    A layer is given as (position among all layers that are read, index along the field's layer
-    axis).
+    Each layer is a pair: its position among all layers that are read, and its index along the
+    field's layer axis.
     """
     all_layers = _kv_layers(store)
     layers_of = dict[str, list[tuple[int, int]]]()
@@ -282,7 +311,9 @@ def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, 
 
 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
-    """Map attributes to fields for the drafter of a run, like :func:`read_fields`.
+    """Map attributes of ``TrainingInputs`` to the fields that the drafter of a run needs.
+
+    See :func:`read_fields`. KV in several fields is mapped as ``kv.0``, ``kv.1`` and so on.
 
     Raises:
         SelectionInvalid: the store lacks one of the fields.
@@ -295,12 +326,12 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
             "lower it."
         )
     if n_last:
-        # Refuse an unsupported target first; otherwise the error would name missing fields.
+        # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
         layer_sizes(load_target_config(store.target_path))
     reads = _reads(store, config.drafter)
     needed = read_fields(reads)
     kv = _kv_read(store, reads)
-    # The KV is stored in several fields if layers have different shapes.
+    # If the target's layers have different shapes, their KV is in several fields.
     if kv:
         is_single = len({name for _, name, _ in _kv_layers(store)}) == 1
         kv_fields = {KV if is_single else f"{KV}.{index}": name for index, name in enumerate(kv)}
@@ -322,14 +353,17 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
 
 
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
-    """Return the layers of a field that the drafter reads; None for all, or if it has no layers."""
+    """Return the indices of the layers that the drafter reads from a field.
+
+    The result is None if all layers are read or the field has no layer axis.
+    """
     spec = store.fields[name]
     layers = _kv_read(store, _reads(store, config.drafter)).get(name)
     return layer_indices(spec, None if layers is None else [index for _, index in layers])
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
-    """Return the bytes of one sequence's activations, padded to ``n_tokens``."""
+    """Return the bytes of the activations that the drafter reads for ``n_tokens`` tokens."""
     specs = [
         (store.fields[name], needed_layers(store, config, name))
         for name in needed_fields(store, config).values()
@@ -349,14 +383,14 @@ class BatchReader:
     ) -> None:
         self.store = store
         self.config = config
-        # The processes of this machine share its cores.
+        # The n_ranks processes on this machine share its cores.
         n_cores = len(os.sched_getaffinity(0)) // n_ranks
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
-        # On a CPU, the reading thread also decodes. Another device decodes for itself, so that only
-        # codes are transferred.
+        # If training runs on the CPU, the reading thread also decodes. For any other device,
+        # encoded values are transferred, which are smaller, and the device decodes them.
         self._decodes = device.type == "cpu"
-        # A GPU copies page-locked memory at full speed, and a separate stream overlaps the copy
-        # with other work.
+        # For a GPU, read into pinned memory, from which copies run at full speed. Use a separate
+        # CUDA stream for the copies, so that they overlap with other work of the GPU.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
         kv_layers = _kv_read(store, _reads(store, config.drafter))
@@ -369,15 +403,16 @@ class BatchReader:
     def read(
         self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
     ) -> tuple[TrainingInputs, dict[str, Any]]:
-        """Read sequences; padding is zero.
+        """Read sequences from the store into tensors, padded with zeros.
 
         Args:
             sequences: indices of the sequences.
-            lengths: their token counts.
-            response: bool [B, at least T], their response masks; None to read them too.
+            lengths: number of tokens of each sequence.
+            response: response masks of the sequences, bool [B, at least T]. None reads them from
+                the store.
 
         Returns:
-            The inputs, and the value of ``Batch.encoded``.
+            The inputs, and the fields that are still encoded (see ``Batch.encoded``).
         """
         n_rows = len(sequences)
         n_tokens = int(lengths.max())
@@ -395,12 +430,12 @@ class BatchReader:
             buffer = buffers[array.name] = torch.empty(
                 shape, dtype=dtype, pin_memory=self._copies is not None
             )
-            # numpy has no bfloat16; the store keeps its bits as uint16.
+            # NumPy has no bfloat16, so the store keeps the bits of bfloat16 values as uint16.
             out[array.name] = (
                 buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer
             ).numpy()
-        # The response masks of a whole step are read before its first micro-batch, because the
-        # divisor of the loss depends on them.
+        # The caller usually has the response masks, because the divisor of the loss depends on the
+        # response masks of the entire step.
         names = _TEXT_FIELDS if response is None else ("tokens",)
         text = {
             name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype)
@@ -412,7 +447,7 @@ class BatchReader:
             out=out | text,
             layers={name: layers for name, layers in self._layers.items() if layers is not None},
             n_threads=self.n_threads,
-            # The device decodes the codes faster than the host.
+            # Read encoded fields without decoding them. The device decodes faster than the host.
             decoded=False,
         )
         encoded: dict[str, Any] = {}
@@ -457,7 +492,15 @@ class BatchReader:
         response: Tensor | None = None,
         **facts: Any,
     ) -> Batch:
-        """Read a batch, and decode it on the CPU or start its copy to a CUDA device."""
+        """Read a micro-batch. On a CPU, decode it. For a CUDA device, start copying it there.
+
+        Args:
+            sequences: indices of the sequences.
+            lengths: number of tokens of each sequence.
+            draws: random numbers of the sequences.
+            response: response masks of the sequences, or None; see :meth:`read`.
+            facts: further attributes of `Batch`.
+        """
         inputs, encoded = self.read(sequences, lengths, response)
         batch = Batch(inputs, draws, n_tokens=int(lengths.sum()), encoded=encoded, **facts)
         if self._decodes:
@@ -465,65 +508,78 @@ class BatchReader:
         return batch if self._copies is None else start_copy(batch, self._copies)
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
-        """Read the response masks of sequences, padded with False: bool [B, T]."""
+        """Read the response masks of sequences, bool [B, T], padded with False."""
         return torch.from_numpy(
             self.store.read_batch(sequences, "response_mask")["response_mask"]
         ).bool()
 
     def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
-        """Count the occurrences of each token in the responses of sequences: int64 [V]."""
+        """Count how often each token id occurs in the responses of sequences, int64 [V].
+
+        If there are more than ``_MOST_COUNTED`` sequences, only a sample of them is counted.
+        """
         counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
         sequences = sequences[:: 1 + len(sequences) // _MOST_COUNTED]
-        # Read in parts, because the tokens of a large store may not fit into memory.
+        # Read few sequences at a time, because all tokens of a large store may not fit into memory.
         for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
             read = self.store.read_batch(part, list(_TEXT_FIELDS))
             counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))
         return torch.from_numpy(counts)
 
     def n_bytes(self, lengths: np.ndarray) -> int:
-        """Return the bytes of activations in a batch of sequences with these token counts."""
+        """Return the bytes of the padded activations of sequences with the given lengths."""
         return len(lengths) * self._token_bytes * int(lengths.max())
 
 
 def split_sequences(
     sequence_ids: list[str], validation_fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of training and of validation sequences, ascending."""
-    # The split uses a hash of the content, so it survives reordering and growth of the dataset. 32
-    # bits of a SHA-256 are uniform enough, and exact in a float.
+    """Split sequences into training and validation sequences.
+
+    Returns:
+        The indices of the training sequences and of the validation sequences, ascending.
+    """
+    # The split depends only on the content hash of each sequence, so a sequence stays in the same
+    # split if the dataset is reordered or grows. The first 32 bits of the hash are uniform enough,
+    # and a float represents a 32-bit number exactly.
     points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
     held_out = points < validation_fraction
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Group the sequences of one epoch by length into random batches.
+    """Divide the sequences of one epoch into batches in random order.
 
-    Sequences that do not fill a last batch are left out; they are chosen at random.
+    The sequences of a batch have similar lengths. If the number of sequences is not a multiple of
+    the batch size, the remaining sequences, which are chosen at random, are left out.
+
+    Args:
+        n_tokens: number of tokens of each sequence.
 
     Returns:
-        Indices of ``n_tokens``, [n_batches, batch_size].
+        Indices into ``n_tokens``, [n_batches, batch_size].
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
-    # Cut before sorting, so that random sequences are left out, not the longest of a group.
+    # Cut the order before it is sorted. Cut after sorting, it would lose the longest sequences.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]
-    # The sort is stable: sequences of equal length stay in random order, which does not depend on
-    # the sorting algorithm.
+    # Use a stable sort, so that the order of sequences with equal length does not depend on the
+    # sorting algorithm.
     order = np.concatenate([part[np.argsort(n_tokens[part], kind="stable")] for part in parts])
     order = order.reshape(n_batches, batch_size)
     return order[random.permutation(n_batches)]
 
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
-    """Draw the random numbers of one optimizer step, a pure function of seed and step."""
-    # Each step has its own generator, so that step k does not need the draws of earlier steps. Two
-    # runs with different seeds never share one.
+    """Draw the random numbers of one optimizer step. They depend only on settings and step."""
+    # Each step has its own generator, so that the draws of earlier steps are not needed to draw for
+    # step k. Runs with different seeds have different generators in every step.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
-    # Drafters without rounds draw the same numbers, so that all kinds get the same noise seeds.
+    # Draw the numbers for draft rounds even if the drafter does not train on rounds, so that all
+    # kinds of drafters get the same noise seeds, which are drawn last.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(
         rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator
@@ -555,7 +611,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Select the draws of some rows of a step."""
+    """Select the draws of some sequences (rows) of a step."""
     return replace(
         draws,
         step_bound=None if draws.step_bound is None else draws.step_bound[rows],
@@ -566,9 +622,15 @@ def rows_of(draws: Draws, rows: Tensor) -> Draws:
 
 
 def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
-    """Draw the anchors of blocks, if the drafter has them, from response masks [B, T] on the host.
+    """Draw anchors, the positions at which a block drafter starts its blocks of drafts.
 
-    The objective would draw the same anchors, but it would have to wait for masks on a device.
+    Other drafters have no anchors, and their draws are returned unchanged. The drafter's objective
+    could draw the same anchors on the device, but would have to synchronize with the device.
+
+    Args:
+        draws: the draws of a micro-batch.
+        response: response masks [B, T] on the host.
+        config: the settings of the run.
     """
     if not isinstance(config.drafter, BlockSettings):
         return draws
@@ -577,7 +639,7 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of all positions of response masks [B, T]; each is 1 by default."""
+    """Sum the loss weights of the positions in response masks [B, T]. By default, each is 1."""
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
@@ -589,13 +651,18 @@ def trains_on_cpu(machine: MachineSettings) -> bool:
 
 
 def count_devices(machine: MachineSettings) -> int:
-    """Return the number of devices of a run with these settings, over all machines."""
+    """Return the number of devices that a run with these settings uses on all machines."""
     n_devices = 1 if trains_on_cpu(machine) else max(1, torch.cuda.device_count())
     return machine.num_nodes * (n_devices if machine.devices == "auto" else int(machine.devices))
 
 
 def device_share(config: TrainConfig, n_ranks: int) -> int:
-    """Return the sequences of a step on each device; the micro-batch size must divide it."""
+    """Return the number of sequences of a step that each device processes.
+
+    Raises:
+        TrainingError: the batch size is not a multiple of the number of devices, or the micro-batch
+            size does not divide each device's share.
+    """
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
         raise TrainingError(
@@ -615,12 +682,13 @@ def _read_ahead(
     """Yield batches while a thread reads the next ones.
 
     Args:
-        reads: the size in bytes of each batch, and the function that reads it.
-        max_batches, max_bytes: limits on what is read ahead. One batch is read ahead whatever its
-            size.
+        reads: for each batch, its size in bytes and the function that reads it.
+        max_batches, max_bytes: maximum number and total size of batches that are read ahead. At
+            least one batch is read ahead, whatever its size.
     """
-    # If there are more threads than cores, OpenMP lets the threads of the forward sleep at each
-    # barrier, which costs up to 5 % of a step. So the reading thread must not have an OpenMP team.
+    # Limit the reading thread to one OpenMP thread. If there were more OpenMP threads than cores,
+    # OpenMP would let the threads of the forward sleep at each barrier, which costs up to 5 % of a
+    # step.
     with ThreadPoolExecutor(1, "read-ahead", torch.set_num_threads, (1,)) as pool:
         pending: deque[tuple[int, Future[Batch]]] = deque()
         ahead_bytes = 0
@@ -640,24 +708,29 @@ def _read_ahead(
 
 @dataclass
 class _Step:
-    """The sequences and draws of one optimizer step on one device."""
+    """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
-    rows: np.ndarray  # All sequences of the step, on all devices.
-    draws: Draws  # One row for each sequence.
-    parts: list[np.ndarray]  # Indices of ``rows`` for each micro-batch of this device.
-    # Response masks of all rows, bool [B, T]; None until the first micro-batch is read.
+    rows: np.ndarray  # Indices of all training sequences in the step, on all devices.
+    draws: Draws  # Random numbers of all sequences in ``rows``.
+    # For each micro-batch of this device, the indices into ``rows`` of its sequences.
+    parts: list[np.ndarray]
+    # Response masks of all sequences in ``rows``, bool [B, T]. None until the first micro-batch is
+    # read.
     response: Tensor | None = None
-    denominator: float = 1.0  # Divisor of each micro-batch's loss sums, from the response masks.
+    # Divisor of the loss of each micro-batch. It is computed from the response masks.
+    denominator: float = 1.0
 
 
 class TrainingStream:
-    """Endless stream of micro-batches from a given step on, read ahead of the trainer.
+    """Endless stream of the micro-batches of one device. A thread reads them ahead of the trainer.
 
     Args:
-        sequences, lengths: indices and token counts of the training sequences.
-        max_steps: steps of the run, for the curriculum.
-        micro_batch: sequences per micro-batch. None takes the number in the settings, or all
-            sequences of the device.
+        reader: reads the micro-batches.
+        sequences, lengths: indices in the store, and number of tokens, of each training sequence.
+        max_steps: number of steps of the run. Some random draws depend on the progress of the run.
+        rank, n_ranks: rank of this process, and number of processes.
+        micro_batch: number of sequences per micro-batch. None takes the number in the settings. If
+            there is none, a micro-batch has all sequences of a step on this device.
     """
 
     def __init__(
@@ -681,8 +754,9 @@ class TrainingStream:
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
         self.start_step = 0  # The first step of the stream.
-        self.wait_s = 0.0  # Seconds that the consumer waited for micro-batches.
-        self.asked_s = 0.0  # ``time.perf_counter()`` at the last request for a batch.
+        self.wait_s = 0.0  # Seconds that the trainer has waited for micro-batches.
+        # ``time.perf_counter()`` at the trainer's last request for a micro-batch.
+        self.asked_s = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         data = self._reader.config.data
@@ -694,7 +768,11 @@ class TrainingStream:
             yield batch
 
     def micro_batch(self, rows: np.ndarray) -> Batch:
-        """Read some of the sequences as a micro-batch that is a complete step."""
+        """Read a micro-batch of the given sequences, as if it were a complete step.
+
+        Args:
+            rows: indices of the sequences among the training sequences.
+        """
         draws = rows_of(draw(self._reader.config, 0, self._max_steps), torch.arange(len(rows)))
         return self._read(_Step(rows, draws, [np.arange(len(rows))]), 0)
 
@@ -715,21 +793,22 @@ class TrainingStream:
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             order = epoch_order(self._lengths, known(config.data.batch_size), config.seed, epoch)
             self._epoch_order = epoch, order
-        # Neighbours in a batch have similar lengths, so dealing them round-robin gives each device
-        # the same work.
+        # Deal the sequences of the batch to the devices round-robin. Neighbours in the batch have
+        # similar lengths, so all devices get about the same work.
         mine = np.arange(self._rank, known(config.data.batch_size), self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
         return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
 
     def _read(self, plan: _Step, index: int) -> Batch:
-        """Read one micro-batch. Only the read-ahead thread calls this."""
+        """Read one micro-batch of a step. Only the read-ahead thread calls this method."""
         part = plan.parts[index]
         n_bytes_before = self._reader.store.n_bytes_read
         if plan.response is None:
             plan.response = self._reader.response_masks(self._sequences[plan.rows])
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
-            # Lightning averages over micro-batches and devices, so each divisor is a share of the
-            # total.
+            # Lightning averages the loss over micro-batches and devices. For this average to be the
+            # mean over all loss positions of the step, the divisor of each micro-batch is the
+            # number of loss positions divided by the number of micro-batches on all devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         rows = plan.rows[part]
         at_once = self._micro * self._n_ranks
@@ -752,7 +831,7 @@ class TrainingStream:
 
 
 class ValidationBatches:
-    """One device's validation batches, in order of sequence length, read ahead on each pass."""
+    """One device's validation batches, sorted by sequence length. A thread reads them ahead."""
 
     def __init__(
         self,
@@ -768,10 +847,10 @@ class ValidationBatches:
         self._lengths = lengths
         self._size = size
         n_batches = -(-len(sequences) // size)
-        # The batches are the same for any number of devices, and dealt round-robin, so that the
-        # metrics do not depend on the number of devices. Every device gets equally many, because
-        # all synchronize between two batches. So several devices may get the last batch, always
-        # with the same index.
+        # The batches are the same for any number of devices, so that the metrics do not depend on
+        # that number. They are dealt round-robin. Every device must get the same number of batches,
+        # because all devices synchronize between two batches. To fill up, several devices get the
+        # last batch. Its index is the same on all of them, so it is counted once.
         self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
 
     def __len__(self) -> int:
@@ -791,7 +870,8 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        # The phases are fixed, so that each validation has the same rounds.
+        # The phase of a sequence sets the positions at which its draft rounds start. Phases are not
+        # random, so that every validation has the same rounds.
         phase = torch.arange(len(self._sequences))[rows] % n_steps
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase
@@ -800,7 +880,10 @@ class ValidationBatches:
 
 
 class StoreDataModule(L.LightningDataModule):
-    """Training and validation batches of a store; chooses the settings that were not given."""
+    """Training and validation batches of a store.
+
+    The constructor also chooses the settings of the run that were not given.
+    """
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
@@ -813,7 +896,7 @@ class StoreDataModule(L.LightningDataModule):
         fraction = known(config.validation.validation_fraction)
         train, held_out = split_sequences(table["sequence_id"].to_pylist(), fraction)
         self.train_sequences = train
-        # A response must be longer than a round, or there is no complete round to measure.
+        # Leave out sequences whose responses are too short for one complete draft round.
         usable = held_out[responses[held_out] > config.validation.draft_length]
         self.validation_sequences = usable[: config.validation.validation_sequences]
         self.n_validation_positions = int(responses[self.validation_sequences].sum())
@@ -833,8 +916,8 @@ class StoreDataModule(L.LightningDataModule):
         batch_size = known(config.data.batch_size)
         self.store = store
         self.config = config
-        # Sequences per forward on one device. It is the whole batch until trial steps have chosen
-        # it.
+        # Number of sequences per forward on one device. It is the batch size until trial steps have
+        # chosen a micro-batch size.
         self.micro_batch = config.data.micro_batch_size or batch_size
         if len(train) < batch_size:
             raise TrainingError(
@@ -846,7 +929,7 @@ class StoreDataModule(L.LightningDataModule):
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 
     def train_dataloader(self) -> TrainingStream:
-        """Create the stream from the trainer's current step on."""
+        """Create the stream of micro-batches from the trainer's current step on."""
         trainer, reader = self._reader()
         lengths = self.lengths[self.train_sequences]
         ranks = (trainer.global_rank, trainer.world_size)
@@ -857,7 +940,7 @@ class StoreDataModule(L.LightningDataModule):
         return stream
 
     def val_dataloader(self) -> ValidationBatches:
-        """Create the validation batches of the trainer's device."""
+        """Create the validation batches of this process's device."""
         trainer, reader = self._reader()
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self.lengths[chosen], kind="stable")]
@@ -879,7 +962,7 @@ class StoreDataModule(L.LightningDataModule):
         """List the micro-batch sizes to try, largest first.
 
         Args:
-            share: sequences of a step on each device.
+            share: number of sequences of a step on each device.
         """
         if fixed_size := self.config.data.micro_batch_size:
             return [fixed_size]
@@ -890,7 +973,7 @@ class StoreDataModule(L.LightningDataModule):
         return [size for size in sizes if size * longest <= CPU_MICRO_BATCH_TOKENS] or [1]
 
     def longest_sequence(self) -> TrainingInputs:
-        """Read the longest training sequence, [1, T, ...], on the CPU."""
+        """Read the longest training sequence into CPU memory, as inputs [1, T, ...]."""
         index = self.train_sequences[np.argmax(self.lengths[self.train_sequences])][None]
         reader = BatchReader(self.store, self.config, torch.device("cpu"))
         return reader.batch(

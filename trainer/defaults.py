@@ -1,7 +1,7 @@
 """Choose the settings of a run that were not given.
 
-The choice depends on the target's size, the data and the length of the run. It is a pure function.
-``run.yaml`` records its values, so a resumed run does not choose again.
+The chosen values are a pure function of the given settings, the target's size, the data and the
+number of devices. ``run.yaml`` records them, so a resumed run does not choose again.
 """
 
 from typing import Any, NamedTuple
@@ -13,31 +13,37 @@ CHOOSABLE = (
     "warmup_steps", "decay_steps", "batch_size", "validation_fraction", "validate_every",
     "log_every", "draft_vocabulary",
 )  # fmt: skip
-"""Settings that are chosen if they are not given."""
+"""Names of the settings that are chosen if they are not given."""
 CPU_MICRO_BATCH_TOKENS = 2048
-"""Maximum tokens of a forward on a CPU. More tokens are not faster there, and take more memory."""
+"""Maximum number of tokens in a forward on a CPU.
 
-# In a run of a large target shorter than this, Muon learns more from the same number of tokens than
-# the paper's settings.
-_PAPER_WIDTH = 2048  # Hidden size of the target.
-_PAPER_TOKENS = 20_000_000  # Tokens trained on, repeats included.
+With more tokens, a CPU is not faster per token, but needs more memory.
+"""
+
+# The settings published in the Mixture of Attentions paper (arXiv 2410.03804) are chosen if the
+# target's hidden size and the number of tokens trained on, repeats included, reach these bounds. In
+# shorter runs, Muon learns more from the same number of tokens.
+_PAPER_WIDTH = 2048
+_PAPER_TOKENS = 20_000_000
 _PAPER_BATCH = 32
-_TRAINED_TOKENS = 1_000_000  # A smaller store is trained on for several epochs.
-# (sequences of the whole run, batch size). The first row whose number of sequences is reached
-# counts. Short runs benefit more from taking about 400 steps than from large batches. A batch size
-# of 1 works for toy models only.
+# Minimum number of tokens to train on. A store with fewer tokens is repeated for several epochs.
+_TRAINED_TOKENS = 1_000_000
+# Batch sizes of runs that do not use the published settings, as (minimum number of sequences in the
+# run, batch size). The first pair whose minimum is reached is used. For short runs, taking about
+# 400 steps is better than using large batches. A batch size of 1 works for toy models only.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
-# These are larger than the 50 sequences and 5,000 tokens that are wanted: a hash chooses the
-# sequences, so the share is only met on average.
+# Number of validation sequences, and of response tokens in them, from which the validation fraction
+# is computed. The goal is at least 50 sequences and 5,000 tokens. These constants are larger than
+# the goal, because a hash splits the sequences, which meets the fraction only on average.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30
 
 
 class ChosenSetting(NamedTuple):
-    """A setting, its value, and the reason for the value."""
+    """A setting that was chosen: its name, its value, and the reason for the value."""
 
     name: str
     value: Any
@@ -45,28 +51,28 @@ class ChosenSetting(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """Facts about the run on which the choice depends, besides the given settings."""
+    """Facts about a run on which chosen settings depend, besides the given settings."""
 
     hidden_size: int
-    n_sequences: int  # Sequences of the training split.
-    n_tokens: int  # Tokens of the training split.
+    n_sequences: int  # Number of sequences in the training split.
+    n_tokens: int  # Number of tokens in the training split.
     n_devices: int = 1
 
 
 def is_open(value: Any) -> bool:
-    """Return whether this value of a setting means that the trainer chooses it."""
+    """Return whether a setting with this value was not given, so that the trainer chooses it."""
     return value is None or value == "auto"
 
 
 class _Choices:
-    """The settings of a run by name, and those chosen so far."""
+    """The settings of a run by name, and the list of settings chosen so far."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.values = config.named()
         self.chosen: list[ChosenSetting] = []
 
     def choose(self, name: str, value: Any, why: str) -> Any:
-        """Set a setting if it was not given, and return its value."""
+        """Give a setting a value and a reason, unless it was given. Return the setting's value."""
         if is_open(self.values[name]):
             self.values[name] = value
             self.chosen.append(ChosenSetting(name, value, why))
@@ -76,10 +82,10 @@ class _Choices:
 def choose_settings(
     config: TrainConfig, facts: RunFacts
 ) -> tuple[TrainConfig, list[ChosenSetting]]:
-    """Choose all settings that were left open, except validation_fraction.
+    """Choose all settings that were not given, except ``validation_fraction``.
 
     Returns:
-        The complete settings, and the list of those that were chosen.
+        The complete settings, and the list of the chosen settings.
     """
     choices = _Choices(config)
     choose = choices.choose
@@ -123,7 +129,7 @@ def choose_settings(
 
 
 def _choose_rates(choose: Any, is_paper: bool) -> None:
-    """Choose the optimizer and its rates."""
+    """Choose the optimizer and its learning rates."""
     long = "as published, for long runs of large targets"
     short = "learns more in runs of this length"
     optimizer = choose("optimizer", "adamw" if is_paper else "muon", long if is_paper else short)
@@ -137,11 +143,11 @@ def _choose_rates(choose: Any, is_paper: bool) -> None:
 
 
 def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSetting:
-    """Choose the share of a store's sequences that is held out.
+    """Choose the fraction of a store's sequences that is held out for validation.
 
     Args:
-        n_sequences: sequences of the store.
-        n_positions: response tokens of these sequences.
+        n_sequences: number of sequences in the store.
+        n_positions: number of response tokens in these sequences.
     """
     share = min(
         _VALIDATION_SEQUENCES / max(1, n_sequences), _VALIDATION_POSITIONS / max(1, n_positions)
@@ -155,7 +161,7 @@ def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSett
 
 
 def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
-    """List, one line each, where warm-up, decay and number of steps do not fit together."""
+    """Return one warning for each way in which warm-up, decay and number of steps do not fit."""
     schedule = config.schedule
     n_steps = schedule.n_steps(steps_per_epoch)
     warmup = known(schedule.warmup_steps)

@@ -1,8 +1,8 @@
-"""Estimate what a run will take.
+"""Estimate the time, memory and disk space of a run.
 
-Time and memory are measured on a few micro-batches of the run itself; the disk space follows from
-the drafter's weights. The micro-batches are trained on, optimizer step included, and the drafter's
-weights are restored afterwards: an estimate does not change the results of the run by a single bit.
+Time and memory are measured by training on a few micro-batches of the run itself, optimizer steps
+included. The drafter's weights are restored afterwards, so that the estimate does not change the
+results of the run by a single bit. The disk space is computed from the size of the weights.
 """
 
 import time
@@ -24,32 +24,34 @@ from .data import (
 )
 from .step import DrafterModule, Trial
 
-# Length quantiles of the training sequences that are timed.
+# Quantiles of the sequence lengths at which micro-batches are timed.
 _LENGTH_QUANTILES = (0.25, 0.5, 1.0)
-# Factor by which a run may be slower or faster than its slowest or fastest micro-batch.
+# Uncertainty of the estimated time. The slowest timed micro-batch multiplied by this factor gives
+# the upper estimate, the fastest divided by the factor gives the lower estimate.
 _TIME_SHARE = 1.25
-# Lower and upper memory estimate as a multiple of the peak of the micro-batches. A run also has
-# validations, checkpoints, and batches that are read ahead.
+# Lower and upper estimate of a run's memory, as multiples of the peak memory of the timed
+# micro-batches. A run also has validations, checkpoints, and batches that are read ahead.
 _MEMORY_SHARES = (0.9, 1.5)
-# Disk space in copies of the weights. At least a checkpoint with one moment, and drafter/. At most
-# two checkpoints with two moments each, one more being written, and drafter/.
+# Lower and upper estimate of a run's disk space, as multiples of the size of the weights. The lower
+# estimate is one checkpoint with one optimizer moment, plus drafter/. The upper estimate is three
+# checkpoints with two moments each, one of them being written, plus drafter/.
 _DISK_COPIES = (3, 10)
-_LOG_BYTES = 5 << 20  # Upper bound for logs, plots and records of a run.
+_LOG_BYTES = 5 << 20  # Upper bound of the size of a run's logs, plots and records.
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """The lower and upper estimates of what a run takes."""
+    """Lower and upper estimates of the disk space, memory and time of a run."""
 
     disk_bytes: tuple[int, int]
-    # Memory of the training device; None if it was not measured.
+    # Memory of the training device; None if the memory was not measured.
     memory_bytes: tuple[float, float] | None = None
-    # Time of all steps and validations; None if they were not timed.
+    # Time of all steps and validations; None if no time was measured.
     seconds: tuple[float, float] | None = None
 
 
 def disk_range(module: DrafterModule) -> tuple[int, int]:
-    """Return the lower and upper estimate of the bytes in a run's folder."""
+    """Return the lower and upper estimate of the size of a run's folder, in bytes."""
     n_bytes = sum(weight.nbytes for weight in module.drafter.parameters())
     lower, upper = _DISK_COPIES
     return lower * n_bytes, upper * n_bytes + _LOG_BYTES
@@ -63,7 +65,7 @@ def estimate_run(
     The weights are restored afterwards.
 
     Args:
-        n_steps: optimizer steps that are still to be taken.
+        n_steps: number of optimizer steps that the run still has to take.
     """
     config = data.config
     lengths = data.lengths
@@ -82,7 +84,11 @@ def estimate_run(
 def _measure(
     data: StoreDataModule, module: DrafterModule, precision: str
 ) -> tuple[list[float], int]:
-    """Return the seconds per token in micro-batches of several lengths, and the peak memory."""
+    """Train on micro-batches of several lengths.
+
+    Returns:
+        The seconds per token of each micro-batch, and the peak memory in bytes.
+    """
     machine = data.config.machine
     lengths = data.lengths[data.train_sequences]
     fabric = L.Fabric(accelerator=machine.accelerator, devices=1, precision=precision)  # type: ignore[arg-type]
@@ -99,7 +105,7 @@ def _measure(
     by_length = np.argsort(lengths, kind="stable")
     token_s = []
     stops = [max(size, round(quantile * len(by_length))) for quantile in _LENGTH_QUANTILES]
-    # The first micro-batch has one sequence and is a warm-up; its time is not used.
+    # The first micro-batch, with a single sequence, is a warm-up, and its time is not used.
     for rows in [by_length[:1], *(by_length[stop - size : stop] for stop in stops)]:
         started_s = time.perf_counter()
         batch = await_copy(stream.micro_batch(rows)).decode()
@@ -108,7 +114,7 @@ def _measure(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        weights[0].sum().item()  # Synchronizes with the device.
+        weights[0].sum().item()  # Wait until the device has finished the step.
         token_s.append((time.perf_counter() - started_s) / batch.n_tokens)
     with torch.no_grad():
         for weight, values in zip(weights, before, strict=True):

@@ -1,4 +1,7 @@
-"""Write a drafter for another program. The formats are in ``moa/formats/checkpoint.py``."""
+"""Write a drafter in the format of another program.
+
+The formats are defined in ``moa/formats/checkpoint.py``.
+"""
 
 import contextlib
 import json
@@ -35,15 +38,15 @@ _GIVE = "Give the target with --model."
 
 @dataclass(frozen=True)
 class DrafterExportReport:
-    """The outcome of an export."""
+    """The result of exporting a drafter."""
 
     folder: Path
     format: str
-    reader: str  # The program that loads it.
+    reader: str  # The program that loads the exported drafter.
     kind: str
     n_tensors: int
     written_bytes: int
-    notes: tuple[str, ...]  # What the user should know before using it.
+    notes: tuple[str, ...]  # Notes for the user of the exported drafter.
 
     def describe(self) -> str:
         """Return the report as text."""
@@ -55,9 +58,10 @@ class DrafterExportReport:
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
-    """Write a drafter in another layout.
+    """Write a drafter in the layout of another program.
 
-    The folder gets its final name only after it has been loaded again and compared equal.
+    The written folder gets its final name only after it was loaded again and found to equal the
+    drafter.
     """
     layout = LAYOUTS[config.format]
     source = Path(config.drafter).expanduser()
@@ -99,14 +103,20 @@ def find_target(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Read the target's identity, its config, and the weights that a layout needs.
 
-    They come from a store, a model folder or the Hub. Without a model they come from the store that
-    the drafter's run was trained from.
+    Args:
+        model: a store, a model folder or a hub id. None uses the store from which the drafter was
+            trained.
+        drafter: path of the drafter.
+        needs: names of the tensors that the layout needs.
+
+    Returns:
+        The target's hashes, and a dict with its config under ``config`` and the needed tensors.
     """
     source = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
         if _is_store(source):
-            # The parts of the store are not read. If the store is in a bucket, the target's local
-            # files exist until the store is closed.
+            # Open the store without reading its parts. Keep the store open until the files are
+            # read, because closing a store in a bucket deletes the local copies of its files.
             store = opened.enter_context(ActivationStore(source, parts=()))
             folder = store.target_path
             identity = target_identity(store)
@@ -114,28 +124,29 @@ def find_target(
             prefix = ""
         else:
             folder = resolve_model_folder(source)
-            load_target_config(folder)  # Refuse an invalid target before hashing it.
+            load_target_config(folder)  # Refuse an invalid target before its weights are hashed.
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)
-        # A target without its own LM head uses its embeddings (tied weights).
+        # If a target has no LM head of its own, its embeddings are the LM head (tied weights).
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
         tensors = {
             name: _read_tensor(files, names[name], folder) for name in needs if name in names
         }
         config = load_target_config(folder)
-        # A store holds the scaled embeddings, as decoder layers see them.
+        # Some targets multiply embeddings by a constant. A store holds the multiplied embeddings,
+        # so do the same to embeddings from a model folder.
         if EMBEDDINGS in tensors and prefix:
             table = tensors[EMBEDDINGS]
             tensors[EMBEDDINGS] = table * torch.tensor(embedding_scale(config), dtype=table.dtype)
         if not Path(source).exists():
-            # Record the hub id, not the path in this machine's cache.
+            # Record the hub id rather than the path in this machine's cache of the Hub.
             config.name_or_path = source
         return identity, {"config": config, **tensors}
 
 
 def _config_of(drafter: Path) -> Any:
-    """Return the target's config from the store of a run, or None if it cannot be read."""
+    """Return the target's config from the store that a drafter was trained from, or None."""
     with contextlib.suppress(TargetError, StoreError):
         return find_target(None, drafter, ())[1]["config"]
     return None

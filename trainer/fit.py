@@ -1,14 +1,16 @@
-"""Train a drafter from a store; the target is never loaded.
+"""Train a drafter from a store. The target is never loaded.
 
-::
+The functions of a run, from the outermost to the innermost::
 
-    train                    turns interruptions into one line
-      _train                 locks the folder, checks it against the run and the store, records the
-                             settings
-        build_module         frozen target weights, drafter with its initial weights
-        _fit                 Lightning's trainer with the callbacks; then the report, the curves and
-                             drafter/
-                             -> DrafterModule.training_step for each micro-batch
+    train                    reports an interruption in one line
+      _train                 locks the output folder, checks the folder and the store against an
+                             earlier invocation, records the settings
+        build_module         builds the frozen target weights and the drafter with initial weights
+        _fit                 runs Lightning's trainer with the callbacks, which calls
+                             DrafterModule.training_step for each micro-batch; then writes the
+                             report, the curves and drafter/
+
+A run may consist of several invocations of the command, because it can be interrupted and resumed.
 """
 
 import contextlib
@@ -97,12 +99,12 @@ from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
 from .vocabulary import choose_vocabulary
 
-# No display is needed. The backend is chosen before pyplot is imported.
+# Use a backend of matplotlib that needs no display. It must be chosen before pyplot is imported.
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run. Another length is checked in
-# :func:`_check_resumed`.
+# Settings that may differ between two invocations of one run. Whether the length of the run may
+# change is checked in :func:`_check_resumed`.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 
 
@@ -113,45 +115,48 @@ class TrainReport:
     out: str
     n_steps: int
     n_parameters: int
-    n_tokens: int  # Tokens trained on in this invocation, without padding.
-    # None, like ``data_wait_share``, if no step was left to train.
-    tokens_per_s: float | None
+    n_tokens: int  # Number of tokens trained on in this invocation, without padding.
+    tokens_per_s: float | None  # None if no step was left to train.
+    # Fraction of the time that was spent waiting for data. None if no step was left to train.
     data_wait_share: float | None
     metrics: dict[str, float]  # The last training and validation metrics that are finite.
-    # None for a run without validation.
+    # None if the run has no validation.
     best_expected_acceptance_length: float | None
-    # Half width of its 95 % interval; None if fewer than two sequences were validated.
+    # Half width of the 95 % interval of ``best_expected_acceptance_length``. None if fewer than two
+    # sequences were validated.
     best_half_width: float | None
     n_validation_sequences: int
-    # Parts of the store that were planned but not extracted yet, and so are not trained on.
+    # Number of parts of the store that were planned but not yet extracted. Their sequences are not
+    # trained on.
     n_pending_parts: int = 0
-    n_tokens_total: int = 0  # Like ``n_tokens``, for all invocations.
-    n_bytes_read: int = 0  # Bytes read from the store in all invocations.
+    n_tokens_total: int = 0  # Number of tokens trained on in all invocations, without padding.
+    n_bytes_read: int = 0  # Number of bytes read from the store in all invocations.
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will take."""
+    """The size, the expected cost and the chosen settings of a run before its first step."""
 
     n_steps: int
     steps_per_epoch: int
     n_sequences: int
     n_tokens_per_epoch: int
-    read_bytes_per_epoch: int  # Bytes of decoded activations.
+    read_bytes_per_epoch: int  # Size of the activations after decoding.
     n_parameters: int
     cost: RunCost
-    # A kind of drafter that is expected to be better; None if there is none, or it is unknown.
+    # Advice to use a different kind of drafter, which is expected to be better for this target.
+    # None if there is no such kind or none is known.
     other_drafter: Advice | None
     free_disk_bytes: int
-    # Format of export-drafter -> reasons why it cannot hold this drafter.
+    # Maps each format of export-drafter to the reasons why the format cannot hold this drafter.
     export_problems: dict[str, list[str]]
     hidden_size: int  # Hidden size of the target.
     n_validation_sequences: int
-    n_validation_positions: int  # Response tokens of the validation sequences.
-    # Whether the store's answers are known to be written by the target.
+    n_validation_positions: int  # Number of response tokens in the validation sequences.
+    # Whether the store records that the target itself wrote the answers.
     has_own_answers: bool
-    chosen: tuple[ChosenSetting, ...]  # Settings that were not given.
-    warnings: tuple[str, ...]  # Problems of the schedule with this number of steps.
+    chosen: tuple[ChosenSetting, ...]  # Settings that were not given and have been chosen.
+    warnings: tuple[str, ...]  # Warnings about a schedule that does not fit the number of steps.
 
 
 def train(
@@ -166,15 +171,15 @@ def train(
 
     Args:
         config: settings of the run.
-        progress: called with the optimizer steps.
-        provenance: command, versions and machine of the run, written to its folder.
-        announce: called once before the first step, with what the run will take.
+        progress: called with (steps done, total steps, message).
+        provenance: command, versions and machine of the run, written to the run's folder.
+        announce: called once before the first step with the plan of the run.
 
     Raises:
-        Interrupted: a signal stopped the run; its state is saved.
+        Interrupted: a signal stopped the run after its state was saved.
     """
     keep_freed_memory()
-    # Launchers start the same command once per device.
+    # Launchers such as torchrun start the same command once per device.
     out, is_first = Path(config.out), is_first_process()
     try:
         with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):
@@ -186,14 +191,14 @@ def train(
             f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}"
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Ctrl-C came before or after the guard was active, or a second time within it. Lightning
-        # turns it into SystemExit.
+        # Ctrl-C was pressed while the guard was not active, or twice while the guard was active.
+        # Lightning may have turned the KeyboardInterrupt into SystemExit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
             raise
         signum = getattr(interrupt, "signum", signal.SIGINT)
         if not is_first:
-            # Only the first process prints the message.
+            # Exit silently, because only the first process prints the message.
             raise SystemExit(128 + signum) from interrupt
         raise Interrupted(_how_to_continue(out, interrupt), signum) from interrupt
 
@@ -229,24 +234,25 @@ def _train(
     )
     data = StoreDataModule(store, config)
     choose_vocabulary(store, data)
-    config = data.config  # Includes the settings that were chosen.
+    config = data.config  # These settings include the ones that were chosen.
     module = build_module(store, data)
     if is_first:
-        # Room for the next checkpoint, with at least one moment of the weights, and for the
-        # drafter.
+        # The disk needs room for three copies of the weights: two for the next checkpoint, which
+        # has at least one optimizer moment, and one for drafter/.
         n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
         check_room(out, n_bytes, checkpoints.FULL_DISK_ADVICE)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
-            # Another process may have trained here since the first check.
+            # Check again, because another process may have trained in this folder before it was
+            # locked.
             _check_folder(config, out)
             if config.resume:
                 _check_resumed(config, out, store, data)
             checkpoints.remove_leftovers(out)
             _record_run(config, out, store, provenance)
         if announce is not None:
-            # On an accelerator the measurement would keep other processes waiting and compile
-            # kernels, so only --dry-run measures there.
+            # Measure the time and memory of steps only on a CPU. On an accelerator, measuring would
+            # keep other processes waiting and compile kernels, so only --dry-run measures there.
             announce(_plan(config, store, data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
@@ -261,7 +267,7 @@ def _fit(
     progress: Progress | None,
     is_first: bool,
 ) -> TrainReport:
-    """Run the steps and write the results; the first process writes for all devices."""
+    """Run the steps and write the results. Only the first process writes."""
     out = Path(config.out)
     guard = callbacks.StopGuard(out / LAST)
     throughput = callbacks.Throughput()
@@ -270,15 +276,15 @@ def _fit(
     if progress:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    # ``saves`` comes last, so that it saves the state of the other callbacks.
+    # ``saves`` is the last callback, so that it saves the other callbacks' state at the same step.
     trainer = _build_trainer(config, data, [*extra, saves])
     try:
         _run_steps(config, trainer, data, module, guard, saves)
     except Interrupted as stop:
         if is_first:
             raise
-        # Lightning kills all processes, including the first one, if a process that it started exits
-        # with a code other than 0.
+        # If Lightning started this process, exit with code 0. With any other code, Lightning would
+        # kill all processes, including the first one.
         is_ours = isinstance(
             getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment
         )
@@ -303,7 +309,8 @@ def _fit(
         n_bytes_read=throughput.n_bytes_read,
     )
     if is_first:
-        if report.best_expected_acceptance_length is None:  # No validation has chosen a drafter.
+        # Without a validation, no drafter has been written yet. Write the last one.
+        if report.best_expected_acceptance_length is None:
             checkpoints.write_drafter(module.drafter, out / DRAFTER)
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
@@ -325,16 +332,16 @@ def _run_steps(
             if trainer.global_step >= data.max_steps != saves.validated_step and len(
                 data.validation_sequences
             ):
-                # All steps were done by an earlier invocation, which ended during their last
-                # validation.
+                # An earlier invocation did all steps, but ended during the validation of the last
+                # step.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
-        # The signal was noted after the last micro-batch.
+        # A signal arrived after the last micro-batch, when the guard no longer looks for signals.
         if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Lightning restores a checkpoint without checking it. Once training has started, the error
-        # has another cause.
+        # Lightning restores a checkpoint without checking its content, so a damaged checkpoint may
+        # raise any of these errors. If training has started already, the error has another cause.
         is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
         if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
             raise
@@ -344,16 +351,16 @@ def _run_steps(
 
 
 def _write_report(file: Path, report: TrainReport) -> None:
-    """Write the report.
+    """Write the report of a run to a JSON file.
 
-    If a finished run is resumed, its own report is kept and only the results of a validation that
-    it lacked are added.
+    If a finished run is resumed, its earlier report is kept. If the earlier report lacks the last
+    validation, the results of that validation are added.
     """
     facts = dataclasses.asdict(report)
     if not report.n_tokens and file.is_file():
         if not report.metrics:
             return
-        # A damaged report is replaced.
+        # If the earlier report is damaged, replace it.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             earlier = json.loads(file.read_text())
             updated = {name: facts[name] for name in ("n_steps", "best_expected_acceptance_length")}
@@ -362,7 +369,10 @@ def _write_report(file: Path, report: TrainReport) -> None:
 
 
 def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule:
-    """Build frozen target weights from the store's bundle, and a drafter with initial weights."""
+    """Build the module to train: frozen target weights from the store, and a drafter.
+
+    The drafter has random weights, or the weights of the drafter given as ``--init-from``.
+    """
     config = data.config
     frozen = FrozenTarget.load(
         store.target_path, config.target_layer_inference, None, store.manifest.target
@@ -370,7 +380,7 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     check_target_bundle(store.path, store.target_path)
     identity = target_identity(store)
     if arguments := store.manifest.extraction.get("template_kwargs"):
-        # Decoding renders prompts with the same arguments.
+        # Record the arguments of the chat template, because decoding must use the same ones.
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)
     build = drafter_class(config.drafter.kind)
     size_names = {item.name for item in dataclasses.fields(build.config_class)}
@@ -383,7 +393,7 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
             f"that this {build.config_class.kind} drafter drafts; lower it, or give the drafter "
             "more levels."
         )
-    # Use a separate generator, so that the weights do not depend on other random draws.
+    # Use a separate generator, so that the initial weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
     reader = BatchReader(store, config, torch.device("cpu"))
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
@@ -412,20 +422,21 @@ def _build_trainer(
             num_nodes=machine.num_nodes,
             precision=_precision(machine),
             max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
-            max_epochs=-1,  # The stream is endless; the steps end the run.
+            max_epochs=-1,  # The stream is endless, so only ``max_steps`` ends the run.
             gradient_clip_val=config.optimizer.gradient_clip or None,
             log_every_n_steps=known(config.record.log_every),
             val_check_interval=config.validation.validate_every if has_validation else None,
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
-            num_sanity_val_steps=0,  # Lightning would log this check as a validation of step 0.
+            # Skip Lightning's sanity check, which would be logged as a validation of step 0.
+            num_sanity_val_steps=0,
             logger=_loggers(config),
             callbacks=extra,
             plugins=[checkpoints.CheckpointFiles()],
-            enable_checkpointing=False,  # Callbacks write checkpoints atomically.
+            enable_checkpointing=False,  # The callback ``Saves`` writes checkpoints.
             enable_model_summary=False,
             enable_progress_bar=False,
-            use_distributed_sampler=False,  # The stream distributes its batches itself.
+            use_distributed_sampler=False,  # The stream divides its sequences among devices itself.
         )
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
@@ -434,17 +445,17 @@ def _build_trainer(
             f"({error}); "
             "choose other values, or auto."
         ) from error
-    # Check before any process waits for another one.
+    # Check the number of processes before any process waits for the others.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
-    device_share(config, trainer.world_size)  # Refuse a wrong batch size before training starts.
+    device_share(config, trainer.world_size)  # This call raises if the batch size does not fit.
     return trainer
 
 
 def _loggers(config: TrainConfig) -> list[Logger]:
     """Create the loggers of a run.
 
-    The account and server of a tracker are configured by its own environment variables.
+    The account and server of an experiment tracker are set by the tracker's environment variables.
     """
     out = Path(config.out)
     name = config.record.logger
@@ -463,7 +474,8 @@ def _loggers(config: TrainConfig) -> list[Logger]:
             loggers.append(MLFlowLogger(experiment_name=project, run_name=run))
         loggers[-1].log_hyperparams(config.named())
     except Exception as error:
-        # A package is missing, or its client refuses the account or the server.
+        # Catch everything: the tracker's package may be missing, or its client may refuse the
+        # account or the server with errors of its own.
         raise TrainingError(
             f"--logger {name} cannot be used ({first_line(error)}); run pip install "
             f"'moa-data[{name}]', and set "
@@ -473,7 +485,8 @@ def _loggers(config: TrainConfig) -> list[Logger]:
 
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
-    # With another number of processes, each would train alone in the same folder, or wait for ever.
+    # If the number of launched processes differs from the number of devices, each process would
+    # train alone in the same folder, or wait for ever.
     launched = n_devices
     if TorchElasticEnvironment.detect():
         launched = int(os.environ["WORLD_SIZE"])
@@ -488,9 +501,9 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
-    """Compute how long a run is and what it will take; write nothing.
+    """Compute the length of a run, and estimate its time, memory and disk space.
 
-    This trains on a few micro-batches.
+    A few micro-batches are trained on to measure time and memory. Nothing is written.
     """
     keep_freed_memory()
     with ActivationStore(
@@ -537,8 +550,9 @@ def _plan(
 
 def _hush_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # These warnings are about folders that were checked here, about torch itself, and about values
-    # that are already equal on all devices.
+    # Hide warnings of Lightning that do not help the user. They are about output folders, which
+    # have been checked here, about torch's own code, and about logged values that are already equal
+    # on all devices.
     advice = (
         "Experiment logs",
         "Checkpoint directory",
@@ -556,7 +570,7 @@ def _precision(machine: MachineSettings) -> Any:
 
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
-    """Refuse an output folder in which two runs would mix."""
+    """Refuse an output folder that holds files of a different run."""
     record = out / RUN_FILE
     last = out / LAST
     if config.resume:
@@ -572,8 +586,8 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         )
     elif record.is_file():
         if not last.is_file():
-            # The run ended before its first checkpoint, so there is nothing to resume and it starts
-            # again.
+            # The earlier run in this folder ended before its first checkpoint. There is nothing to
+            # resume, so the run starts again.
             return
         raise OutputOccupied(
             f"{out} already holds a run; pass --resume to continue it, or another --out."
@@ -585,7 +599,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 
 def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
-    """Replace settings that were not given by those of the run that is resumed."""
+    """Fill in settings that were not given from the settings recorded by the resumed run."""
     if not (out / RUN_FILE).is_file():
         return config
     now = config.named()
@@ -628,8 +642,8 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    # These facts determine the order and content of batches. Between two invocations a store may
-    # move, but not change.
+    # These facts determine the order and content of batches. The path is not among them: between
+    # two invocations of a run, a store may be moved, but not changed.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
     return {
@@ -643,9 +657,10 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
 def _check_resumed(
     config: TrainConfig, out: Path, store: ActivationStore, data: StoreDataModule
 ) -> None:
-    """Refuse to resume on another store, or with an incompatible length.
+    """Refuse to resume a run with a different store, or with an incompatible number of steps.
 
-    A length is incompatible if the learning rates of steps already taken depend on it.
+    A new number of steps is incompatible if it would have changed the learning rates of steps that
+    are already taken.
     """
     if (out / STORE_FILE).is_file():
         try:
@@ -654,7 +669,8 @@ def _check_resumed(
             raise TrainingError(
                 f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it."
             ) from error
-        # A run of an earlier release did not record newer facts, such as the codec.
+        # Compare only recorded facts. Earlier releases recorded fewer of them, for example no
+        # codec.
         facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
         if changed := _changes(recorded, facts):
             raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
@@ -676,10 +692,10 @@ def _check_resumed(
 def _record_run(
     config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None
 ) -> None:
-    # The path is absolute, so that `export-drafter` finds the store from another folder.
+    # Record an absolute path, so that `export-drafter` finds the store from any working directory.
     store_path = store.path.absolute() if isinstance(store.path, Path) else store.path
-    # Write first the file that marks the folder as a run. If the process is killed right after
-    # that, the run starts again.
+    # Write RUN_FILE first, because it marks the folder as a run. If the process is killed right
+    # after that, the same command starts the run again.
     write_atomic(out / RUN_FILE, config.replaced(store=str(store_path)).to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
@@ -692,28 +708,29 @@ def keep_earlier_metrics(run: Path) -> None:
     """Rename metrics.csv of an earlier invocation, because Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
         earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
-        # Not the number of files, because one of them may be missing.
+        # Number the file from the highest existing number. The number of existing files may be
+        # lower, because some may have been deleted.
         index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0
         (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
 
 
 def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read all metrics files of a run: column -> (step, value) pairs.
+    """Read all metrics files of a run as a dict from column name to pairs (step, value).
 
-    A later invocation replaces the steps that it repeats.
+    If a later invocation has repeated steps, its values replace the earlier values.
     """
     series: dict[str, dict[int, float]] = {}
     for file in [*sorted(run.glob("metrics-*.csv")), run / METRICS_FILE]:
         if not file.is_file():
             continue
         with file.open(newline="", encoding="utf-8", errors="replace") as stream:
-            # A killed process can leave an incomplete last line.
+            # Skip an incomplete last line, which a killed process can leave.
             lines = [line for line in stream if line.endswith("\n")]
         for row in csv.DictReader(lines):
             for name, cell in row.items():
                 if name in ("step", "epoch") or not cell:
                     continue
-                # A plot must not stop a training, so values that are not numbers are left out.
+                # Skip values that are not numbers, because an error in a plot must not stop a run.
                 with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     step = int(float(row["step"]))
                     value = float(cell)
@@ -726,8 +743,8 @@ def plot_curves(run: Path, out: Path) -> None:
     series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
-        # As in the paper, the target's entropy is not subtracted, so the value is not comparable
-        # with the validation KL.
+        # As in the Mixture of Attentions paper, this loss includes the target's entropy, so its
+        # values cannot be compared with the validation KL.
         ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
@@ -759,7 +776,8 @@ def plot_curves(run: Path, out: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend()
-    axes[0, 0].set_yscale("log")  # The first losses are many times the later ones.
+    # Use a log scale for losses, because the first losses are many times as large as later ones.
+    axes[0, 0].set_yscale("log")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)

@@ -1,8 +1,9 @@
-"""Muon: momentum with orthogonalized updates of matrices, in float32, batched by shape.
+"""Muon, an optimizer that uses momentum and orthogonalizes the updates of matrices.
 
-``torch.optim.Muon`` computes the same update one matrix at a time in bfloat16, which takes 2 to 3.5
-times as long on a CPU at these sizes. Source: Jordan et al., "Muon: An optimizer for hidden layers
-in neural networks" (2024).
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+
+Matrices of the same shape are updated together, in float32. ``torch.optim.Muon`` updates one matrix
+at a time, in bfloat16. For matrices of drafters, that takes 2 to 3.5 times as long on a CPU.
 """
 
 from collections import defaultdict
@@ -17,13 +18,16 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return matrices [N, rows, columns] with the same singular vectors.
+    """Orthogonalize matrices, [N, rows, columns], approximately.
 
-    Their singular values are about 0.7 to 1.2.
+    Returns:
+        Matrices with the same singular vectors, and with singular values of about 0.7 to 1.2.
     """
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices  # The Gram matrix has the shorter side.
+    # Transpose tall matrices, so that the Gram matrix ``x @ x.mT`` has the size of the shorter
+    # side.
+    x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(n_iterations):
         gram = x @ x.mT
@@ -37,12 +41,12 @@ class Muon(torch.optim.Optimizer):
     Args:
         matrices: parameters that get orthogonalized updates.
         others: parameters that AdamW updates: norms, biases, embeddings.
-        lr: learning rate of matrices: the root mean square change of a square matrix times the
-            square root of its side.
+        lr: learning rate of matrices. A step changes the entries of an n x n matrix by about
+            ``lr / sqrt(n)`` (root mean square).
         others_lr: AdamW's learning rate.
         weight_decay: decoupled weight decay of all parameters.
-        block_rows: orthogonalize a matrix in blocks of this many rows, which costs a fraction; None
-            for whole matrices.
+        block_rows: number of rows of the blocks in which a matrix is orthogonalized. None
+            orthogonalizes entire matrices, which takes several times as long.
     """
 
     def __init__(
@@ -68,7 +72,8 @@ class Muon(torch.optim.Optimizer):
         """Update each parameter once.
 
         Args:
-            closure: computes the loss before the update; its result is returned.
+            closure: a function that is called before the update and computes the loss. If given,
+                its result is returned.
         """
         loss = None
         if closure is not None:
@@ -84,7 +89,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
-        # Use one batched product per shape, because single small matrices leave cores idle.
+        # Orthogonalize all matrices of a shape together, because the products of a single small
+        # matrix leave cores idle.
         for shape, parameters in by_shape.items():
             directions = torch.stack(
                 [self._direction(p, group["momentum"]) for p in parameters]
@@ -94,21 +100,22 @@ class Muon(torch.optim.Optimizer):
                 [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)],
                 dim=1,
             )
-            # The update of a tall block has more rows than singular values. Scale it so that its
-            # entries are as large as those of a square block.
+            # A tall block has more rows than singular values, so the entries of its update are
+            # smaller. Scale them to the size of the entries of a square block's update.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 
     def _direction(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Return the Nesterov direction of one matrix and advance its momentum."""
+        """Update the momentum of one matrix, and return the direction of its Nesterov step."""
         grad = parameter.grad
         assert grad is not None
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(grad)
         state["momentum"].lerp_(grad, 1 - momentum)
-        # Nesterov momentum: the gradient, which the momentum already contains, is added once more.
+        # Nesterov's method adds the gradient to the momentum once more, although the momentum
+        # contains the gradient already.
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:

@@ -2,12 +2,18 @@
 
 Codecs use the result to spend bits on the values that matter.
 
-An error ``e`` of a token's keys or values changes a drafter's next-token distributions by about ``e
-@ M @ e / 2`` nats (the KL, summed over the positions that see the token). ``M`` is the drafter's
-Gauss-Newton matrix: with ``J`` the derivative of its logits and ``p`` its distribution, the sum of
-``J^T (diag(p) - p p^T) J`` over positions. It is the mean of outer products of gradients of the
-log-probability of tokens drawn from the drafter itself (Martens 2020, "New insights and
-perspectives on the natural gradient method", section 5). So one backward samples all positions.
+An error ``e`` in a token's keys or values changes the drafter's next-token distributions. The KL
+divergence, summed over the positions that attend to the token, is about ``e @ M @ e / 2`` nats.
+``M`` is the Gauss-Newton matrix, the sum of ``J^T (diag(p) - p p^T) J`` over these positions, with
+the derivative ``J`` of the drafter's logits and its distribution ``p``.
+
+``M`` is estimated by sampling. Draw a token from the drafter's own distribution at each position,
+and compute the gradient of the token's log-probability. The mean outer product of such gradients is
+``M`` (Martens 2020, "New insights and perspectives on the natural gradient method", section 5). One
+backward is enough for all positions of a sequence.
+
+A transform codec divides the target's layers into groups. The parts of a group are its keys and its
+values.
 
 Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E
 width of a feature.
@@ -32,13 +38,17 @@ from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
 from .data import read_fields
 
-# Drafts of a round; fewer if the drafter makes fewer.
+# Number of drafts per round. If a drafter supports fewer drafts, its maximum is used instead.
 DRAFT_LENGTH = 5
 _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return what a drafter reads from a store, or refuse a drafter that does not fit the store."""
+    """Return the fields and layers that a drafter reads from a store.
+
+    Raises:
+        MoaDataError: the drafter does not fit the store, or reads no keys and values.
+    """
     store.refuse_groups("--drafter")
     identity = {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")}
     check_target_fits(drafter.config, store.manifest.target, identity)
@@ -59,7 +69,10 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 
 @dataclass(frozen=True)
 class DrafterMetrics:
-    """Measures the cost of errors of a token's keys and values, on average over tokens."""
+    """Measures how much errors in keys and values change a drafter's output, averaged over tokens.
+
+    The results are matrices M, as described in the module.
+    """
 
     drafter: Drafter  # In evaluation mode, in float32.
     progress: Progress | None = None  # Called with (sequences done, all sequences, message).
@@ -75,15 +88,17 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure the metric of each part of each group, float64 [W, W].
-
-        The result is the input of ``TransformCodec.metrics``.
+        """Measure one matrix M, float64 [W, W], for each part of each group of layers.
 
         Args:
-            store: holds the exact values.
-            codec: the codec of ``kv``. It splits keys before RoPE and values into groups of layers,
-                and these into parts.
+            store: a store with exact values.
+            codec: the codec of ``kv``. It defines the groups of layers, and their parts: keys
+                before RoPE, and values.
             sequences: indices of sequences with responses that are long enough for draft rounds.
+
+        Returns:
+            For each group, the matrices of its parts. They are the value of
+            ``TransformCodec.metrics``.
         """
         drafter = self.drafter
         reads = check_measurable(drafter, store)
@@ -109,7 +124,7 @@ class DrafterMetrics:
             gradients = drawn_gradients(
                 drafter, frozen, inputs, draws, codec, reads.kv_layers, generator
             )
-            # Add in place and part by part: at the width of an 8B model all metrics together take
+            # Add in place and one part at a time. For an 8B model, all matrices together take
             # gigabytes.
             sums = sums or [
                 [part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p]
@@ -151,16 +166,25 @@ def drawn_gradients(
     kv_layers: Sequence[int] | None,
     generator: torch.Generator,
 ) -> list[list[Tensor]]:
-    """Draw gradients, [T, W] for each part of each group.
+    """Draw random gradients with respect to keys and values.
 
-    The mean of their outer products is the Gauss-Newton matrix.
+    The expected outer product of such a gradient is the matrix M (see the module).
 
     Args:
-        inputs: one sequence; its ``kv`` is [1, T, L, H, 2, d] of all layers.
+        drafter: the drafter.
+        frozen: the target's frozen weights.
+        inputs: one sequence. Its ``kv`` is [1, T, L, H, 2, d], with all layers.
+        draws: the positions at which draft rounds start.
+        codec: defines the groups of layers and their parts.
+        kv_layers: layers whose KV the drafter reads; None for all.
+        generator: draws the tokens.
+
+    Returns:
+        For each group, the gradients of its parts, [T, W] each.
     """
-    # These are gradients of the log-probability of tokens drawn from the drafter, one for each
-    # drafted position. The draws are independent and their gradients have mean zero, so products
-    # between positions cancel on average.
+    # Compute the gradient of the sum of log-probabilities of one drawn token per drafted position.
+    # The tokens are drawn independently of each other, and each gradient has mean zero, so products
+    # of gradients from different positions cancel on average.
     assert inputs.kv is not None
     parts = [
         [part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])
@@ -178,13 +202,15 @@ def drawn_gradients(
 def _drawn_feature_gradients(
     drafter: Drafter, frozen: FrozenTarget, features: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Return the gradients of log-probabilities with respect to the features: both [P, E].
+    """Draw a token from the drafter at each position.
 
-    The log-probability is that of a token drawn from the drafter at each position.
+    Returns:
+        The gradients of the tokens' log-probabilities with respect to the features, [P, E].
     """
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))
-    for chunk in features.split(n_rows):  # The logits of a long sequence take gigabytes.
+    # Process few positions at a time, because all logits of a long sequence take gigabytes.
+    for chunk in features.split(n_rows):
         rows = chunk.clone().requires_grad_()
         log_p = drafter.draft_logits(frozen, rows).float().log_softmax(dim=-1)
         if log_p.isnan().any():

@@ -1,9 +1,12 @@
 """One training step: Lightning module, optimizer, schedule, trial steps, recomputation, validation.
 
-Losses and masks are defined by the drafters (``moa``); files, signals and devices are handled by
-``fit``.
+Drafters (in ``moa``) define losses and masks. The module ``fit`` handles files, signals and
+devices.
 
-Shapes: B sequences, T tokens, P drafted positions, g drafts of a round.
+Validation measures draft rounds. A round is a position at which decoding has the target's
+activations, followed by g positions whose tokens are drafted.
+
+Shapes: B sequences, T tokens, P drafted positions, g drafts per round.
 """
 
 import contextlib
@@ -36,40 +39,42 @@ from .config import TrainConfig, known
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
 
-# Whole matrices gain 3 % of acceptance length after 340 steps, at 2.4 times the optimizer's cost.
+# Number of rows in the blocks in which Muon orthogonalizes a matrix. With entire matrices, the
+# acceptance length after 340 steps is 3 % longer, but the optimizer takes 2.4 times as long.
 _MUON_BLOCK_ROWS = 128
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
-# Positions of layer self-attention that are recomputed at once. Each position has the rows of all
-# layers, which are hundreds together.
+# Number of positions whose layer self-attention is recomputed at once. Memory limits this number,
+# because each position has hundreds of rows: those of all layers.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
-"""Name of the half width of the 95 % interval in progress lines."""
-# Half width of the 95 % interval of a normal distribution, in standard errors.
+"""Label of the half width of a metric's 95 % interval in progress lines."""
+# Half width of a normal distribution's 95 % interval, in standard errors.
 _NORMAL_95 = 1.96
 WHAT_HELPS = (
     "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (for eagle3 "
     "above all drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
 )
-# Share of the free memory that is not used, because memory fragments as the lengths of batches
-# change.
+# Fraction of the free memory that trial steps leave unused. Memory fragments during a run, because
+# batches differ in length.
 _SPARE_SHARE = 0.1
-# Peak memory of a step on a CPU, as a multiple of the activations that the forward saves. The rest
-# are gradients within a layer and chunks of logits.
+# Peak memory of a step on a CPU, divided by the memory of the activations that the forward saves.
+# The peak also includes gradients within a layer and a piece of the logits.
 _PEAK_FACTOR = 1.5
 
 
 def zero_peak_constant(
     step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int
 ) -> float:
-    """Return the learning rate at a step (from 0) as a multiple of the final one.
+    """Return the learning rate at a step (from 0), divided by the final learning rate.
 
-    It rises from 0 to ``peak_multiplier`` in the warm-up, falls linearly to 1 at
-    ``decay_end_step``, and stays there (the official ``trainer.py``, lines 102-123).
+    The result rises from 0 to ``peak_multiplier`` during the warm-up, falls linearly to 1 at
+    ``decay_end_step``, and then stays 1. This follows lines 102-123 of ``trainer.py`` by the
+    authors of the Mixture of Attentions paper (arXiv 2410.03804).
     """
     if step < warmup_steps:
         return peak_multiplier * step / warmup_steps
-    # A decay that would end within the warm-up is skipped.
+    # If the decay would end before the warm-up does, skip the decay.
     if step >= decay_end_step or decay_end_step <= warmup_steps:
         return 1.0
     done = (step - warmup_steps) / (decay_end_step - warmup_steps)
@@ -78,15 +83,15 @@ def zero_peak_constant(
 
 @contextlib.contextmanager
 def recomputed_layers(drafter: Drafter) -> Iterator[None]:
-    """Checkpoint the activations of decoder layers, for a forward within this context.
+    """Use activation checkpointing for the decoder layers in a forward within this context.
 
-    Results change only by the order of sums over positions.
+    The results differ only by the order in which sums over positions are computed.
     """
-    # The inputs and outputs of each part of a layer, and attention itself, are saved; the rest is
-    # recomputed. This saves more than half of the activations of EAGLE-3 and Mixture of Attentions,
-    # at the cost of a second forward of those parts.
+    # The methods of a layer in ``_RECOMPUTED_PARTS`` are run again in the backward. Only their
+    # inputs and outputs, and the activations of attention itself, are saved. This saves more than
+    # half of the memory for activations of EAGLE-3 and Mixture of Attentions.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
-    # Compiled parts are stored in the instance's ``__dict__``, and are restored afterwards.
+    # Methods that were compiled are in the instance's ``__dict__``. Restore them afterwards.
     before = [
         {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
         for block in blocks
@@ -113,7 +118,7 @@ def _by_positions(means: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
 
 
 class DrafterModule(L.LightningModule):
-    """Trains a drafter; the frozen target weights are not in its parameters and checkpoints."""
+    """Trains a drafter. The frozen target weights are not among its parameters or checkpoints."""
 
     def __init__(
         self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int
@@ -124,24 +129,27 @@ class DrafterModule(L.LightningModule):
         self.recomputes = False  # Whether the backward recomputes decoder layers.
         # Step at which the learning rate reaches its final value.
         self._decay_end_step = decay_end_step
-        self._frozen = [frozen]  # In a list, so that it is not a submodule.
+        # Keep the target weights in a list, so that torch does not register them as a submodule.
+        self._frozen = [frozen]
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        # Whether all activations of the step or validation are finite; a tensor on the device.
+        # Whether all activations of the current step or validation are finite: a tensor on the
+        # device, so that no synchronization is needed to update it.
         self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
     @property
     def frozen(self) -> FrozenTarget:
-        """The frozen target weights, on this module's device once a fit has started."""
+        """The frozen target weights. When training has started, they are on the training device."""
         return self._frozen[0]
 
     def on_fit_start(self) -> None:
-        """Move the target weights to the device, and compile if requested."""
+        """Move the target weights to the device, and compile parts of the drafter if requested."""
         self.frozen.to(self.device)
         if self.config.machine.compile:
-            # Compile the parts in which only shapes depend on the data, which make most of a step's
-            # passes over memory. Masks and loss positions depend on the values too.
+            # Compile only these two methods of each layer. They cause most of a step's memory
+            # traffic, and only shapes in them depend on the data. Code with masks and loss
+            # positions is not compiled, because masks and loss positions depend on values.
             for block in self.drafter.modules():
                 if isinstance(block, DecoderBlock):
                     for name in ("finish", "attend_self_means"):
@@ -150,7 +158,7 @@ class DrafterModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch.
 
-        The last micro-batch of a step logs the loss terms of the step.
+        The loss terms of a step are logged at the step's last micro-batch.
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
         terms_by_name = {
@@ -165,8 +173,8 @@ class DrafterModule(L.LightningModule):
             for name, value in terms_by_name.items()
             if value is not None
         }
-        # Each micro-batch divides by its share of the step's loss positions, so the mean over
-        # micro-batches is the loss of the step.
+        # Each micro-batch's loss is divided by an equal share of the step's loss positions, so the
+        # mean over micro-batches is the loss of the step.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
@@ -184,21 +192,22 @@ class DrafterModule(L.LightningModule):
         return terms.total
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
-        """Compute the terms of the loss; sums over positions are divided by ``denominator``."""
+        """Compute the terms of the loss, as sums over positions divided by ``denominator``."""
         step = TrainingStep(self._cast(inputs), draws, self._weights, denominator)
         with recomputed_layers(self.drafter) if self.recomputes else contextlib.nullcontext():
             return self.drafter.objective(self.frozen, step)
 
     def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
-        """Cast hidden states to the drafter's dtype, in place.
+        """Cast the hidden states in ``inputs`` to the drafter's dtype, in place.
 
         Also record whether all activations are finite.
         """
         for values in (inputs.kv, inputs.hidden, inputs.entering_hidden, *inputs.layer_outputs):
             if values is not None:
-                # This does not synchronize with the device. The extremes are NaN if any value is.
+                # Minimum and maximum are NaN if any value is NaN. Computing them does not
+                # synchronize with the device.
                 self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
-        # The KV is cast part by part, at the places that read it.
+        # The KV is not cast here. The drafter casts each layer's KV when it reads that KV.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         inputs.layer_outputs = tuple(
             states.to(self.drafter.dtype) for states in inputs.layer_outputs
@@ -206,7 +215,7 @@ class DrafterModule(L.LightningModule):
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
-        """Refuse activations with NaN or infinity, and reset the check."""
+        """Refuse activations with NaN or infinity, and reset the recorded flag."""
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
@@ -221,19 +230,20 @@ class DrafterModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the global norm, and refuse activations and gradients that are not finite."""
-        # Lightning's own clipping refuses fused optimizers in bf16-mixed too, although nothing is
-        # scaled there.
+        """Clip the global norm of the gradients. Refuse activations and gradients not finite."""
+        # Lightning's own clipping is not used, because it refuses fused optimizers even in
+        # bf16-mixed, where gradients are not scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(
             [weight.grad for weight in parameters if weight.grad is not None]
         )
-        # Checked once per step, because each check synchronizes with the device.
+        # Check activations and gradients together, once per step, because each check synchronizes
+        # with the device.
         are_inputs_finite, is_norm_finite = torch.stack(
             [self._are_finite, norm.isfinite()]
         ).tolist()
         self._check_inputs(are_inputs_finite)
-        # With 16-mixed, gradients may overflow; the loss scaler skips those steps.
+        # With 16-mixed, gradients may overflow. The loss scaler skips steps in which they do.
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
@@ -246,8 +256,8 @@ class DrafterModule(L.LightningModule):
             if weight.grad is not None
         ]
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        # The list is empty if only the norm of finite gradients overflows. Clipping then makes them
-        # 0.
+        # The list is empty if all gradients are finite and only their norm overflows. Clipping then
+        # sets the gradients to 0.
         if bad:
             raise TrainingError(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} "
@@ -260,7 +270,7 @@ class DrafterModule(L.LightningModule):
         self._validation = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add the sums of one validation batch."""
+        """Compute and keep the sums of one validation batch (see :func:`validate_batch`)."""
         self._cast(batch.inputs)
         draft_length = self.config.validation.draft_length
         self._validation[batch.index] = validate_batch(
@@ -268,9 +278,10 @@ class DrafterModule(L.LightningModule):
         )
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics over the batches of all devices; they are equal on each device."""
+        """Log the metrics over the batches of all devices, which are the same on every device."""
         self._check_inputs(bool(self._are_finite))
-        # float64 holds counts exactly, so the sums are bit-identical to those of a single device.
+        # Gather the sums as float64, which holds counts exactly, so that the metrics are
+        # bit-identical to those on a single device.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             gathered: Any = self.all_gather(
@@ -286,12 +297,12 @@ class DrafterModule(L.LightningModule):
         self.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
 
     def build_optimizer(self, precision: str) -> torch.optim.Optimizer:
-        """Build the run's optimizer, without a schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
+        """Build the run's optimizer without a schedule: Muon, or AdamW with betas 0.9 and 0.95."""
         config = self.config.optimizer
         if config.kind == "muon":
             weights = list(self.drafter.parameters())
-            # The rows of an embedding are looked up one by one, so an orthogonal update of the
-            # table has no meaning.
+            # Embedding tables are not updated by Muon. Their rows are looked up one by one, so
+            # orthogonalizing the update of the entire table has no meaning.
             tables = {
                 id(module.weight)
                 for module in self.drafter.modules()
@@ -314,8 +325,8 @@ class DrafterModule(L.LightningModule):
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
-            # A fused step undoes the loss scaling of 16-mixed internally, which is too late for
-            # clipping.
+            # With 16-mixed, do not use a fused step. It undoes the loss scaling internally, after
+            # the gradients have been clipped.
             fused=precision != "16-mixed",
         )
 
@@ -337,34 +348,36 @@ class DrafterModule(L.LightningModule):
 
 
 class Choice(NamedTuple):
-    """How a device processes its share of a step."""
+    """The result of a trial: how a device processes its sequences of a step."""
 
-    micro_batch: int  # Sequences per forward.
+    micro_batch: int  # Number of sequences per forward.
     recomputes: bool  # Whether the backward recomputes decoder layers.
-    # False if not even the smallest micro-batch with recomputed layers fits.
+    # Whether the step fits into memory. False if not even the smallest micro-batch with recomputed
+    # layers does.
     fits: bool = True
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Trial steps of a module, to see how many sequences fit into memory; they change no weight."""
+    """Runs trial steps to find out how many sequences fit into memory. No weight is changed."""
 
     module: DrafterModule
-    # The longest sequence, [1, T, ...], on the CPU. All of it is treated as response, the most
-    # expensive case.
+    # The longest training sequence, [1, T, ...], in CPU memory. All of its tokens are treated as
+    # response, which is the most expensive case.
     longest: TrainingInputs
     device: torch.device
     # Creates the autocast context of a forward in the precision of the run.
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def choose(self, sizes: Sequence[int], free_bytes: int | None, held_copies: float) -> Choice:
-        """Choose the first size that fits, without recomputed layers if possible.
+        """Choose the largest micro-batch size that fits, without recomputing layers if possible.
 
         Args:
-            sizes: sequences per forward, descending.
-            free_bytes: free memory of a CPU; None if unknown, then everything is assumed to fit.
+            sizes: numbers of sequences per forward to try, descending.
+            free_bytes: free host memory, if training runs on a CPU. None means unknown, in which
+                case the largest size is chosen.
             held_copies: memory that a step needs in addition to weights, gradients and activations,
-                in copies of the weights.
+                as a multiple of the size of the weights.
         """
         module = self.module
         on_cpu = self.device.type == "cpu"
@@ -381,8 +394,9 @@ class Trial:
             reserved = int(weights * (1 + held_copies)) + (module.config.data.prefetch_mb << 20)
         for recomputes in (False, True):
             module.recomputes = recomputes
-            # A CUDA device raises an error when it runs out of memory. On a CPU the system would
-            # kill the process, so the memory is computed.
+            # On a CUDA device, run a step and see whether it raises an out-of-memory error. On a
+            # CPU, compute the memory of a step, because the operating system would kill the
+            # process.
             saved_bytes = self.kept_bytes() if on_cpu else 0
             for size in sizes:
                 if on_cpu:
@@ -396,7 +410,11 @@ class Trial:
         return Choice(sizes[-1], True, fits=False)
 
     def step_runs(self, size: int, reserved_bytes: int) -> bool:
-        """Run forward and backward of a micro-batch while a number of bytes is reserved.
+        """Run forward and backward of a micro-batch while some memory is reserved.
+
+        Args:
+            size: number of sequences in the micro-batch.
+            reserved_bytes: device memory to reserve.
 
         Returns:
             False if the device runs out of memory.
@@ -416,7 +434,7 @@ class Trial:
         return has_run
 
     def kept_bytes(self) -> int:
-        """Return the bytes that the forward of one sequence saves for its backward."""
+        """Return the size of the activations that a forward of one sequence saves for backward."""
         weights = (*self.module.drafter.parameters(), *self.module.frozen.parameters())
         held = {weight.untyped_storage().data_ptr() for weight in weights}
         storages: dict[int, int] = {}
@@ -429,7 +447,9 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        del terms  # Kept alive until here, so that no freed storage's address is reused.
+        # Keep the result alive until here. If a storage were freed earlier, a later storage could
+        # get the same address, and only one of the two storages would be counted.
+        del terms
         return sum(storages.values())
 
     def _terms(self, size: int) -> LossTerms:
@@ -451,15 +471,19 @@ class Trial:
 def validate_batch(
     drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int
 ) -> list[float]:
-    """Draft every round of a batch on the dataset's text, and compare with the stored activations.
+    """Draft all rounds of a batch along the dataset's text, and compare drafter and target.
 
-    The step bound is ``draft_length + 1``.
+    The target's distributions are computed from its stored hidden states. Rounds start every
+    ``draft_length + 1`` positions.
 
     Returns:
-        Sums that :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions,
-        tokens that the rounds would commit (bonus included) greedily and by sampling at temperature
-        1, rounds. Then, with the greedy tokens c and rounds r of each sequence: c * c, c * r, r *
-        r, and the number of sequences.
+        Ten sums over the batch, which :func:`validation_metrics` reduces to metrics. The first six
+        are: KL in nats, positions at which drafter and target have the same argmax, drafted
+        positions, tokens that the rounds would commit in greedy decoding, tokens that they would
+        commit in sampling at temperature 1, and rounds. Committed tokens include the target's bonus
+        token. With the tokens ``c`` that greedy decoding commits in a sequence, and its rounds
+        ``r``, the last four are the sums over sequences of ``c * c``, ``c * r`` and ``r * r``, and
+        the number of sequences with a round.
     """
     inputs = batch.inputs
     draws = batch.draws
@@ -477,7 +501,7 @@ def validate_batch(
         target = frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         log_draft = draft.log_softmax(dim=-1)
-        # 0 * inf, from a logit of -inf, counts as 0.
+        # A logit of -inf gives probability 0 and the product 0 * inf, which must count as 0.
         kl.append(
             (log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
         )
@@ -489,10 +513,10 @@ def validate_batch(
     accepted[:, rows[valid], queries[valid]] = torch.stack(
         [torch.cat(agree).double(), torch.cat(shared).double()]
     )
-    # A round commits 1 + the leading drafts at which drafter and target have the same argmax. When
-    # sampling, each draft is accepted with the probability that both distributions share. The
-    # drafts follow the dataset's text, not the target's own answers, so these values estimate
-    # decoding.
+    # In greedy decoding, a round commits the leading drafts at which drafter and target have the
+    # same argmax, plus one token of the target. In sampling, a draft is accepted with a probability
+    # equal to the overlap of both distributions. These values only estimate decoding, because the
+    # drafts follow the dataset's text rather than the target's own answers.
     greedy = [
         accepted_runs(row[None], mask[None], draft_length)
         for row, mask in zip(accepted[0], drafted, strict=True)
@@ -514,15 +538,18 @@ def validate_batch(
 
 
 def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
-    """Compute the expected leading run of accepted drafts in every complete round: [n_rounds].
+    """Compute the expected number of leading accepted drafts in each complete round.
 
-    Each value is in 0..draft_length. A round is a context position followed by ``draft_length``
-    drafted ones.
+    A complete round is a position that is not drafted, followed by ``draft_length`` drafted ones.
 
     Args:
-        accepted: [B, T], the probability that a draft is accepted if all earlier ones of its round
-            are.
-        drafted: bool [B, T], whether a position is drafted.
+        accepted: probability [B, T] that the draft at a position is accepted, given that all
+            earlier drafts of its round are accepted.
+        drafted: whether the token at a position is drafted, bool [B, T].
+        draft_length: number of drafts per round.
+
+    Returns:
+        One value in ``0..draft_length`` per complete round, [n_rounds].
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
@@ -532,15 +559,16 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
 
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Reduce the sums of all batches to metrics; NaN if nothing was counted.
+    """Reduce the sums of all batches to metrics. Metrics without any data are NaN.
 
     Args:
-        rows: the number of a batch, then its sums. A batch may occur several times and is counted
-            once.
+        rows: for each batch, its index and its sums from :func:`validate_batch`. A batch that
+            several devices have processed occurs several times, and is counted once.
     """
     batches = {int(number): sums for number, *sums in rows}
     totals = [0.0] * 10
-    # Add each batch once and in this order, so that the sums do not depend on the devices.
+    # Add the batches in the order of their indices, so that rounding does not depend on the number
+    # of devices.
     for number in sorted(batches):
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
     kl, agreements, positions, committed, sampled, rounds, *products, n_sequences = totals
@@ -556,18 +584,19 @@ def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
 def _half_width(
     tokens: float, rounds: float, products: Sequence[float], n_sequences: float
 ) -> float:
-    """Compute the half width of the 95 % interval of tokens / rounds.
+    """Compute the half width of the 95 % interval of the ratio ``tokens / rounds``.
 
-    The sequences are assumed to be independent.
+    The sequences are assumed to be independent of each other.
 
     Args:
-        tokens, rounds: sums over the sequences.
-        products: sums over the sequences of tokens * tokens, tokens * rounds and rounds * rounds.
-        n_sequences: sequences with at least one round.
+        tokens, rounds: number of committed tokens, and of rounds, in all sequences.
+        products: sums over sequences of ``t * t``, ``t * r`` and ``r * r``, with the tokens ``t``
+            and the rounds ``r`` of a sequence.
+        n_sequences: number of sequences with at least one round.
     """
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # Sum over sequences of (tokens - ratio * rounds) ** 2.
+    # This is the sum over sequences of `(t - ratio * r) ** 2`.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

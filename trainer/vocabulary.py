@@ -1,4 +1,4 @@
-"""Choose the draft vocabulary of a run if it was not given.
+"""Choose the draft vocabulary of a run (the tokens that can be drafted) if it was not given.
 
 See :mod:`..moa.drafters.vocabulary`.
 """
@@ -16,10 +16,11 @@ from .defaults import ChosenSetting
 
 
 def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
-    """Add the number of tokens that can be drafted to the settings of a run.
+    """Choose the setting ``draft_vocabulary``, the number of tokens that can be drafted.
 
-    Nothing changes if it was given, or if the resumed run started without one. The choice depends
-    on the tokens of the training responses, and on the sizes of drafter and target.
+    The choice depends on the tokens in the training responses, and on the sizes of drafter and
+    target. The setting is not changed if it was given, if the run is resumed, or if the target's
+    vocabulary is small.
     """
     config = data.config
     is_given = config.resume or config.drafter.draft_vocabulary is not None

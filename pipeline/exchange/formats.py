@@ -1,27 +1,32 @@
 """File formats of speculators, SpecForge (EAGLE-3) and EAGLE v1, with one file per sequence.
 
-``docs/interop.md`` compares the formats and the way each numbers layers. Token ids and masks are
-int64. A mask is aligned with its token ids. Activations keep the store's dtype.
+``docs/interop.md`` compares the formats and their numbering of layers. Token ids and loss masks are
+int64, with one mask entry per token id. Activations keep the store's dtype.
 
-Sources, read as archived copies:
+Shapes: S tokens of a sequence, L decoder layers of the target, K chosen layers, n layers with keys
+and values, H_kv key/value heads, d head dim, E width.
 
-- speculators ``scripts/launch_vllm.py``: the default ids are ``[2, L // 2, L - 3, L]``; L is
-  appended for the verifier.
-- speculators ``src/speculators/train/data.py``: the last slot is the verifier's last hidden state.
+Sources, read as archived copies. They call the target the verifier:
+
+- speculators ``scripts/launch_vllm.py``: the default layer ids are ``[2, L // 2, L - 3, L]``. Id L
+  is appended for the verifier.
+- speculators ``src/speculators/train/data.py``: the last slot of ``hidden_states`` is the
+  verifier's last hidden state.
 - speculators pull request 313: vLLM saves the last hidden state before the final norm.
 - speculators pull request 758: ``kv_last_*`` belong to the last layer with a sliding window and to
   the last layer without one; keys are stored after RoPE.
 - speculators 0.9 ``hs_connectors/fp8_utils.py``: float8_e4m3fn with one scale per token, read as
   bfloat16.
-- vllm pull request 46788: id i is captured at the input of layer i.
+- vllm pull request 46788: the hidden state with layer id i is captured at the input of layer i.
 - SpecForge ``scripts/prepare_hidden_states.py``: the default layers are
   ``[2 - 1, L // 2 - 1, L - 3 - 1]``. ``hidden_state`` is the input of the logits processor, after
   the norm. The loader reads any ``.ckpt`` or ``.ckpt.gz`` file below its folder.
-- sglang pull request 25454: both numberings name the same physical states.
-- EAGLE ``eagle/ge_data/ge_data_all_vicuna.py``: writes ``outs_big.hidden_states[-1]``, which is
-  after the norm in transformers' Llama.
-- EAGLE ``eagle/train/main.py``: feeds that state to the LM head unchanged. It reads every file in
-  its folder, whatever the name.
+- sglang pull request 25454: the default layers of speculators and SpecForge are the same layers,
+  numbered differently.
+- EAGLE ``eagle/ge_data/ge_data_all_vicuna.py``: writes ``outs_big.hidden_states[-1]``, which in
+  transformers' Llama is the state after the final norm.
+- EAGLE ``eagle/train/main.py``: feeds that state to the LM head unchanged. The script reads every
+  file in its folder, whatever the file's name.
 """
 
 import gzip
@@ -51,8 +56,8 @@ from ...storage.schema import HIDDEN_LAST, layer_field
 # Number of files in one of SpecForge's ``rows_{a}-{b}`` folders. SpecForge's reader does not depend
 # on this number.
 ROWS_PER_FOLDER = 2000
-# Upper bound of unpacked bytes per compressed byte. Hidden states hardly compress, so a larger
-# ratio means that the file was made to exhaust memory.
+# Maximum number of unpacked bytes per compressed byte. Hidden states hardly compress, so a larger
+# ratio means that the file is a decompression bomb.
 _MAX_GROWTH = 32
 _MIN_LIMIT_BYTES = 64 << 20
 _ROWS_PER_BATCH = 256
@@ -60,7 +65,7 @@ _STATE = "state.json"
 
 
 class FileFormat(ABC):
-    """A project's file format for sequences.
+    """The file format in which another project stores one sequence per file.
 
     Reading a file that is damaged or has another format raises `DatasetError`.
     """
@@ -69,11 +74,12 @@ class FileFormat(ABC):
     pattern: str
     gives_last = True  # Whether the files hold ``hidden/last``, the state after the final norm.
     kv_layers: tuple[int, ...] = ()  # Layers whose keys and values the files hold, ascending.
-    fields: tuple[str, ...]  # Fields of the store that the files hold, in the order of the files.
+    # Names of the store's fields that a file holds, in the order within the file.
+    fields: tuple[str, ...]
 
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:
-        """Return the path of sequence ``i``."""
+        """Return the path of the file of sequence ``i``."""
 
     @abstractmethod
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
@@ -82,11 +88,12 @@ class FileFormat(ABC):
         Args:
             tokens: token ids [S].
             mask: loss mask [S].
-            hidden: each of ``fields`` -> [S, E]; ``kv`` -> [S, n, H_kv, 2, d].
+            hidden: maps the name of each field to the field's values: [S, E] for hidden states, and
+                [S, n, H_kv, 2, d] for ``kv``.
         """
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder, sorted by the numbers in their names (10 after 9)."""
+        """Return the files below a folder, sorted by name. Numbers in names sort by value."""
 
         def numbers(path: Path) -> list[tuple[int, str]]:
             words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
@@ -112,13 +119,13 @@ class FileFormat(ABC):
 
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return the hidden states of a file: each of ``fields`` -> [S, E]."""
+        """Return the hidden states of a file: a dict from each of ``fields`` to [S, E]."""
 
 
 class EagleFormat(FileFormat):
-    """EAGLE v1: a dict written by ``torch.save``, in the folder of rank 0.
+    """EAGLE v1: each file is a dict written by ``torch.save``, in the folder of rank 0.
 
-    The dict holds the last hidden state after the final norm.
+    The dict holds the last hidden state, after the final norm.
     """
 
     name = "eagle"
@@ -155,9 +162,9 @@ class EagleFormat(FileFormat):
 
 
 class SpecForgeFormat(EagleFormat):
-    """SpecForge's offline features for EAGLE-3: EAGLE's dict with the outputs of further layers.
+    """SpecForge's offline features for EAGLE-3: EAGLE v1's dict plus the outputs of more layers.
 
-    Compressed files (``.ckpt.gz``) are read too.
+    Compressed files (``.ckpt.gz``) can be read too.
 
     Args:
         layers: decoder layers, counted from 0, whose outputs the files hold in addition to the last
@@ -199,13 +206,15 @@ class SpecForgeFormat(EagleFormat):
 
 
 class SpeculatorsFormat(FileFormat):
-    """speculators' offline data: the chosen layers, then the last layer before the final norm.
+    """speculators' offline data: outputs of the chosen layers, then of the last layer.
+
+    The output of the last layer is the state before the final norm.
 
     Args:
         layers: the chosen decoder layers, counted from 0.
         n_layers: number of the target's decoder layers.
-        last_layers: ``local`` or ``global`` -> the layer whose keys and values are written. A kind
-            of layer that the target lacks is absent.
+        last_layers: maps the kind of layer, ``local`` or ``global``, to the number of the layer
+            whose keys and values are written. A kind that the target lacks is left out.
     """
 
     name = "speculators"
@@ -229,7 +238,7 @@ class SpeculatorsFormat(FileFormat):
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
-        # In vLLM, the id of a layer's output is the number of layers that it has passed.
+        # vLLM numbers a layer's output by the layers computed so far: layer 0's output has id 1.
         ids = ",".join(str(layer + 1) for layer in self._layers)
         tensors = {
             "token_ids": torch.from_numpy(tokens.astype(np.int64)),
@@ -283,7 +292,7 @@ class SpeculatorsFormat(FileFormat):
             with parsing(
                 f"{path}: hidden_states_scales do not fit", DatasetError, "Make the file again."
             ):
-                # Multiply in bfloat16, because the reader of speculators rounds in the same way.
+                # Multiply in bfloat16, which rounds in the same way as speculators' own reader.
                 states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(
                     len(states), 1, 1
                 )
@@ -304,11 +313,14 @@ class SpeculatorsFormat(FileFormat):
 def make_format(
     name: str, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None
 ) -> FileFormat:
-    """Make a file format.
+    """Make the file format of a project.
 
     Args:
-        layers: decoder layers to hold in addition to the last one. If empty, EAGLE-3's default
-            layers 1, L // 2 - 1 and L - 4.
+        name: ``eagle``, ``specforge`` or ``speculators``.
+        layers: decoder layers whose outputs are stored in addition to the last layer's. If empty,
+            EAGLE-3's default layers ``1``, ``L // 2 - 1`` and ``L - 4``.
+        n_layers: number of the target's decoder layers, L.
+        last_layers: see :class:`SpeculatorsFormat`.
 
     Raises:
         OptionInvalid: the target does not have these layers.
@@ -333,7 +345,7 @@ def make_format(
 
 
 def _load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a dict that holds only tensors.
+    """Load a dict of tensors from a file, and refuse other Python objects.
 
     An uncompressed file is memory-mapped. A compressed file is read into memory.
     """
@@ -353,11 +365,11 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Write the Arrow dataset of an export to speculators, with `state.json` last.
+    """Write the Arrow dataset of an export to speculators. Its `state.json` is written last.
 
     Args:
-        n_rows: number of sequences. An existing dataset with as many rows is kept.
-        texts: tokens [S] and mask [S] of each sequence.
+        n_rows: number of sequences. An existing dataset with the same number of rows is kept.
+        texts: token ids [S] and loss mask [S] of each sequence.
     """
     from datasets import Dataset
 
@@ -421,7 +433,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
 
 
 def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
-    """Return a tensor of shape [S, width] or [1, S, width] as [S, width]."""
+    """Return the tensor under a key, of shape [S, width] or [1, S, width], as [S, width]."""
     value = _tensor(record, key, path)
     n_tokens = _tensor(record, "input_ids", path).numel()
     if value.dim() == 3 and len(value) == 1:

@@ -8,9 +8,10 @@ rows of token ids and masks come from speculators' Arrow dataset, which
 Sources in speculators 0.9:
 
 - ``hs_connectors/transfer.py``: the registry of backends, and the values that a backend returns.
-- ``speculators/train/data.py``: the last slot is the verifier's last hidden state.
+- ``speculators/train/data.py``: the last slot of ``hidden_states`` is the last hidden state of the
+  verifier (the target).
 - ``train/config/resolution.py``: reads the options of backends at import time. This module must
-  therefore be imported first.
+  therefore be imported before it.
 
 Shapes: S tokens of a sequence, K chosen layers, E width.
 """
@@ -29,7 +30,7 @@ from .formats import make_format
 from .torch_dataset import ActivationDataset, check_fields
 
 
-# The base classes are untyped, because speculators is not installed where types are checked.
+# For mypy, the base classes are untyped, because speculators is not installed when mypy runs.
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     """Reads the hidden states of a store, one sequence at a time.
 
@@ -37,8 +38,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
     Args:
         store: folder or URL of the store.
-        layers: decoder layers, counted from 0, in addition to the last one. If empty, the three
-            default layers of speculators.
+        layers: decoder layers, counted from 0, to return in addition to the last layer. If empty,
+            the three default layers of speculators.
 
     Raises:
         SelectionInvalid: the store lacks one of the layers.
@@ -54,7 +55,12 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
     @override
     def get_cached(self, file_idx: int) -> dict[str, Tensor] | None:
-        """Read a sequence: hidden_states [S, K + 1, E] in the store's dtype, int64 token_ids."""
+        """Read a sequence from the store.
+
+        Returns:
+            ``hidden_states`` [S, K + 1, E] in the store's dtype, and ``token_ids`` int64 [S]. None
+            if the store has no such sequence.
+        """
         if not 0 <= file_idx < len(self._dataset):
             return None
         item = self._dataset[file_idx]
@@ -72,7 +78,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
 @HiddenStatesBackend.register("moa")
 class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
-    """Reads a store of moa-data."""
+    """The backend ``moa``: hidden states from a store of moa-data."""
 
     @staticmethod
     @override
@@ -89,7 +95,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @staticmethod
     @override
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """Add no arguments, because this backend launches no engine."""
+        """Add no command-line arguments, because this backend does not launch an engine."""
 
     @staticmethod
     @override

@@ -1,8 +1,9 @@
 """Torch datasets over a store, with one sequence per item.
 
-One dataset reads by index. The other iterates in a shuffled order that workers and ranks share.
+`ActivationDataset` reads by index. `IterableActivationDataset` iterates in a shuffled order, which
+is divided among workers and ranks.
 
-Shapes: n tokens of one sequence, B sequences of a batch, T tokens of the longest sequence of a
+Shapes: n tokens of one sequence, B sequences of a batch, T tokens of the longest sequence in a
 batch.
 """
 
@@ -25,9 +26,9 @@ DEFAULT_FIELDS = ("tokens", "response_mask", "hidden/last")
 
 
 def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> None:
-    """Refuse a store that lacks fields of another project's format.
+    """Refuse a store that lacks fields that another project's format needs.
 
-    The message names the command that adds the fields.
+    The error message names the command that adds the fields.
     """
     if missing := [name for name in names if name not in store.fields]:
         raise SelectionInvalid(
@@ -42,8 +43,8 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
     Args:
         store: an open store, or its folder.
         fields: names of the fields to read.
-        layers: layers to read of the fields that have a layer axis, in the given order; None for
-            all.
+        layers: layers to read from each field with a layer axis, in the given order. None reads
+            all layers.
         dtype: dtype of the activations; None keeps the stored dtype.
 
     Example::
@@ -59,7 +60,8 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # A store opens its files again in each process, so forked and spawned workers can share it.
+        # Each process opens the store's files for itself, so forked and spawned workers can use the
+        # same store object.
         self.store = store if isinstance(store, ActivationStore) else ActivationStore(store)
         self.fields = tuple(fields)
         self._layers = None if layers is None else list(layers)
@@ -83,11 +85,14 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of every sequence, int [len(self)], for samplers by length."""
+        """The number of tokens of every sequence, int [len(self)].
+
+        Samplers that group sequences by length can use these numbers.
+        """
         return self.store.lengths
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Read a sequence: field -> [n, *token_shape].
+        """Read a sequence as a dict from field name to values, [n, *token_shape].
 
         Tokens are int64, the response mask is bool, and activations have the dtype of the dataset.
         """
@@ -107,19 +112,20 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     """Iterable dataset over a store, with a different order in each epoch.
 
-    An epoch has the same order on every machine and contains each sequence once. Groups of
-    sequences are dealt out to ranks and workers in this order, so that no two of them read the same
-    sequence. All ranks get the same number of groups. The few groups that remain are skipped; they
-    differ from epoch to epoch.
+    An epoch has the same order on every machine. The order is cut into groups of ``batch_size``
+    sequences, and the groups are dealt out to ranks and workers in turn, so that every sequence is
+    read at most once. All ranks get the same number of groups. Left-over groups, fewer than there
+    are ranks, are skipped. Which groups are skipped differs from epoch to epoch.
 
-    If ``bucket_batches`` is set, the shuffled order is divided into windows of that many batches.
-    Each window is sorted by length and cut into groups of ``batch_size``. The groups are then
-    shuffled. If the ``DataLoader`` has the same ``batch_size``, its batches are these groups.
+    If ``bucket_batches`` is set, the shuffled order is divided into windows of ``bucket_batches``
+    groups. The sequences of each window are sorted by length before the window is cut into groups.
+    The groups are then shuffled. If the ``DataLoader`` has the same ``batch_size``, its batches are
+    these groups.
 
     Args:
         store: an open store, or its folder.
         fields: names of the fields to read.
-        layers: layers to read of the fields that have a layer axis; None for all.
+        layers: layers to read from each field with a layer axis. None reads all layers.
         dtype: dtype of the activations; None keeps the stored dtype.
         shuffle: if true, shuffle in every epoch; if false, keep the store's order.
         seed: seed of the shuffling.
@@ -165,7 +171,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         self.seed = seed
         self.batch_size = batch_size
         self.bucket_batches = bucket_batches
-        # The epoch is in shared memory, so that persistent workers see a change.
+        # The epoch number is in shared memory, so that persistent workers see its changes.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
@@ -174,11 +180,11 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         return int(self._epoch[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also in workers that are already running."""
+        """Set the epoch that the next iteration reads, also in workers that are already running."""
         self._epoch[0] = epoch
 
     def epoch_groups(self, epoch: int) -> list[np.ndarray]:
-        """Compute this rank's groups of sequences, in order.
+        """Compute the groups of sequences that this rank reads in an epoch, in reading order.
 
         The groups depend only on the store, the settings, the epoch, the rank and the world size.
 
@@ -199,8 +205,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             order = np.concatenate(by_length) if by_length else order
         groups = [order[start : start + size] for start in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
-            # An incomplete group stays last. Anywhere else it would shift the batches of the
-            # ``DataLoader``.
+            # Keep an incomplete group last. Elsewhere, an incomplete group would shift the
+            # ``DataLoader``'s later batches, so that they would no longer equal the groups.
             n_whole = n // size
             groups = [groups[k] for k in draw.permutation(n_whole)] + groups[n_whole:]
         if self.world_size > 1:
@@ -208,7 +214,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         return groups[self.rank :: self.world_size]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the epoch's sequences of this rank and, in a worker process, of this worker."""
+        """Yield this rank's sequences of the epoch. A worker process yields only its own share."""
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         for group in self.epoch_groups(self.epoch)[first::step]:
@@ -220,10 +226,11 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack B sequences of different lengths, padded with zeros on the right.
 
     Args:
-        items: field -> [n, *token_shape] of each sequence.
+        items: for each sequence, a dict from field name to values, [n, *token_shape].
 
     Returns:
-        Field -> [B, T, *token_shape], and ``n_tokens``, int64 [B], the lengths without padding.
+        A dict from field name to values, [B, T, *token_shape]. The key ``n_tokens``, int64 [B],
+        holds the lengths without padding.
     """
     if not items:
         raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")

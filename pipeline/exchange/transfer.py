@@ -1,6 +1,6 @@
-"""Export of a store to another project's file format or a Parquet index, and import of such files.
+"""Export a store to another project's file format or to a Parquet index, and import such files.
 
-An index cannot be imported.
+The index lists the sequences of a store without activations, so it cannot be imported.
 """
 
 import copy
@@ -51,16 +51,17 @@ from .torch_dataset import ActivationDataset, check_fields
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _INDEX_ROWS = 1024
-# Metadata key of an index file. Its value identifies the store that the index was made from.
+# Metadata key of an index file. The value of the key identifies the indexed store.
 _STORE_KEY = b"moa_data.store"
-# The record of an exported folder: format, fields and store. Other projects do not read this file.
+# JSON file in an exported folder that records the format, the fields and the store. Other projects
+# do not read this file.
 RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
-    """Write the sequences of a store, in its order, as another project's files or as an index.
+    """Write the sequences of a store as another project's files or as an index.
 
-    Existing files are kept. An existing index is replaced.
+    The order of the sequences is kept. Existing files are kept, but an existing index is replaced.
 
     Returns:
         One line that says what was written.
@@ -87,7 +88,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes = list[int]()
         pending = deque[Future[None]]()
-        # Write in threads: a disk syncs many small files in parallel in the time of a single sync.
+        # Write in threads, because a disk takes about as long to sync one small file as to sync
+        # several in parallel.
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
                 path = file_format.file(folder, i)
@@ -108,7 +110,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                     progress(i + 1, n, f"export to {file_format.name}")
             for future in pending:
                 future.result()
-        # The rows come last, because their state.json marks the folder as complete.
+        # Write the Arrow dataset last, because its state.json marks the folder as complete.
         if file_format.name == "speculators":
             write_rows(
                 folder,
@@ -130,17 +132,17 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
 def _write_index(
     store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None
 ) -> str:
-    """Write the index of the first sequences of a store, replacing an older index of this store.
+    """Write the index of the first ``n_sequences`` of a store. Replace an older index of the store.
 
     Returns:
         One line that says what was written.
 
     Raises:
-        OutputOccupied: the path holds another file, or the index of another store.
+        OutputOccupied: the path holds a file that is not an index, or the index of another store.
     """
     identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
     _check_index(path, identity)
-    # docs/format.md: a sequence starts at row part * part_rows + first_token of the token axis.
+    # A sequence starts at row `part * part_rows + first_token` of the token axis (docs/format.md).
     array = store.path / schema.PARTS_NAME / schema.TOKENS / schema.ZARR_NAME
     part_rows = parse_object(read_file(array))["attributes"]["part_rows"]
     has_tokenizer = (store.target_path / "tokenizer.json").is_file()
@@ -190,13 +192,13 @@ def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer
 
 
 def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:
-    """Claim the output folder for this export, and write its record.
+    """Claim the output folder for this export by writing ``export.json`` into it.
 
     The folder must be empty, or hold an export of the same store with the same settings. The number
-    of sequences may grow.
+    of sequences may be larger than in the earlier export.
 
     Raises:
-        OutputOccupied: the folder holds anything else.
+        OutputOccupied: the folder holds other files or another export.
     """
     path = folder / RECORD_NAME
     record = {
@@ -242,7 +244,7 @@ def import_folder(
 
     Raises:
         DatasetError: an option or a file cannot be used.
-        StoreMismatch: the store was made from other inputs.
+        StoreMismatch: the output folder holds a store that was made from other inputs.
     """
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():
@@ -253,7 +255,7 @@ def import_folder(
     target_config = load_target_config(target_folder)
     sizes = target_sizes(target_config)
     if config.target_layers:
-        layer_sizes(target_config)  # Refuses layers that no drafter can use.
+        layer_sizes(target_config)  # This call raises if no drafter can use the target's layers.
     file_format = make_format(config.format, config.layers, sizes["n_layers"])
     paths = file_format.files(folder)[: config.max_sequences]
     texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)
@@ -266,13 +268,15 @@ def import_folder(
         getattr(target_config, "dtype", None) or torch.float32,
         "cpu",
     )
-    # The final norm of a target with Llama layers is read back from the store. Other families have
-    # other kinds of norm, which need the target itself.
+    # If the files lack the state after the final norm, the import applies the norm. The norm of a
+    # target with Llama layers is read from the store's bundle below. Other families have other
+    # kinds of norm, so load the target here to get its norm.
     norm_of = (
         None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
     )
     norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
-    # Load the target before the store is created: a target that cannot be loaded leaves no store.
+    # Load the target before the store is created, so that no store is left behind if the target
+    # cannot be loaded.
     target = norm_of if norm_of or has_parts(open_path(config.out)) else load()
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
@@ -303,10 +307,10 @@ def import_folder(
 def _read_texts(
     file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress | None
 ) -> pa.Table:
-    """Read the tokens and masks of all files.
+    """Read the token ids and masks of all files.
 
     Returns:
-        A table for ``plan_parts``, without duplicates.
+        A table for ``plan_parts``, with one row per distinct sequence.
     """
     rows: dict[str, tuple[int, int, int]] = {}
     for row, path in enumerate(paths):
@@ -415,8 +419,8 @@ def _read_sequence(
     mask = file_format.read_mask(path)
     hidden = file_format.read_hidden(path)
     if norm is not None:
-        # speculators' files hold the last hidden state before the final norm only. Apply the norm
-        # in float32, and round once.
+        # speculators' files hold the last hidden state only before the final norm. Apply the norm
+        # in float32, and round the result once.
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)

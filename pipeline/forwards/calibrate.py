@@ -1,6 +1,7 @@
-"""Calibration of codecs from a sample of the sequences.
+"""Fit ("calibrate") a store's codec to a sample of its sequences.
 
-Codecs also use the target's rotary embedding (RoPE), token embeddings and LM head.
+Depending on the field, fitting also uses the target's rotary embedding (RoPE), token embeddings or
+LM head.
 """
 
 import copy
@@ -28,22 +29,22 @@ from ...storage.schema import HIDDEN_LAST, TOKENS, StoreManifest
 from ...text import Progress
 
 SAMPLE_TOKENS = 30_000
-"""Number of tokens that a codec learns from.
+"""Number of tokens in the sample that a codec is fitted to.
 
 At the sizes of Llama-3-8B, the sample takes 8 GB of disk in float32 during calibration.
 """
 METRIC_TOKENS = 4_096
-"""Number of tokens of the sample that the metric of the next-token distribution averages over.
+"""Number of sample tokens over which the metric for the last hidden state is averaged.
 
-The metric measures how an error in the last hidden state changes that distribution.
+The metric measures how much an error in the last hidden state changes the next-token distribution.
 """
 
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
-    """Choose sequences of about ``n_tokens`` tokens in all, spread evenly over the plan.
+    """Choose sequences, spread evenly over the plan, that have about ``n_tokens`` tokens in total.
 
     Returns:
-        Rows of the plan, ascending.
+        The row numbers of the sequences in the plan, ascending.
     """
     n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
     return list(np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist())
@@ -52,10 +53,10 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
 def learned_before(
     codec: StoreCodec, store: StorePath, manifest: StoreManifest
 ) -> StoreCodec | None:
-    """Return the learned codec of a store that an earlier run started; None if there is none.
+    """Return the fitted codec of a store that an earlier run has started, or None.
 
-    If the store has no parts and was started from inputs other than those in ``manifest``, its
-    codec is not used.
+    The result is None if there is no such store, or if the store has no parts and its inputs differ
+    from those in ``manifest``.
     """
     if not codec.learned or not (store / "store.json").exists():
         return None
@@ -65,7 +66,7 @@ def learned_before(
             return None
         return StoreCodec.open(stored, store) if stored.codec.get("name") == codec.name else None
     except (StoreDamaged, CodecUnknown, SchemaVersionError):
-        return None  # Opening the store for writing reports the damage or repairs it.
+        return None  # When the store is opened for writing, its damage is reported or repaired.
 
 
 def learning_on(
@@ -73,12 +74,12 @@ def learning_on(
 ) -> Learning:
     """Return the settings of a calibration that runs with torch on the target's device.
 
-    On a CPU, torch decomposes a matrix in half the time of NumPy.
+    Even on a CPU, torch decomposes a matrix in half the time that NumPy needs.
 
     Args:
         device: device of the target.
         folder: folder for the sample on disk; None for the system's temporary folder.
-        progress: called with steps done, steps in all and a message; None for no reports.
+        progress: called with (steps done, total steps, message); None for no reports.
     """
     learning = Learning(folder, progress=progress) if progress else Learning(folder)
     return replace(
@@ -87,7 +88,7 @@ def learning_on(
 
 
 class _Float32Rows:
-    """Rows of a tensor as float32 NumPy arrays, converted only when they are read."""
+    """Gives rows of a tensor as float32 NumPy arrays. Rows are converted when they are read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -116,13 +117,14 @@ def calibrate(
 ) -> None:
     """Fit a codec to a sample of the sequences.
 
-    Memory holds one sequence of the sample at a time, and later one piece of one group of layers.
+    At first, only one sequence of the sample is in memory at a time, and the values go to disk.
+    Later, only one piece (keys or values) of one group of layers is in memory at a time.
 
     Args:
         codec: the codec to fit.
         lengths: number of tokens of each planned sequence.
-        read: row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int
-            [n_tokens].
+        read: maps a row of the plan to a dict with the values of each field, float32
+            [n_tokens, *token_shape], and the token ids, int [n_tokens].
         model_config: the target's transformers config.
         lm_head: the target's LM head, [vocab_size, width], of any dtype and on any device.
         embeddings: the target's embeddings, [vocab_size, width], of any dtype and on any device.
@@ -164,17 +166,18 @@ def calibrate(
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
-            # Drop these references, so that the memory is free while parts are written.
+            # Drop the references to embeddings and metrics, so that their memory is free while
+            # parts are written.
             learned.embeddings = learned.metrics = None
 
 
 def _features(
     codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]
 ) -> list[np.ndarray] | None:
-    """Concatenate the features that predict a field, one array per sequence of the sample.
+    """Concatenate the features from other fields that predict a field.
 
     Returns:
-        None if no other field predicts this field.
+        One array per sequence of the sample, or None if no other field predicts this field.
     """
     by_source = [offered[source] for source in codec.sources.get(name, ())]
     return (
@@ -191,13 +194,13 @@ def _joint_bits(
     offered: Mapping[str, Sequence[np.ndarray]],
     learning: Learning,
 ) -> dict[str, float]:
-    """Split the bits among joint hidden states.
+    """Split the bit budget among hidden states that are encoded jointly.
 
     Args:
         joint: names of the hidden states, from the lowest layer to the highest.
 
     Returns:
-        Field -> bits per token.
+        A dict from field name to bits per token.
     """
     learning.progress(0, 1, "learn: bits of joint hidden states")
     variances = list[np.ndarray]()
@@ -221,9 +224,9 @@ def _joint_bits(
 
 
 def target_rope(model_config: Any) -> Rope:
-    """Return the rotation that a target applies to its keys.
+    """Return the RoPE rotation that a target applies to its keys.
 
-    If the target's kinds of layers rotate differently, the rotation has an entry for each layer.
+    If the kinds of layers have different RoPE parameters, the rotation has one entry per layer.
     """
     kinds = layer_kinds(model_config)
     parameters = model_config.rope_parameters
@@ -235,11 +238,11 @@ def target_rope(model_config: Any) -> Rope:
 
 
 def _rotation(model_config: Any, parameters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the angle per position, [rotary_dim / 2], and the scaling of RoPE parameters."""
+    """Compute the angle per position, [rotary_dim / 2], and the scaling, from RoPE parameters."""
     config = copy.copy(model_config)
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
-    # Only the default RoPE type ignores the factor.
+    # transformers' default RoPE type ignores ``partial_rotary_factor``, so shrink the head dim.
     if rotated_share != 1 and parameters["rope_type"] == "default":
         config.head_dim = int(target_sizes(model_config)["head_dim"] * rotated_share)
     with torch.device("cpu"):

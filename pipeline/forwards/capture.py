@@ -1,21 +1,21 @@
-"""Runs the target over a batch of sequences and copies the requested activations to the host.
+"""Run the target over a batch of sequences and copy the requested activations to the host.
 
 Shapes: B sequences, T tokens of the longest sequence, L decoder layers, H_kv key/value heads, d
 head dim, E width.
 
-Sequences are padded on the right. Attention is causal, so no token of a sequence sees the padding,
-and no mask is needed. Values computed at the padding are cut off.
+Sequences are padded on the right. Attention is causal, so no token of a sequence attends to the
+padding, and no mask is needed. Values computed at padding positions are discarded.
 
 A device copies asynchronously only to pinned memory. Pinned memory is slow to allocate and is never
-returned to the system. There is therefore one slot of pinned memory for each batch that can be in
-flight, and the slots are reused::
+returned to the system. Each batch in flight therefore uses a slot, a set of pinned buffers that is
+reused by later batches::
 
     main thread    forward 4 | forward 5 | forward 6 |
     copy stream      copy 3  |   copy 4  |   copy 5  |      waits only for the forward
     writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, releases the slot
 
-A slot belongs to its batch until the writer has encoded the whole batch. If a slot were reused
-earlier, the device would overwrite values that are still being read.
+A slot belongs to one batch until the writer has encoded the entire batch. If a slot were reused
+earlier, the device would overwrite values that the writer is still reading.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ from ..config import ActivationSpec
 
 
 class HostSlots:
-    """Pinned host memory for ``n_slots`` batches in flight, filled on a separate stream."""
+    """Pinned host memory for ``n_slots`` batches in flight, filled on a separate CUDA stream."""
 
     def __init__(self, device: torch.device, n_slots: int) -> None:
         self._device = device
@@ -46,14 +46,14 @@ class HostSlots:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate(self, n_bytes: int) -> Tensor:
-        """Return pinned host memory, uint8 [n_bytes]."""
+        """Allocate pinned host memory, uint8 [n_bytes]."""
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        """Start copies (source, target) that run after all work queued so far.
+        """Queue copies, given as (source, target), behind all work queued on the device so far.
 
         Returns:
-            A function that waits for the copies and returns the seconds that they took.
+            A function that waits for the copies and returns their duration in seconds.
         """
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -61,7 +61,8 @@ class HostSlots:
             began = mark_moment(self._device)
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-                # Keep the allocator from reusing the source's memory before the copy is done.
+                # Without this call, the allocator could reuse the source's memory before the copy
+                # is done.
                 source.record_stream(self._stream)
             return partial(seconds_between, began, mark_moment(self._device))
 
@@ -69,7 +70,7 @@ class HostSlots:
 class HostSlot:
     """Pinned memory for the copies of one batch at a time.
 
-    ``wait`` waits for the copies and returns the seconds that they took.
+    ``wait`` waits for the copies and returns their duration in seconds.
     """
 
     def __init__(self, slots: HostSlots) -> None:
@@ -79,13 +80,18 @@ class HostSlot:
         self.wait: Callable[[], float] = lambda: 0.0
 
     def place(self, source: Tensor) -> Tensor:
-        """Reserve host memory for a copy of a tensor, with the same shape and dtype."""
+        """Reserve host memory for a copy of a tensor.
+
+        Returns:
+            An unfilled host tensor with the shape and dtype of the source.
+        """
         index = len(self._copies)
         n_bytes = source.numel() * source.element_size()
         if index == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[index].numel() < n_bytes:
-            # torch's allocator rounds pinned memory up to a power of two, so use all of that.
+            # torch's allocator rounds pinned memory up to a power of two anyway. Ask for that size,
+            # so that larger batches can use all of the buffer.
             self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
         target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
         self._copies.append((source, target))
@@ -96,32 +102,35 @@ class HostSlot:
         self.wait = self._slots.copy(self._copies)
 
     def release(self) -> None:
-        """Free the slot for another batch; the values in it must not be read afterwards."""
-        self.wait()  # A running copy would overwrite the values of the next batch.
+        """Free the slot for another batch. The values in the slot must not be read afterwards."""
+        self.wait()  # A copy still in progress would overwrite values of the next batch.
         self._copies.clear()
         self._slots.free.append(self)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations of one batch, on the target's device or (after :meth:`to_host`) on the host."""
+    """Activations of one batch, on the target's device or, after :meth:`to_host`, on the host."""
 
     n_tokens: tuple[int, ...]  # Length of each sequence, without padding.
-    tokens: Tensor  # int64 [B, T] on the device. Values beyond a sequence's length are arbitrary.
-    # Field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
+    # Token ids, int64 [B, T], on the device. Values beyond a sequence's length are arbitrary.
+    tokens: Tensor
+    # Maps each field to bool [B, L] for kv, or bool [B, 1] for hidden states: whether all values of
+    # the sequence are finite.
     finite: dict[str, Tensor]
-    # Field that is stored unencoded -> [B, T, *token_shape]. kv is [B, T, L, H_kv, 2, d] with keys
-    # after RoPE; hidden/last and hidden/layer_k are [B, T, E].
+    # Maps each field that is not encoded to its values, [B, T, *token_shape]. kv is
+    # [B, T, L, H_kv, 2, d] with keys after RoPE. hidden/last and hidden/layer_k are [B, T, E].
     fields: dict[str, Tensor]
-    # Encoded field -> stored array -> [n_rows, *row_shape], the concatenated rows of all sequences.
+    # Maps each encoded field to its stored arrays, and each stored array to the concatenated rows
+    # of all sequences, [n_rows, *row_shape].
     codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
-    # Field of keys and values -> the target's layers along the field's layer axis.
+    # Maps each field of keys and values to the target's layers along the field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # Host memory that the values are copied to; None if they were not copied asynchronously.
+    # Pinned memory that the values are copied to; None if they were not copied asynchronously.
     slot: HostSlot | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
-        """Encode, on the device, the fields that the store keeps encoded.
+        """Encode fields with the store's codec, on the device. Lossless fields are not encoded.
 
         Args:
             codec: the codec of the store.
@@ -153,8 +162,8 @@ class Capture:
         """Copy the values to host memory.
 
         Args:
-            slots: pinned memory for an asynchronous copy, to be finished with `wait`. None copies
-                synchronously.
+            slots: pinned memory for an asynchronous copy. The caller must call `wait` before it
+                reads the values. None copies synchronously.
 
         Raises:
             IndexError: no slot is free.
@@ -178,16 +187,16 @@ class Capture:
         )
 
     def wait(self) -> float:
-        """Wait for the copies; return the seconds that they took."""
+        """Wait for the copies and return their duration in seconds."""
         return 0.0 if self.slot is None else self.slot.wait()
 
     def release(self) -> None:
-        """Release the host memory; the values must not be read afterwards."""
+        """Release the pinned memory. The values must not be read afterwards."""
         if self.slot is not None:
             self.slot.release()
 
     def check_finite(self, names: Sequence[str]) -> None:
-        """Refuse NaN and infinity; the message names the first sequence, field and layer."""
+        """Refuse NaN and infinity. The error names the first such sequence, field and layer."""
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (int(value) for value in (~flags).nonzero()[0])
@@ -201,11 +210,13 @@ class Capture:
                 )
 
     def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:
-        """Return the values of one field of a sequence in host memory, for ``PartWriter.write``.
+        """Return the values of one field of one sequence, for ``PartWriter.write``.
+
+        The values must be in host memory.
 
         Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or stored array ->
-            rows for an encoded field.
+            For a field that is not encoded, its values, [n_tokens, *token_shape] in the storage
+            dtype (uint16 for bfloat16). For an encoded field, a dict from stored array to its rows.
         """
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
@@ -220,9 +231,9 @@ class Capture:
 
 
 def _concatenate(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate along axis 0.
+    """Concatenate tensors along axis 0.
 
-    torch has few kernels for uint16, so uint16 tensors are concatenated as int16.
+    torch has few kernels for uint16, so uint16 tensors are viewed as int16 for this.
     """
     if rows[0].dtype == torch.uint16:
         return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
@@ -236,26 +247,26 @@ def capture(
     dtype: torch.dtype,
     uses_cache: bool | None = None,
 ) -> Capture:
-    """Run the target over a batch.
+    """Run the target over a batch and collect the requested activations.
 
-    Up to rounding, the activations equal those of running each sequence alone.
+    Up to rounding, the activations of a sequence do not depend on the rest of the batch.
 
     Args:
         model: transformers causal LM in evaluation mode; its LM head is not run.
         sequences: B arrays of token ids, int32 [n_tokens].
         spec: the activations to keep.
         dtype: dtype of the kept activations.
-        uses_cache: whether the forward fills a KV cache even if keys and values are not kept. A
-            cache may change the choice of attention kernels, and with it the last bits.
+        uses_cache: whether the forward fills a KV cache even if keys and values are not kept. With
+            a KV cache, torch may choose other attention kernels, which change the last bits.
     """
     n_tokens = tuple(len(sequence) for sequence in sequences)
     width = max(n_tokens)
-    # Pad with the last token of the sequence, because transformers warns about pad tokens.
+    # Pad with the sequence's last token, because transformers warns if it finds pad tokens.
     padded = np.stack(
         [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
     )
     input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
-    # [B, T]
+    # Mask of positions that are not padding, bool [B, T].
     valid = (
         torch.arange(width, device=model.device)
         < torch.tensor(n_tokens, device=model.device)[:, None]
@@ -273,7 +284,7 @@ def capture(
         if cache is not None and spec.kv:
             for group in groups:
                 keys, values = cache_layers(cache, group.layers)
-                # [B, T, L, D]
+                # Keys and values of the group's layers, [B, T, L, D].
                 packed = pack_kv(
                     [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
                 )
@@ -291,7 +302,7 @@ def capture(
 
 
 def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
-    """Check whether the valid tokens of each sequence are finite.
+    """Check whether all values at the valid tokens of each sequence are finite.
 
     Args:
         values: [B, T, E], or [B, T, L, ...] with a layer axis.
@@ -301,7 +312,7 @@ def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
         bool [B, L], or [B, 1] without a layer axis.
     """
     n_layers = values.shape[2] if values.dim() > 3 else 1
-    # x * 0 is NaN exactly where x is not finite, and a sum propagates NaN. These two passes are
-    # cheap and allocate no large bool array.
+    # `x * 0` is NaN for each x that is not finite and 0 otherwise, and a sum with a NaN is NaN.
+    # This is cheap and needs no large bool array.
     probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
     return (torch.isfinite(probe) | ~valid[..., None]).all(1)

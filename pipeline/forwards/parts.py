@@ -1,15 +1,15 @@
 """The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
-``extract`` and ``add`` share this loop. Its stages form a pipeline; each works on a different
-batch::
+A part of a store is a group of sequences that is committed as a whole. ``extract`` and ``add``
+share this loop. Its stages form a pipeline, in which each stage works on a different batch::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
     copy stream    copies from the device to pinned host memory (``capture``)
     writer thread  cuts values into chunks, has them encoded, writes them (``storage.write.part``)
     encoders       encode chunks to bytes, on ``n_encode_threads`` threads (``storage.chunk``)
 
-A slow stage makes the stages before it wait: at most ``_BATCHES_AHEAD`` batches are queued for the
-writer.
+If a stage is slow, the stages before it wait, because at most ``_BATCHES_AHEAD`` batches are queued
+for the writer thread.
 """
 
 import time
@@ -42,34 +42,36 @@ from ..report import Timings
 from .capture import Capture, HostSlots, capture
 
 _BATCHES_AHEAD = 2
-"""Number of tasks that may be queued for the writer.
+"""Maximum number of tasks in the writer thread's queue.
 
 The queue keeps the forwards running during a slow write, such as the end of a part.
 """
-# Batches in host memory: the queued ones, one that is being written and one that is being copied.
+# Maximum number of batches in host memory: those queued for the writer thread, one that is being
+# written, and one that is being copied from the device.
 N_HOST_SLOTS = _BATCHES_AHEAD + 2
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """Settings of the target's forwards and of the activations that are kept."""
+    """Runs the target over batches and keeps the requested activations."""
 
     target: Target
     spec: ActivationSpec  # The activations that are kept.
     codec: StoreCodec  # The codec of the kept activations.
     dtype: torch.dtype  # The dtype of the kept activations.
-    batch_tokens: int  # Tokens per forward, including padding.
-    # Whether the forward fills a KV cache, even if keys and values are not kept. The last bits of
-    # the activations depend on it.
+    batch_tokens: int  # Maximum tokens per forward, including padding.
+    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
+    # the last bits of the activations may differ.
     uses_cache: bool
-    # Sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
+    # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     n_encode_threads: int
-    # Runs a batch of token ids (int32 [n_tokens] each) instead of the target. None runs the target.
+    # Function that computes the activations of a batch of token ids, int32 [n_tokens] each, in
+    # place of the target. None runs the target.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
-        """Run the engine or the target over a batch."""
+        """Compute the activations of a batch, with the engine if there is one, or the target."""
         if self.engine is not None:
             return self.engine(tokens)
         return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
@@ -85,12 +87,12 @@ def run_parts(
     """Run the target over parts of a store, then write and commit each part.
 
     Args:
-        forwards: settings of the forwards.
+        forwards: runs the target over batches.
         store: the store whose parts are written, or the addition of new fields to its parts.
-        parts: numbers of pending parts. The next number is taken when the forwards of the previous
-            part are done. A None means that no part is available yet; the loop then checks the
-            writer for errors and asks again.
-        timings: the timings to add to.
+        parts: numbers of pending parts. The iterator is advanced when the forwards of the previous
+            part are done. If it yields None, no part is available yet. The loop then checks the
+            writer thread for errors and advances the iterator again.
+        timings: the times and counts of this run, which are updated.
         tell: called with the timings before the first batch, after each batch, and at the end.
     """
     keep_freed_memory()
@@ -108,7 +110,8 @@ def run_parts(
                 writer.check()
                 continue
             out = store.part(part, pool)
-            # Earlier parts may still be open: several, if a part holds at most one batch.
+            # Earlier parts may still be queued for the writer thread: more than one if each part
+            # is a single batch.
             open_parts = [*(before for before in open_parts if before.is_open), out]
             for batch in batches(out.sequences, forwards.batch_tokens):
                 done = _run_batch(forwards, batch, slots)
@@ -122,7 +125,7 @@ def run_parts(
         writer.finish()
         tell(timings)
     except BaseException:
-        pool.close()  # Stops the batch that is being written.
+        pool.close()  # This stops the encoding of the batch that is being written.
         writer.abort()
         for out in open_parts:
             out.discard()
@@ -136,7 +139,10 @@ def run_parts(
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch on its way to the writer. ``span`` marks the start and the end of its forward."""
+    """A batch that is passed to the writer thread.
+
+    ``span`` holds marks in time at the start and the end of the batch's forward.
+    """
 
     first_tokens: list[int]
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -146,12 +152,12 @@ class _Batch:
 
 
 def sequence_name(row: Mapping[str, Any]) -> str:
-    """Return the name of a planned sequence for messages."""
+    """Return the name of a planned sequence for error messages."""
     return f"{row['sequence_id'][:12]} (row {row['source_row']} of the dataset)"
 
 
 def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> _Batch:
-    """Run the target over sequences of a part, and start copying the activations."""
+    """Run the target over a batch, encode on the device, and start the copy to the host."""
     ids = batch["sequence_id"].to_pylist()
     names = [sequence_name(row) for row in batch.to_pylist()]
     texts = [forwards.text(key) for key in ids]
@@ -164,7 +170,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> 
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch and write the fields that the part takes. Runs on the writer thread."""
+    """Check a batch and write the fields that the part needs. Runs on the writer thread."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
@@ -178,7 +184,8 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
             )
     out.settle()
     captured.release()
-    # This does not wait: the copies are done, and they run after the forward.
+    # Reading the duration of the forward does not wait, because the copies ran after the forward
+    # and are done.
     timings.forward_s += seconds_between(*batch.span)
 
 
@@ -190,8 +197,8 @@ def _commit(out: PartWriter, timings: Timings) -> None:
 class BackgroundWriter:
     """Runs tasks in order on a background thread.
 
-    After a task fails, the remaining tasks are skipped and callers get its error. ``busy_s`` is the
-    CPU time of the thread in seconds.
+    If a task fails, the remaining tasks are skipped, and the next method call raises the task's
+    error. ``busy_s`` is the CPU time of the thread in seconds.
     """
 
     def __init__(self) -> None:
@@ -201,14 +208,14 @@ class BackgroundWriter:
         self.busy_s = 0.0
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Queue a task; waits if the queue is full."""
+        """Queue a task. If the queue is full, wait until a queued task is done."""
         self.check()
         if len(self._tasks) > _BATCHES_AHEAD:
             self._tasks.popleft().result()
         self._tasks.append(self._pool.submit(self._run, task))
 
     def check(self) -> None:
-        """Raise the error of a failed task, if there is one."""
+        """Raise the error of a task that has failed, if there is one."""
         while self._tasks and self._tasks[0].done():
             self._tasks.popleft().result()
 
@@ -218,7 +225,7 @@ class BackgroundWriter:
         self.check()
 
     def abort(self) -> None:
-        """Let the running task finish, skip the others and end the thread."""
+        """Let the running task finish, skip the queued tasks and end the thread."""
         self._stopped = True
         self._pool.shutdown(cancel_futures=True)
 
@@ -228,17 +235,18 @@ class BackgroundWriter:
         try:
             task()
         except BaseException:
-            self._stopped = True  # A part that misses a batch must not be committed.
+            # Skip all queued tasks, because a part that lacks a batch must not be committed.
+            self._stopped = True
             raise
         finally:
             self.busy_s = time.thread_time()
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
-    """Divide the sequences of a part, longest first, into batches.
+    """Divide the sequences of a part into batches, in their order, which is longest first.
 
-    A batch has at most ``batch_tokens`` tokens, including padding. A longer sequence gets a batch
-    of its own.
+    A batch has at most ``batch_tokens`` tokens, including padding. A sequence with more tokens
+    forms a batch of its own.
     """
     lengths = numbers(sequences, "n_tokens")
     start = 0
@@ -249,15 +257,18 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
-    """Write ``target/`` in the dtype of the target's own weights, not of the forward."""
+    """Write ``target/`` of a store in the dtype of the target's weight files.
+
+    The forward may compute in another dtype.
+    """
     with store.publishing(BUNDLE_BYTE):
         if store.has_target and n_layers_kept <= held_layers(store.target_path):
-            return  # Another process has written it.
+            return  # Another process has written the bundle.
         own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # Loaded weights that are narrower than the files have lost precision, so load the
-            # target again. Wider ones are converted back without a second target in memory.
+            # The weights were rounded to a narrower dtype when they were loaded, so load the target
+            # again. Weights in a wider dtype are converted back without loading the target again.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -1,21 +1,23 @@
 """The connector that runs inside vLLM and copies the KV cache of each finished prompt to a file.
 
-vLLM loads this module by its path (``kv_connector_module_path``), once in its scheduler and once in
-its worker. A finished request keeps its blocks until their values have been copied::
+A block is vLLM's unit of KV cache memory, with room for ``block_size`` tokens. vLLM loads this
+module by its path (``kv_connector_module_path``), once in its scheduler and once in its worker. The
+blocks of a finished request stay allocated until their values have been copied::
 
     scheduler   request_finished_all_groups   keeps the blocks, queues their ids and the file name
-                build_connector_meta          sends both to the worker with the next step
+                build_connector_meta          sends ids and name to the worker with the next step
     worker      get_finished                  gathers the blocks and copies them to the host, on a
                                               separate stream
                 a thread                      waits for the copy, writes the file, renames it
                 get_finished, later           reports the copy as done; the scheduler frees the
                                               blocks
 
-The cache of a layer has the shape [n_blocks, n_heads, block_size, content], whatever its order in
+The cache of a layer is a tensor [n_blocks, n_heads, block_size, content], whatever its order in
 memory. In the target's layers, content is a key followed by a value (2 * head_dim). vLLM's
-``extract_hidden_states`` adds one such layer whose heads are the chosen hidden states (content: the
-width). On a CPU, a block holds for each head the keys as [head_dim, block_size], then the values as
-[block_size, head_dim]. The interface is experimental, so only two releases of vLLM are supported.
+``extract_hidden_states`` adds one more layer. Its heads are the chosen hidden states, and its
+content has the width of the hidden states. On a CPU, a block holds for each head the keys as
+[head_dim, block_size], then the values as [block_size, head_dim]. The connector interface is
+experimental, so only two releases of vLLM are supported.
 """
 
 import multiprocessing
@@ -40,7 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ...files import replacing
 
-# Key in a request's ``kv_transfer_params``. Its value is the file that the connector writes.
+# Key in a request's ``kv_transfer_params``. The value is the path of the file to write.
 FILE_PARAMETER = "moa_data_file"
 
 _HIDDEN = "HiddenStateCacheSpec"
@@ -49,7 +51,10 @@ _TAKEN = ("FullAttentionSpec", _HIDDEN)
 
 @dataclass(frozen=True)
 class Save:
-    """A prompt whose values are written to a file. ``blocks`` are its block ids, by layer group."""
+    """A prompt whose cached values are to be written to a file.
+
+    ``blocks`` holds the prompt's block ids for each group of layers.
+    """
 
     request: str
     file: str
@@ -58,14 +63,14 @@ class Save:
 
 
 @dataclass
-class Saves(KVConnectorMetadata):  # type: ignore[misc]  # Type checks run without vLLM.
-    """The message from the scheduler to the worker with each step."""
+class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed for type checks.
+    """Message from the scheduler to the worker in each step, with the prompts to save."""
 
     saves: list[Save] = field(default_factory=list)
 
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings under which the KV cache lacks values that a store needs."""
+    """Refuse settings of vLLM under which the KV cache lacks values that a store needs."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
@@ -92,11 +97,11 @@ def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
-    """Map the names of a group's layers to the specs of their caches.
+    """Map the name of each layer in a KV cache group to the spec of the layer's cache.
 
     A group has either one spec for all layers, or one spec per layer.
     """
-    # Only UniformTypeKVCacheSpecs has this attribute.
+    # Only UniformTypeKVCacheSpecs has the attribute ``kv_cache_specs``, with a spec per layer.
     by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return {
         name: group.kv_cache_spec if by_layer is None else by_layer[name]
@@ -124,11 +129,11 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "LBNHC"  # The heads of a token are contiguous.
+        return "LBNHC"  # In this layout of vLLM, the heads of a token are contiguous.
 
     @override
     def get_finished_count(self) -> int | None:
-        return 1  # There is one worker.
+        return 1  # There is one worker, so one report completes a request.
 
     # Methods that run in the scheduler.
 
@@ -136,7 +141,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False  # No tokens are loaded from outside.
+        return 0, False  # The connector loads no cached tokens into vLLM.
 
     @override
     def update_state_after_alloc(
@@ -153,12 +158,12 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Keep the blocks only if the request names a file and has run.
+        # Keep the blocks only if the request names a file and has computed tokens.
         file = (request.kv_transfer_params or {}).get(FILE_PARAMETER)
         if file is None or not any(block_ids):
             return False, None
-        # Leave out the sampled token. It has never been an input, so it has no keys, values or
-        # hidden states.
+        # Save the prompt only. The sampled token has never been an input, so it has no keys, values
+        # or hidden states.
         n_tokens = len(request.prompt_token_ids)
         self._waiting.append(Save(request.request_id, file, n_tokens, tuple(map(tuple, block_ids))))
         return True, None
@@ -173,7 +178,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        # Find the cache of the hidden states, and the caches of the target's layers in order.
+        # Find the cache of the hidden states, and the caches of the target's layers in layer order.
         by_layer: dict[int, tuple[int, Tensor]] = {}
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             for name, spec in layer_specs(group).items():
@@ -207,15 +212,16 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass  # A prompt may take several steps; its cache is complete when it has finished.
+        pass  # Nothing is saved per layer. The cache is complete only when the request finishes.
 
     @override
     def wait_for_save(self) -> None:
-        pass  # Blocks are kept until they have been copied.
+        pass  # vLLM need not wait, because blocks stay allocated until their values are copied.
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        # Start the requested copies, and report the requests whose blocks have been copied.
+        # Start the copies that the scheduler has requested, and report the requests whose blocks
+        # have been copied.
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             for save in metadata.saves if isinstance(metadata, Saves) else ():
@@ -230,16 +236,19 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def shutdown(self) -> None:
-        self._writers.shutdown()  # Waits for files that are being written.
+        self._writers.shutdown()  # This waits for files that are being written.
 
     def _begin(self, save: Save) -> None:
-        """Gather a prompt's values on a separate stream. A thread writes them after the copy."""
+        """Gather a prompt's values and start the copy to the host, on a separate CUDA stream.
+
+        A thread waits for the copy and writes the file.
+        """
         if self._layers[0][1].device.type != "cuda":
             values = self._gather(save)
             event = None
         else:
             self._stream = self._stream or torch.cuda.Stream()
-            # Wait for the forward, which writes the cache.
+            # Gather only after the forward, which writes the cache on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 on_device = self._gather(save)
@@ -253,7 +262,10 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._writers.submit(_write, values, event, Path(save.file))
 
     def _gather(self, save: Save) -> dict[str, Tensor]:
-        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E], if they were requested."""
+        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E] of a prompt, if requested.
+
+        Shapes: T tokens, L layers, H_kv key/value heads, d head dim, n hidden states, E width.
+        """
         values = {}
         if self._wants_kv:
             take = kv_of_cpu if self._layers[0][1].device.type == "cpu" else kv_of
@@ -268,14 +280,15 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather the tokens of a sequence from the blocks of a cache.
+    """Gather the values of a sequence from the blocks of a layer's cache.
 
     Args:
-        cache: [n_blocks, n_heads, block_size, content].
+        cache: cache of the layer, [n_blocks, n_heads, block_size, content].
         blocks: block ids of the sequence, in order.
+        n_tokens: number of tokens of the sequence.
 
     Returns:
-        [n_tokens, n_heads, content].
+        The values of each token, [n_tokens, n_heads, content].
     """
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(
@@ -289,21 +302,22 @@ def kv_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     """Gather the keys and values of a sequence from the cache of a layer.
 
     Args:
-        cache: [n_blocks, H_kv, block_size, 2 * d].
+        cache: cache of the layer, [n_blocks, H_kv, block_size, 2 * d].
         blocks: block ids of the sequence, in order.
+        n_tokens: number of tokens of the sequence.
 
     Returns:
-        [n_tokens, H_kv, 2, d].
+        Keys and values, [n_tokens, H_kv, 2, d].
     """
     gathered: Tensor = tokens_of(cache, blocks, n_tokens).unflatten(-1, (2, -1))
     return gathered
 
 
 def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Do the same as :func:`kv_of` for a cache in the memory order of vLLM's CPU kernels."""
+    """Gather keys and values like :func:`kv_of`, from a cache in vLLM's CPU memory order."""
     block_size = cache.shape[2]
     head_dim = cache.shape[3] // 2
-    # Keys and values: [n_blocks, H_kv, block_size * d] each.
+    # Split the blocks into keys and values, [n_blocks, H_kv, block_size * d] each.
     keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)
     both = (
         keys.unflatten(2, (head_dim, block_size)).transpose(2, 3),
@@ -313,7 +327,7 @@ def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 
 def layer_number(name: str) -> int:
-    """Return the number in the name of a layer, e.g. 3 for ``model.layers.3.self_attn.attn``."""
+    """Return the number in a layer's name, for example 3 for ``model.layers.3.self_attn.attn``."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise ValueError(f"{name} is not a layer's name: expected exactly one number in it.")
@@ -332,6 +346,6 @@ def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:
             event.synchronize()
         with replacing(file) as partial:
             save_file(values, partial)
-    # An exception of this thread would be lost. Put it in a file, which the reader looks for.
+    # An exception in this thread would be lost. Write its message to a file that VllmSource checks.
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         file.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")

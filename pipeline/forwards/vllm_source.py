@@ -1,7 +1,8 @@
 """Extraction with vLLM: passes the tokens of a batch to vLLM and reads the connector's files.
 
-vLLM runs the forwards with its own kernels and its own batching. The values therefore differ from
-those of transformers in their last bits, and from run to run; ``audit`` allows for that. The
+The connector, ``vllm_connector.py``, runs inside vLLM and writes the activations of each sequence
+to a file. vLLM has its own kernels and its own batching. The last bits of its activations therefore
+differ from those that transformers computes, and from run to run. ``audit`` tolerates this. The
 weights that the store keeps, and the final norm, still come from transformers on the host.
 """
 
@@ -31,14 +32,14 @@ from ..config import ActivationSpec
 from .capture import Capture, finite_rows
 
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
-"""Supported releases of vLLM. Its connector interface is experimental and changes between releases.
+"""Supported releases of vLLM, whose experimental connector interface changes between releases.
 
-Only the second release is tested, on CPUs.
+Only the second release in this list is tested, on CPUs.
 """
 
 _CONNECTOR = "MoaDataConnector"
 _MODULE = "moa_data.pipeline.forwards.vllm_connector"
-# The same name as in the connector module, which cannot be imported without vLLM.
+# Equals FILE_PARAMETER of the connector module, which cannot be imported without vLLM.
 _FILE_PARAMETER = "moa_data_file"
 _STARTED_WITHIN_S = 1800.0
 _WRITTEN_WITHIN_S = 300.0
@@ -50,7 +51,7 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
     """Refuse targets and settings that an extraction with vLLM does not support.
 
     Returns:
-        Name and version of the engine, for the store's record.
+        The name and version of the installed vLLM package, which the store records.
     """
     name, version = _installed()
     if version is None:
@@ -89,13 +90,13 @@ def _installed() -> tuple[str, str | None]:
 
 
 class VllmSource:
-    """A target that vLLM runs. Use it as a context manager.
+    """Runs a target with vLLM and captures its activations. Use it as a context manager.
 
     Args:
         folder: folder of the target.
         target: the same target on the host, for its final norm.
         spec: the activations to keep.
-        dtype: dtype of the kept activations. The forward computes in the dtype of the target.
+        dtype: dtype of the kept activations. vLLM computes in the dtype of the target's weights.
         max_length: number of tokens of the longest sequence.
     """
 
@@ -115,8 +116,8 @@ class VllmSource:
         self._n_read = 0
         self._n_layers = int(target.sizes["n_layers"])
         self._norm = prove_norm(target) if spec.last else nn.Identity()
-        # vLLM's id i is the input of layer i. The output of layer i thus has id i + 1, and the
-        # input of the final norm has id n_layers.
+        # vLLM numbers hidden states so that the input of layer i has id i. The output of layer i
+        # thus has id i + 1, and the input of the final norm has id n_layers.
         self._states = sorted(
             {layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set())
         )
@@ -135,8 +136,8 @@ class VllmSource:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # All requested values have been read. Kill the processes, because a regular shutdown takes
-        # seconds, or forever if the engine hangs.
+        # All requested values have been read. Kill vLLM's processes, because a regular shutdown
+        # takes seconds, and never ends if the engine hangs.
         _end_processes()
         del self._engine
         self._folder_of_values.cleanup()
@@ -164,20 +165,21 @@ class VllmSource:
                 tensor_parallel_size=1,
                 max_model_len=self._max_length + 1,
                 skip_tokenizer_init=True,
-                # The engine runs prompts only. CUDA graphs speed up small steps only.
+                # Turn CUDA graphs off. They speed up only small decoding steps, and here vLLM
+                # only prefills prompts.
                 enforce_eager=True,
                 kv_transfer_config=transfer,
                 **({"speculative_config": states} if self._states else {}),
             )
             return _within(_STARTED_WITHIN_S, start)
-        except Exception as error:  # vLLM raises many unrelated types.
+        except Exception as error:  # vLLM raises many unrelated types of errors.
             raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). See its log, or leave out "
                 "--source vllm."
             ) from error
 
     def capture(self, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run a batch of sequences, with the same result as ``capture`` of :mod:`.capture`.
+        """Run a batch of sequences. The result has the format of ``capture`` of :mod:`.capture`.
 
         Args:
             sequences: B arrays of token ids, int32 [n_tokens].
@@ -198,7 +200,7 @@ class VllmSource:
         try:
             answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
             _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
-        except Exception as error:  # vLLM raises many unrelated types.
+        except Exception as error:  # vLLM raises many unrelated types of errors.
             raise WorkerError(f"vLLM fails ({first_line(error)}). See its log.") from error
         return self._collect(sequences, [_read(file) for file in files])
 
@@ -238,22 +240,22 @@ class VllmSource:
 
 
 def _end_processes() -> None:
-    """Kill vLLM's processes. Their child processes are ended by the connector."""
+    """Kill vLLM's processes. Their child processes then exit, because the connector watches."""
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
             child.kill()
 
 
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
-    """Call vLLM with a timeout, because a call can hang even after vLLM's processes have ended.
+    """Call a function of vLLM with a timeout. The call could hang if vLLM's processes have ended.
 
     Args:
-        within_s: the timeout in seconds. It starts again whenever ``n_done`` changes.
-        call: the call of vLLM.
-        n_done: returns a number that changes with the progress of the call.
+        within_s: the timeout in seconds. It restarts whenever the number from ``n_done`` changes.
+        call: calls the function of vLLM.
+        n_done: returns a number that changes while ``call`` makes progress.
 
     Returns:
-        The result of the call.
+        The result of ``call``.
 
     Raises:
         TimeoutError: the call made no progress for ``within_s`` seconds.
@@ -263,7 +265,8 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
     def run() -> None:
         try:
             outcomes.append((call(), None))
-        # vLLM raises many unrelated types. The error is raised again below.
+        # Catch everything, because vLLM raises many unrelated types of errors. The error is raised
+        # again below, in the caller's thread.
         except Exception as error:  # noqa: BLE001
             outcomes.append((None, error))
 
