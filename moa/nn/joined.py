@@ -28,14 +28,12 @@ JOINED = (
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 Norm = tuple[Tensor, Tensor]
-"""A prepared RMS norm: the floor sqrt(E * eps) of a row's L2 norm, and the scale [E].
 """A prepared RMS norm of width E: the floor sqrt(E * eps), and the scale [E].
 
 :func:`normed` divides each row by ``sqrt(l2_norm**2 + floor**2)``, and multiplies the result by the
 scale.
 """
 Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
-"""Norms and packed weights of a layer.
 """Norms and packed weights of a layer.
 
 The two norms belong to :func:`before_attention` and :func:`after_attention`. The packed weights

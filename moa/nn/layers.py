@@ -59,7 +59,7 @@ class BlockSizes:
 _FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported types: their angles do not depend on the input's length, so cached keys stay valid."""
+"""Supported RoPE types. Their angles do not depend on the length, so cached keys stay valid."""
 
 
 class Rotary(nn.Module):
