@@ -68,8 +68,8 @@ class ChainGraphs:
             state: the drafter's caches and lengths for all rows.
             cache: the target's cache, whose buffer stays at the same address.
             committed: prompt and committed tokens of each row.
+            shape: the shape of the chains.
             record: drafts the chains. The graph records its kernels.
-            record: drafts with the kernels that a graph records.
 
         Returns:
             Drafts [B, depth] int64. None if the round does not fit a graph, for example the first

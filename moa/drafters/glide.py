@@ -8,6 +8,7 @@ target KV heads, d target head dim, b nodes of one level, n tokens fed at once, 
     token embeddings -> + causal self-attention
                      -> + cross-attention to the KV of the target's last layer at verified positions
                      -> + MLP -> LM head
+
 Only the drafted tokens are fed back, not features. As in the MoA authors' code
 (``train/glide.py``), there is no norm before the cross-attention and before the LM head.
 

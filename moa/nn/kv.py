@@ -57,9 +57,9 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 def new_cache(has_state: Sequence[bool] = ()) -> Cache:
     """Make an empty transformers cache that keeps all positions.
 
-    has_state: For each layer, whether it has a recurrent state instead of keys and values.
-        Empty if all layers have keys and values.
-        no layer has one.
+    Args:
+        has_state: For each layer, whether it has a recurrent state instead of keys and values.
+            Empty if all layers have keys and values.
     """
     # A cache built from the model's config would drop keys outside the sliding window. A drafter
     # needs the keys of all positions.
