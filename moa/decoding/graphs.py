@@ -62,7 +62,7 @@ class ChainGraphs:
         shape: TreeShape,
         record: Record,
     ) -> Tensor | None:
-        """Draft chains by replaying a graph, which is recorded when it is first needed.
+        """Draft chains by replaying a graph. The graph is recorded at its first use.
 
         Args:
             state: the drafter's caches and lengths for all rows.
@@ -147,8 +147,8 @@ def _recorded(
     """Record a round as a graph.
 
     Args:
-        numbers: see :class:`_Graph`. The graph reads them at this address.
-        states: see :class:`_Graph`. The graph reads them at this address.
+        numbers: see :class:`_Graph`. The graph reads this tensor at its address.
+        states: see :class:`_Graph`. The graph reads this tensor at its address.
         n_new: N, the padded number of tokens that are fed at the start of a round.
         most: upper bound of a row's number of committed tokens, including those of the round.
         state: the drafter's state, which is copied and not changed.

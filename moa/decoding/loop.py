@@ -1,8 +1,8 @@
 """The decoding loop for a batch of rows: plain, or speculative with chains or trees of drafts.
 
-Speculative decoding is Algorithm 1 of Leviathan et al. 2023 (arXiv 2211.17192). The example shows
-one round of one row, with a chain of three drafts (``=`` is committed and has target KV, ``~`` is
-pending):
+Speculative decoding is Algorithm 1 of the Mixture of Attentions paper (arXiv 2410.03804). The
+example shows one round of one row, with a chain of three drafts (``=`` is committed and has target
+KV, ``~`` is pending):
 
     committed     The cat sat on             "on", the root, is committed, but has no target KV yet
     target KV     ===========
@@ -75,7 +75,7 @@ class DecodeStats:
     def acceptance_length(self) -> float:
         """Mean number of tokens committed per target call, including the bonus token.
 
-        It is NaN if there was no target call after the prefill.
+        The result is NaN if there was no target call after the prefill.
         """
         return (
             sum(self.committed_per_call) / self.n_target_calls
@@ -127,7 +127,7 @@ def generate_batch(
     divided by its number of rows.
 
     Args:
-        prompts: token ids of each prompt, at least one per prompt.
+        prompts: token ids of each prompt, at least one id per prompt.
         max_new_tokens: limit of each answer's number of tokens. An answer also ends at the target's
             maximum number of positions.
         proposer: proposes the drafts. None for plain decoding.
@@ -322,7 +322,7 @@ def _verify(
 
 
 class _Row:
-    """One prompt and its answer so far."""
+    """One prompt and the part of its answer that is already decoded."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class ShapePolicy:
 
 
 class AutoPolicy(ShapePolicy):
-    """Drafts chains while they save time, otherwise decodes plainly.
+    """Drafts chains while chains save time, otherwise decodes plainly.
 
     Its estimate of the savings is kept over all generations.
 

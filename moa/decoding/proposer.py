@@ -32,7 +32,7 @@ Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts, and keeps its caches consistent with the committed tokens.
+    """Proposes drafts. Its caches are kept consistent with the committed tokens.
 
     A proposer serves one generation at a time. This base class has no caches.
     """

@@ -306,7 +306,7 @@ class Drafter(nn.Module, ABC):
     ) -> Tensor:
         """Feed the nodes of one level and return their features [B, b, E]."""
 
-    # Decoding on another machine than the target
+    # Decoding with the target on another machine
 
     def new_context_cache(self) -> ContextCache:
         """Create the empty cache that :meth:`take_context` fills and :meth:`draft_root` reads."""

@@ -86,8 +86,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     fused_layers: tuple[int, ...] = ()
     """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
     With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
-    first draft layer that of the lowest. Empty with the context ``memory``.
-    layer that of the lowest. Empty with the context ``memory``."""
+    first draft layer that of the lowest. Empty with the context ``memory``."""
     block_layers: int = 5  # number of decoder layers
     # True if only the tokens that ``t2d`` marks can be drafted, as in checkpoints of speculators.
     reduced_vocabulary: bool = False
@@ -618,7 +617,7 @@ class BlockDrafter(KVEncoder, Drafter):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
         state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
 
-    # Drafting on another machine than the target
+    # Drafting with the target on another machine
 
     @override
     def new_context_cache(self) -> ContextCache:

@@ -31,7 +31,7 @@ tokens."""
 class RowState:
     """A drafter's caches of B rows during decoding.
 
-    Each attribute is a :class:`KVBuffer`, a tuple of them, a list with one entry per row, a tensor
+    Each attribute is a :class:`KVBuffer`, a tuple of buffers, a list with one entry per row, a tensor
     [B, ...], or a number.
     """
 

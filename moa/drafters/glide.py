@@ -16,7 +16,7 @@ Training cuts sequences into blocks. Each block is a draft round: its positions 
 of the blocks before it. Example for blocks of 3 positions and offset 1::
 
     position                   0 1 2 3 4 5 6 7 8
-    last target KV it sees     . 0 0 0 3 3 3 6 6
+    last visible target KV     . 0 0 0 3 3 3 6 6
 
 Some targets have layers of different shapes, or rotate keys in another way than Llama. For these
 targets the drafter attends to the last layer that has its own keys and values. The drafter's

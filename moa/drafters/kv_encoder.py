@@ -285,7 +285,7 @@ class KVEncoder(nn.Module):
             kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device)
         )
 
-    # Drafting on another machine than the target
+    # Drafting with the target on another machine
 
     def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
         """Encode the KV [n, L, D] of n positions for sending to a remote drafter.

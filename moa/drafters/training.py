@@ -26,7 +26,7 @@ in both directions. Draft k, counted from 0, is at position a + k. It predicts t
 visible positions)::
 
     position          0 1 2 3 4 5 6 7 8 9
-    context           + + + + + . .             never the anchor's: decoding does not have it yet
+    context           + + + + + . .             without the anchor, for which decoding has none yet
     slots                       a m m m
     drafts                      0 1 2 3         predict the tokens at 6, 7, 8, 9
     without the first slot (original DFlash, whose slots predict the token at their own position)

@@ -30,7 +30,7 @@ _LEAST_GAIN = 1.1
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The size of a draft vocabulary, and the reason for it."""
+    """The size of a draft vocabulary, and the reason for this size."""
 
     n_tokens: int  # number of tokens; 0 means all tokens
     why: str

@@ -189,8 +189,7 @@ def build_drafter(
 def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
     """Map each export format for a drafter to the reasons why the format cannot hold the drafter.
 
-    The list of reasons is empty if the program that reads the format runs the drafter as it was
-    trained.
+    The list of reasons is empty if the reading program runs the drafter as it was trained.
     """
     return {
         name: layout.refusals(sizes)

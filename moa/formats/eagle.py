@@ -15,7 +15,7 @@ Sources of EAGLE. vLLM and SGLang use the target's embeddings and LM head:
 - vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: ``LlamaForCausalLM`` becomes
   ``EagleLlamaForCausalLM``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py``: ``fc`` has a
-  bias. If the file has no bias, it stays random. Only Qwen2 has attention biases.
+  bias. If the file has no bias, the bias of ``fc`` stays random. Only Qwen2 has attention biases.
 - huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
 Sources of EAGLE-3:
@@ -138,8 +138,8 @@ def _read_sizes(
 
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
-    # The EAGLE authors' first layer has no norm. If the file has such a norm, it is refused as an
-    # unexpected tensor.
+    # The first layer of the EAGLE authors has no norm. If the file has a norm for this layer, the
+    # norm is refused as an unexpected tensor.
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
     )

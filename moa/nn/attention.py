@@ -4,7 +4,7 @@
 |---|---|---|
 | CPU | none, many short sequences | matrix products, :func:`attend_many_short` |
 | CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, skips masked blocks |
-| CUDA | any other mask | memory-efficient kernel, needs as many key heads as query heads |
+| CUDA | any other mask | memory-efficient kernel, needs equal numbers of key and query heads |
 | any other case | any | PyTorch's fused kernel, supports grouped heads and masks |
 
 With a mask and grouped heads on CUDA, PyTorch falls back to its math kernel. This kernel

@@ -144,7 +144,7 @@ MARKOV_HEADS: dict[str, type[MarkovHead] | None] = {
 class ConfidenceHead(nn.Module):
     """Predicts the probability that a slot's draft is accepted.
 
-    Its input is the slot's hidden state and the embedding of the previous token.
+    The input of this head is the slot's hidden state and the embedding of the previous token.
     """
 
     def __init__(self, width: int) -> None:

@@ -79,9 +79,9 @@ def weight_files(folder: Path) -> list[Path]:
 def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
     """Compute the content hashes that identify a target.
 
-        progress: is called with the number of bytes of weights that were hashed.
+    Args:
         folder: the model folder.
-        progress: is called with the bytes of weights that were hashed.
+        progress: is called with the number of bytes of weights that were hashed.
 
     Returns:
         ``weights_sha256``, the hash of the names and bytes of all weight files, and
@@ -172,7 +172,7 @@ def save_target_bundle(
         model: the loaded target.
         tokenizer: the tokenizer of the target.
         path: the new folder.
-        n_layers_kept: the number of decoder layers to save, counted from the last one.
+        n_layers_kept: the number of decoder layers to save, counted from the last layer.
         dtype: the dtype of the weights; None for the model's dtype.
     """
     path = Path(path)
@@ -343,7 +343,7 @@ class FrozenTarget(nn.Module):
 
         Args:
             path: the folder of the bundle.
-            n_layers: the number of decoder layers to load, counted from the last one.
+            n_layers: the number of decoder layers to load, counted from the last layer.
             dtype: the dtype of the weights; None for the stored dtype.
             sizes: the target's sizes (see :func:`target_sizes`) that the store with this bundle has
                 recorded; None if the bundle is not part of a store.
@@ -432,12 +432,12 @@ class FrozenTarget(nn.Module):
         return rows_of(self.lm_head_weight, tokens, is_packed=bool(self._laid_head))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed token ids: [B, T] -> [B, T, E]."""
+        """Look up the embeddings [B, T, E] of token ids [B, T]."""
         embedded: Tensor = self.embed_tokens(tokens)
         return embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to features after the final norm: [..., E] -> [..., V]."""
+        """Apply the LM head to features [..., E] after the final norm: logits [..., V]."""
         for head in self._laid_head if not torch.is_grad_enabled() else ():
             if (
                 hidden.dtype == head.weight.dtype

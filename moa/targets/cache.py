@@ -181,7 +181,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         """Reserve slots for a target call of n tokens per row.
 
         Args:
-            n_tokens: n.
+            n_tokens: n, the number of tokens per row.
             device: the device of the slot indices.
             goes_on: True for a further chunk of the same call. Its tokens follow the pending tokens
                 and attend to them. If false, the pending tokens are dropped.
@@ -356,8 +356,8 @@ class _Layer(CacheLayerMixin):
 class ContextCache(KVBuffer):
     """The KV of some layers of a remote target for one sequence. Arriving contexts fill it.
 
-    Its only length is the number of positions whose contexts have arrived, even if it stores no
-    layer.
+    The cache has a single length: the number of positions whose contexts have arrived. It is
+    counted even if the cache stores no layer.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -365,7 +365,7 @@ class ContextCache(KVBuffer):
         self._kept = list(layers)
 
     def extend(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
-        """Add n positions, with packed KV [n, N, D] of the N stored layers; None if N is 0."""
+        """Add the next n positions, with packed KV [n, N, D] of N stored layers; None if N is 0."""
         start = self.lengths[0]
         if packed is not None:
             keys, values = unpack_kv(packed.transpose(0, 1), n_kv_heads)  # [N, H_kv, n, d]

@@ -25,9 +25,9 @@ ROLES = {
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Keys that belong to a chat but are not read: turns of other chats, template arguments, documents,
-# media, and annotations of an answer such as its reasoning. Few templates render such a key of a
-# message, and no template declares which of these keys it renders.
+# Keys that belong to a chat but are not read: earlier turns, template arguments, documents, media,
+# and annotations of an answer such as its reasoning. Few templates render such a key of a message,
+# and no template declares which of these keys it renders.
 _UNREAD = re.compile(
     r"history|chat_template_kwargs|documents|attachments"
     r"|(?:image|video|audio|media)s?(?:_urls?|_paths?|_files?)?"
@@ -141,9 +141,8 @@ class Chat:
 
     A message has a role (system, user, assistant or tool) and a content. The content is either the
     unchanged text, or a list of text parts. A message that calls tools may have no content. If the
-    message of the row has tool calls, this message has ``tool_calls``. The arguments of each call
-    are an object or the JSON of an object. A message also keeps the other keys that it has in the
-    row.
+    message in the row has tool calls, ``tool_calls`` lists them. The arguments of each call are an
+    object or the JSON of an object. A message also keeps its other keys of the row.
     """
 
     messages: list[Message]
@@ -185,8 +184,8 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     """Parse the chat of one row as a prompt.
 
     A row of Spec-Bench, ``{"turns": ["...", ...]}``, gives one user message for each question. A
-    prompt does not need a message of the assistant. Contents become texts. Of their other keys,
-    messages keep only name, tool_call_id and tool_calls, because a prompt may be sent to a server.
+    prompt does not need a message of the assistant. Contents become texts. Messages lose all other
+    keys except name, tool_call_id and tool_calls, because a prompt may be sent to a server.
     """
     if (
         isinstance(row, Mapping)
@@ -218,7 +217,7 @@ def _plain(message: Message) -> Message:
 
 
 def content_texts(message: Message) -> list[str]:
-    """Return the texts of a message's content, one for each part."""
+    """Return the texts of a message's content, one text per content part."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
@@ -321,7 +320,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
 
 
 def _parse_message(item: Any, where: str) -> Message | Rejection:
-    """Parse a message with all of its keys."""
+    """Parse a message with all of its keys into a message of a chat."""
     if not isinstance(item, Mapping):
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
@@ -449,7 +448,7 @@ def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | 
     """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls") or [])
     old_call = _unpacked(item.get("function_call"))
-    # Some libraries write an object of null values where the value is null.
+    # Some libraries write an object of null values instead of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
@@ -475,7 +474,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
         return Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
-    # In the parsed call, the object around the function is optional.
+    # In the input, the object around the function is optional.
     outer = {
         key: value for key, value in call.items() if key not in ("function", "name", "arguments")
     }
@@ -489,7 +488,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
 def tool_name(value: Mapping[str, Any]) -> str:
     """Return the name of a tool or of a call, with or without a `function` around it.
 
-    Returns an empty text if it has no name.
+    The result is an empty text if the tool or call has no name.
     """
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -60,8 +60,8 @@ class _Piece(NamedTuple):
     message: int
     # A role, a part of a tool call, or the name of a tool.
     kind: str
-    # All spellings that a template may use for this piece. They are stripped of white space at the
-    # ends, because templates may strip it.
+    # All spellings that a template may use for this piece. They have no white space at the ends,
+    # because templates may strip white space.
     forms: Collection[str]
     is_number: bool
 
@@ -117,7 +117,7 @@ class _MarkedChat:
                 inner = None if key is None else name
                 if key in (None, "properties"):
                     # The placeholder follows the name, so that a template that sorts the names
-                    # keeps their order.
+                    # produces the same order as without placeholders.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""
                 marked[name] = self._mark(item, message, kind, inner)
@@ -131,7 +131,7 @@ class _MarkedChat:
     def _add(self, value: Any, message: int, kind: str) -> Any:
         """Add a piece and return its placeholder.
 
-        It is a number if the piece is a number, else a text.
+        The placeholder is a number if the piece is a number, otherwise a text.
         """
         text = value.strip() if isinstance(value, str) else json.dumps(value)
         if not text:
@@ -214,9 +214,9 @@ def prompt_tokens(
         is_open: whether to add the generation prompt, which starts the assistant's response.
 
     Raises:
-        TemplateError: the template refuses the chat, or does not show a piece of it other than an
-            earlier response. Some templates omit the reasoning of earlier responses, which is
-            allowed.
+        TemplateError: the template refuses the chat, or does not show one of its pieces. A hidden
+            earlier response is allowed, because some templates omit the reasoning of earlier
+            responses.
         PromptUnusable: a text contains control tokens, or cannot be encoded.
     """
     template = template.for_tools(tools)
@@ -273,8 +273,8 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # Gemma 4 writes tool results before the response, so the response is not where it is
-        # expected.
+        # Gemma 4 writes tool results before the response, so the response is not at its expected
+        # place.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:

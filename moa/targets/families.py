@@ -132,7 +132,7 @@ _MANY_POSITIONS = 1 << 20
 
 
 def load_target_config(folder: Path, with_weights: bool = True) -> Any:
-    """Load the transformers config of a folder's text model, and check its sizes.
+    """Load the transformers config of a folder's text model, and check the sizes in it.
 
     Args:
         folder: the model folder.

@@ -33,8 +33,8 @@ _ADVICE = (
 def model_folder(path: Path) -> Path:
     """Return the model folder of a path, which may be a GGUF file or a folder that holds one.
 
-    A GGUF file is converted into a folder of the user's cache. If the path is any other folder, it
-    is returned unchanged.
+    A GGUF file is converted into a folder of the user's cache. Any other model folder is returned
+    unchanged.
     """
     files = sorted(path.glob("*.gguf"))
     if not path.is_dir():

@@ -231,7 +231,7 @@ class Target:
 
     @cached_property
     def decoding_problem(self) -> str:
-        """The reason why drafts cannot be verified; empty if they can."""
+        """The reason why drafts cannot be verified; empty if they can be verified."""
         return "" if self.is_llama else proof.decoding_problem(self)
 
     def prepare(self, uses_graphs: bool = True) -> None:
@@ -455,7 +455,7 @@ Inputs = tuple[Tensor, Tensor | None, Tensor]
 class _StaticGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    hidden: Tensor  # [B, P, E]. Each replay overwrites it.
+    hidden: Tensor  # [B, P, E]. Each replay overwrites this tensor.
     # One tensor [B, P, E] per watched layer. Each replay overwrites the tensors.
     kept: list[Tensor]
 

@@ -212,7 +212,8 @@ def _check_fit(
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
     """Refuse a stored LM head whose shape differs from that of the embeddings that it is tied to.
 
-    This must be checked before loading, because transformers fails when it ties the two.
+    This must be checked before loading, because transformers compares the two shapes during
+    loading.
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")

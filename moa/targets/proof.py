@@ -59,7 +59,7 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        # Invalid weights are reported when the first sequence is decoded.
+        # Invalid weights are reported when the target runs its first sequence.
         return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
