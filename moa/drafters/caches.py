@@ -31,8 +31,8 @@ tokens."""
 class RowState:
     """A drafter's caches of B rows during decoding.
 
-    Each attribute is a :class:`KVBuffer`, a tuple of buffers, a list with one entry per row, a tensor
-    [B, ...], or a number.
+    Each attribute is a :class:`KVBuffer`, a tuple of such buffers, a list with one entry per row, a
+    tensor [B, ...], or a number.
     """
 
     def forget_drafts(self) -> None:

@@ -54,9 +54,9 @@ class KVEncoderSizes(DrafterSizes):
     kv_groups: tuple[int, ...] = ()
     # KV width of a layer in each group; used in place of D.
     kv_group_widths: tuple[int, ...] = ()
-    layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
+    layer_attention_heads: int = 0  # number of query heads; it must divide kv_width
     layer_attention_head_dim: int = 0  # head dim of layer self-attention
-    layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
+    layer_attention_kv_heads: int = 0  # number of KV heads of layer self-attention
     layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
     # If false, there is no layer self-attention, and only the KV of the target's last layer is
     # encoded.

@@ -65,9 +65,9 @@ class MoASizes(KVEncoderSizes):
 
     kind: ClassVar[str] = "moa"
 
-    self_attention_kv_heads: int  # KV heads of the causal self-attention
+    self_attention_kv_heads: int  # number of KV heads of the causal self-attention
     self_attention_mlp_width: int  # MLP width of the causal self-attention
-    cross_attention_kv_heads: int  # KV heads of the cross-attention
+    cross_attention_kv_heads: int  # number of KV heads of the cross-attention
     cross_attention_mlp_width: int  # MLP width of the cross-attention
     # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: int = 0
@@ -251,7 +251,7 @@ class MoADrafter(KVEncoder, Drafter):
         before = None
         feature_term = feature
         if n_layers:
-            assert inputs.entering_hidden is not None  # ``reads`` requests it.
+            assert inputs.entering_hidden is not None  # ``reads`` requests these states.
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
             # The losses before and after the last N layers have the same weight.

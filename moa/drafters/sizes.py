@@ -202,7 +202,7 @@ class LayerSizes(DrafterSizes):
     By default the layers also have the target's number of KV heads and the target's MLP width.
     """
 
-    self_attention_kv_heads: int  # KV heads of each layer
+    self_attention_kv_heads: int  # number of KV heads of each layer
     self_attention_mlp_width: int  # MLP width of each layer
 
     @override

@@ -62,7 +62,7 @@ class Reads:
     # The layer whose output is the input of the last N target layers. None if this output is not
     # read.
     entering_layer: int | None = None
-    # Decoder layers whose outputs become ``TrainingInputs.layer_outputs``.
+    # Decoder layers whose outputs are read into ``TrainingInputs.layer_outputs``.
     outputs: tuple[int, ...] = ()
 
     @property
@@ -88,7 +88,7 @@ class TrainingInputs:
     hidden: Tensor  # [B, T, E], the target's hidden states after its final norm.
     # [B, T, E], the input of the last N target layers. Required if N > 0.
     entering_hidden: Tensor | None = None
-    # One [B, T, E] per layer that the drafter reads, before any norm.
+    # One tensor [B, T, E] per layer whose output the drafter reads, before any norm.
     layer_outputs: tuple[Tensor, ...] = ()
 
     def required_kv(self) -> Tensor:
@@ -124,7 +124,8 @@ class Draws:
 
     # [B] int64, step bound of each row, see :func:`masks.drafted_positions`. None for no bound.
     step_bound: Tensor | None
-    staircase_rows: Tensor  # [B] bool, see :func:`masks.self_attention_mask`
+    # [B] bool, whether a row is a staircase row; see :func:`masks.self_attention_mask`.
+    staircase_rows: Tensor
     # [B] int64, offset of the step bound in each row. None for 0.
     offset: Tensor | None = None
     seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
@@ -168,7 +169,9 @@ class Rounds:
     context: Tensor  # [B, Q] int64, last position whose target activations the query sees
     drafted: Tensor  # [B, Q] bool; False is padding
     weights: Tensor  # [B, Q] float32, weight in the loss
-    staircase: Tensor  # [B, Q] bool, see :func:`masks.self_attention_mask`
+    # [B, Q] bool, whether the query's row is a staircase row and its pass is on-policy; see
+    # :func:`masks.self_attention_mask`.
+    staircase: Tensor
     pass_index: Tensor  # [Q] int64. Queries of different passes do not see each other.
 
     @classmethod
@@ -357,8 +360,8 @@ class LossWeights:
     # Weight of the cross-entropy to the actual next tokens. This term and the next two are for
     # block-parallel drafters.
     cross_entropy: float = 0.1
-    l1: float = 0.9  # L1 distance between the drafter's and the target's distributions
-    confidence: float = 1.0  # binary cross-entropy of the confidence head
+    l1: float = 0.9  # weight of the L1 distance of the drafter's and the target's distributions
+    confidence: float = 1.0  # weight of the confidence head's binary cross-entropy
     divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
     # Smoothing of D-PACE weights, see :func:`..nn.losses.d_pace_weights`. None for fixed weights.
     d_pace: float | None = None

@@ -66,14 +66,14 @@ class Joined:
     def project(
         self, x: Tensor, cosines: Tensor, sines: Tensor, is_normed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run :func:`before_attention`, without its norm if ``x`` ``is_normed`` already."""
+        """Run :func:`before_attention`. If ``is_normed`` is true, skip the norm."""
         norm = None if is_normed else self.norms[0]
         return before_attention(
             x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim
         )
 
     def finish(self, attended: Tensor, x: Tensor, n_groups: int = 0) -> Tensor:
-        """Run :func:`after_attention`, or :func:`means_after_attention` if there are groups."""
+        """Run :func:`after_attention`, or :func:`means_after_attention` if ``n_groups`` > 0."""
         if n_groups:
             return means_after_attention(attended, x, self.norms[1], *self.products[1:], n_groups)
         return after_attention(attended, x, self.norms[1], *self.products[1:])
