@@ -66,7 +66,7 @@ class Proposer:
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the given rows of the batch, in the given order."""
 
 
 class Chain:

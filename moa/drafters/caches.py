@@ -42,12 +42,12 @@ class RowState:
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the given rows of the batch, in the given order."""
         for name, value in vars(self).items():
             setattr(self, name, _taken(value, rows))
 
     def take_rows(self, rows: Sequence[int]) -> Self:
-        """Copy these rows, in this order, to a new state. This ends the round."""
+        """Copy the given rows, in the given order, to a new state. This ends the round."""
         self.forget_drafts()
         taken = copy.copy(self)
         taken.select_rows(rows)

@@ -205,7 +205,8 @@ class EagleSizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # Other scales would be rounded when an export multiplies weights by them.
+        # An export multiplies weights by the scale. Other scales than powers of two would round
+        # the weights.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 

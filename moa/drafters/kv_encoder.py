@@ -126,7 +126,7 @@ class KVEncoderSizes(DrafterSizes):
             )
             grouped["kv_groups"] = tuple(number for _, number in of_layer)
             grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
-        # A target that caches latents has many query heads, but a narrow KV.
+        # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
         n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The MoA authors' code uses the target's number of heads for layer self-attention. If it

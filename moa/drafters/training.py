@@ -368,7 +368,7 @@ class LossWeights:
 
     @classmethod
     def of(cls, settings: Any) -> "LossWeights":
-        """Read the weights from a drafter's training settings."""
+        """Read the loss weights from a drafter's training settings."""
         names = [item.name for item in fields(cls) if hasattr(settings, f"{item.name}_weight")]
         weights = {name: getattr(settings, f"{name}_weight") for name in names}
         is_paced = getattr(settings, "position_weights", None) == "d-pace"

@@ -138,8 +138,8 @@ def _read_sizes(
 
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
-    # The first layer of the EAGLE authors has no norm. If the file has a norm for this layer, the
-    # norm is refused as an unexpected tensor.
+    # In the EAGLE authors' code, the first layer has no norm before its attention. If the file has
+    # such a norm, this tensor is refused as unexpected.
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
     )

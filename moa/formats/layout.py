@@ -44,8 +44,7 @@ class Layout:
     # Parts of the target that are needed for writing: ``config`` for the target's transformers
     # config, and the names of target tensors that are copied into the file.
     needs: tuple[str, ...] = ()
-    # Names of tensors in the file that are not read. They are copies of target tensors, and the
-    # target's own tensors are used.
+    # Names of tensors in the file that are not read, because they are copies of target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> values of this size for which the reading program runs a drafter as it was
     # trained.

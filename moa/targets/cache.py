@@ -253,7 +253,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order, and move them to the start of the same buffer."""
+        """Keep only the given rows, in this order, and move them to the start of the buffer."""
         # Keep the buffer: a batch loses rows one by one, and a new buffer for each step would take
         # many times the memory.
         fewer = self.buffer[:, :, : len(rows)]

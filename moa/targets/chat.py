@@ -474,7 +474,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
         return Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
-    # In the input, the object around the function is optional.
+    # The item may be the function itself, without an object around the function.
     outer = {
         key: value for key, value in call.items() if key not in ("function", "name", "arguments")
     }
