@@ -42,10 +42,10 @@ AUTO_SHAPE = TreeShape(10, stop_below=0.2)
 # of rounds vary by 2 steps around a mean of 1 or more. A smaller limit would give up good drafters.
 # A larger limit would lose more time if drafts fail.
 PATIENCE = 12.0
-# A plain step is timed after this many rounds with drafts, and this many plain steps make up for
-# the loss of one step. Timing costs about 1 % of the time, and so does the loss that plain steps
-# make up for. A value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would
-# notice late that the machine has become slower.
+# Number of rounds with drafts after which a plain step is timed. It is also the number of plain
+# steps that make up for a loss of one step. Each of these two uses costs about 1 % of the time. A
+# value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would notice late that
+# the machine has become slower.
 MEASURE_EVERY = 128
 
 

@@ -1,6 +1,6 @@
 """Fused decoder layers of the Llama architecture, for calls of a few tokens on a CPU.
 
-A call over a few tokens spends as much time between the matrix products as in them. So this module
+A call over a few tokens spends as much time outside its matrix products as in them. So this module
 fuses Q, K and V into one product, and the gate and up projections into another product. It rotates
 queries and keys together, and runs the code before and after attention with TorchScript. Only
 float32 layers are fused: in other dtypes the fused operations would round intermediate results

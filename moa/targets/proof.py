@@ -35,7 +35,7 @@ def prove_logits(target: Target) -> None:
     states = list[Tensor]()
     # A soft cap has no visible effect on small logits, and all large logits equal the cap. So the
     # hidden states of some tokens are scaled up, those of other tokens are not. In float16 no
-    # states are scaled, because its largest number is 65,504.
+    # states are scaled, because the largest float16 number is 65,504.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype

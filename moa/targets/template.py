@@ -166,7 +166,7 @@ class ChatTemplate:
 
     @property
     def asked_the_time(self) -> bool:
-        """Whether a rendering has read the time, that is TEMPLATE_TIME, so far."""
+        """Whether any rendering so far has read the time, which is TEMPLATE_TIME."""
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after_answer(self, header: str) -> str:
@@ -390,7 +390,7 @@ class ChatTemplate:
         """Find control tokens, unpaired surrogates, or too many characters in a chat.
 
         Returns:
-            The reason, and a detail with the place; None if all texts can be used.
+            The reason, and a detail that names the place; None if all texts can be used.
         """
         control = self.control_tokens
         n_chars = 0
