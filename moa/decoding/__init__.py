@@ -1,4 +1,4 @@
 """Lossless speculative decoding: draft, verify and accept chains and trees of drafts.
 
-The code here uses drafters only through their interface.
+Drafters are used only through the interface in ``drafters/base.py``.
 """

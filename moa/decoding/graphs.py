@@ -4,10 +4,11 @@ Without a graph, the host launches hundreds of kernels for a chain of five draft
 launches one.
 
 A graph repeats its kernels at the same addresses with the same shapes. So the caches stay at fixed
-addresses, lengths on the device (:class:`.masks.DeviceLengths`) say at which slots keys and values
-are written, and attention reads the same number of slots in every round, under a mask.
+addresses, and attention reads the same number of slots in every round, under a mask. A slot holds
+the key and value of one token. Lengths on the device (:class:`.masks.DeviceLengths`) say in which
+slots keys and values are written.
 
-Shapes: B rows, N tokens that a round begins with (right padded), S slots.
+Shapes: B rows, N tokens that are fed at the start of a round (right padded), S slots.
 """
 
 import copy
@@ -24,18 +25,20 @@ from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
 from .tree import DraftTree, TreeShape
 
-# Drafts from a state that already holds the tokens of the round, on the device.
+# A function that drafts from a state. The state already holds the tokens of the round, on the
+# device.
 Record = Callable[[LayerState], DraftTree]
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    # [B, N + 2 + buffers] int64. For each row: the tokens of the round, their count, the number of
-    # committed slots before the round, and the length of each buffer before the round.
+    # [B, N + 2 + n] int64 for n buffers. For each row: the N tokens of the round, the number of
+    # real tokens among them, the number of committed slots before the round, and the length of each
+    # buffer before the round.
     numbers: Tensor
-    # [B, N, ...], the target's states of the tokens. None if the drafter takes no states.
+    # [B, N, ...], the target's hidden states of the N tokens. None if the drafter reads no states.
     states: Tensor | None
-    # [B, depth] int64. Each replay overwrites it.
+    # [B, depth] int64, the drafted tokens. Each replay overwrites them.
     drafts: Tensor
 
 
@@ -46,7 +49,8 @@ class ChainGraphs:
     """
 
     def __init__(self) -> None:
-        # The fixed buffers that states are moved to, [2, L, B, H_kv, S, d] each.
+        # Buffers at fixed addresses, [2, L, B, H_kv, S, d] each. The drafter's caches are moved
+        # into them.
         self._homes: list[Tensor] = []
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
@@ -58,21 +62,21 @@ class ChainGraphs:
         shape: TreeShape,
         record: Record,
     ) -> Tensor | None:
-        """Draft chains by replaying a graph, which is recorded when it is first needed.
+        """Draft chains by replaying a graph. The graph is recorded at its first use.
 
         Args:
-            state: the drafter's state.
+            state: the drafter's caches and lengths for all rows.
             cache: the target's cache, whose buffer stays at the same address.
             committed: prompt and committed tokens of each row.
             shape: the shape of the chains.
-            record: drafts with the kernels that a graph records.
+            record: drafts the chains. The graph records its kernels.
 
         Returns:
             Drafts [B, depth] int64. None if the round does not fit a graph, for example the first
             round of a generation.
         """
-        # A round commits at most a chain and its bonus token. Some drafters need one more token,
-        # because their slots end before the root.
+        # A round commits at most all drafts of a chain and one bonus token. The caches of some
+        # drafters end one token before the root, so they need one more token.
         n_new = shape.depth + 2
         n_slots = cache.capacity
         buffers = _buffers(state)
@@ -114,10 +118,10 @@ class ChainGraphs:
         return graph.drafts.clone()
 
     def _settle(self, buffers: Sequence[KVBuffer], n_slots: int) -> None:
-        """Move the buffers of a state to the fixed addresses that the graphs use.
+        """Move the drafter's cache buffers to the fixed addresses that the graphs use.
 
-        If the fixed buffers are too small or have another number of slots, allocates new ones and
-        drops all graphs.
+        If the fixed buffers are too small or have another number of slots than the buffers of the
+        state, new fixed buffers are allocated and all graphs are dropped.
         """
         shapes = [(*buffer.buffer.shape[:4], n_slots, buffer.buffer.shape[5]) for buffer in buffers]
         if (
@@ -131,7 +135,7 @@ class ChainGraphs:
                 for source, shape in zip(buffers, shapes, strict=True)
             ]
         for buffer, home in zip(buffers, self._homes, strict=True):
-            # A batch that shrinks keeps using the first rows.
+            # A batch whose number of rows has shrunk uses the first rows of the fixed buffers.
             home_rows = home[:, :, : len(buffer.lengths)]
             if buffer.buffer.data_ptr() != home_rows.data_ptr():
                 buffer.resize(n_slots, home_rows[0, 0], home_rows.zero_())
@@ -143,12 +147,12 @@ def _recorded(
     """Record a round as a graph.
 
     Args:
-        numbers: see :class:`_Graph`. The graph reads them at this address.
-        states: see :class:`_Graph`. The graph reads them at this address.
-        n_new: N.
-        most: upper bound of the committed tokens of a row, including those of the round.
+        numbers: see :class:`_Graph`. The graph reads this tensor at its address.
+        states: see :class:`_Graph`. The graph reads this tensor at its address.
+        n_new: N, the padded number of tokens that are fed at the start of a round.
+        most: upper bound of a row's number of committed tokens, including those of the round.
         state: the drafter's state, which is copied and not changed.
-        record: drafts with the kernels that the graph records.
+        record: drafts the chains. The graph records its kernels.
     """
     device, (counts, before, *lengths) = numbers.device, numbers[:, n_new:].unbind(1)  # [B] each
 
@@ -175,5 +179,5 @@ def _recorded(
 
 
 def _buffers(state: LayerState) -> list[KVBuffer]:
-    """List the buffers of a state: its slots, then buffers that end before the root."""
+    """List the cache buffers of a state: its slots, then the buffers that end before the root."""
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

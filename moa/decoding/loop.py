@@ -1,7 +1,8 @@
 """The decoding loop for a batch of rows: plain, or speculative with chains or trees of drafts.
 
-Speculative decoding is Algorithm 1 of the paper. One round of one row, with a chain of three drafts
-(``=`` is committed and has target KV, ``~`` is pending):
+Speculative decoding is Algorithm 1 of the Mixture of Attentions paper (arXiv 2410.03804). The
+example shows one round of one row, with a chain of three drafts (``=`` is committed and has target
+KV, ``~`` is pending):
 
     committed     The cat sat on             "on", the root, is committed, but has no target KV yet
     target KV     ===========
@@ -43,22 +44,23 @@ from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
 # The proposer of plain decoding, which never has to propose drafts.
 PLAIN = Proposer()
-# Called at each commit with the committed tokens and, for each token, whether it was drafted.
+# Called at each commit with the committed tokens and, for each of them, whether it was a draft.
 OnTokens = Callable[[list[int], list[bool]], None]
-# Called after each verification with the drafts and, for each row, the accepted nodes from the root
-# down.
+# Called after each verification with the drafts and, for each row, the indices of the accepted
+# nodes from the root down.
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 
 
 @dataclass
 class DecodeStats:
-    """The cost of a generation."""
+    """Token counts and times of a generation."""
 
     # Number of tokens that each target call after the prefill committed.
     committed_per_call: list[int] = field(default_factory=list)
     n_tokens: int = 0  # generated tokens, including the one from the prefill
     n_drafted: int = 0
-    n_drafted_calls: int = 0  # target calls that verified drafts
+    # Number of target calls that verified drafts.
+    n_drafted_calls: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -73,7 +75,7 @@ class DecodeStats:
     def acceptance_length(self) -> float:
         """Mean number of tokens committed per target call, including the bonus token.
 
-        It is NaN if there was no target call after the prefill.
+        The result is NaN if there was no target call after the prefill.
         """
         return (
             sum(self.committed_per_call) / self.n_target_calls
@@ -84,7 +86,7 @@ class DecodeStats:
 
 @dataclass
 class Generation:
-    """Generated tokens, without the prompt. An end-of-sequence token is included."""
+    """The generated tokens without the prompt. An end-of-sequence token is included."""
 
     tokens: list[int]
     stats: DecodeStats
@@ -92,14 +94,14 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The tokens as text, without special tokens."""
+        """The generated tokens decoded to text, without special tokens."""
         return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
 
 
 def plain_generate(target: Target, prompt_tokens: list[int], **settings: Any) -> Generation:
     """Decode a prompt with the target alone, with one call per token.
 
-    The settings are those of :func:`generate_batch`.
+    The settings are the keyword arguments of :func:`generate_batch`.
     """
     return generate_batch(target, [prompt_tokens], **settings)[0]
 
@@ -117,19 +119,20 @@ def generate_batch(
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
 ) -> list[Generation]:
-    """Decode prompts of any lengths in one batch. Each gets the same answer as when decoded alone.
+    """Decode prompts of any lengths in one batch.
 
-    Greedy tokens equal those of plain decoding, and sampled tokens have its distribution, for any
-    drafts. Rows whose answer has ended leave the batch. The times in the statistics are those of
-    the batch, divided by its number of rows.
+    Each prompt gets the same answer as when it is decoded alone. Greedy tokens equal those of plain
+    decoding, and sampled tokens have the distribution of plain decoding, for any drafts. Rows whose
+    answer has ended leave the batch. The times in the statistics are the times of the batch,
+    divided by its number of rows.
 
     Args:
-        prompts: token ids of each prompt, at least one per prompt.
-        max_new_tokens: limit of each answer's tokens. The number of the target's positions limits
-            it too.
+        prompts: token ids of each prompt, at least one id per prompt.
+        max_new_tokens: limit of each answer's number of tokens. An answer also ends at the target's
+            maximum number of positions.
         proposer: proposes the drafts. None for plain decoding.
-        tree: shape of the drafts, or a policy that chooses it. Required with a proposer.
-        seed: row r uses ``seed + r``, or ``seed[r]`` if this is a sequence.
+        tree: shape of the drafts, or a policy that chooses the shape. Required with a proposer.
+        seed: row r uses ``seed + r``, or ``seed[r]`` if ``seed`` is a sequence.
         stop_token_ids: tokens that end an answer, in addition to the target's end-of-sequence
             tokens.
         on_tokens: called at each commit. Only for a single prompt.
@@ -166,7 +169,8 @@ def generate_batch(
             prefill_s = (time.perf_counter() - prefill_began) / len(rows)
             _decode(target, cache, rows, proposer, policy, sampling, on_round)
     finally:
-        # Release the cache after an interruption too, because recorded CUDA graphs use its buffer.
+        # Also release the cache if decoding is interrupted, because recorded CUDA graphs use its
+        # buffer.
         cache.release()
     for row in rows:
         row.stats.prefill_s = prefill_s
@@ -192,8 +196,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # Read the clock right after the verification, which has already synchronized with the
-        # device. So reading it does not have to wait.
+        # The verification has just synchronized with the device. So marking this moment does not
+        # have to wait.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
@@ -220,7 +224,7 @@ def _decode(
 def prefill(
     target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN
 ) -> Tensor:
-    """Run the prompts, padded on the right, and commit them.
+    """Run the prompts, padded on the right, and commit their tokens.
 
     Returns:
         The hidden states of the prompts' last tokens, [B, E].
@@ -238,7 +242,8 @@ def prefill(
 def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
     """Commit the first token of each row.
 
-    ``hidden`` [B, E] are the hidden states of the prompts' last tokens.
+    Args:
+        hidden: [B, E], the hidden states of the prompts' last tokens.
     """
     nothing = DraftTree.empty(1, target.device)
     for row, logits in zip(rows, target.logits(hidden), strict=True):
@@ -268,12 +273,12 @@ def _propose(
 ) -> DraftTree:
     """Propose drafts.
 
-    The depth of greedy drafts is limited to the target's remaining positions, and to the tokens
-    that the rows still need.
+    The depth of greedy drafts is limited to the number of the target's remaining positions, and to
+    the number of tokens that the answers still need.
     """
-    # The depth of sampled drafts is not limited: each level draws random numbers, and an answer
-    # must not depend on the other rows of its batch. Tokens beyond the last position are dropped at
-    # the commit.
+    # The depth of sampled drafts is not limited. Each level draws random numbers, and a row's
+    # answer must not depend on the other rows of its batch. The commit drops tokens beyond the last
+    # position.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
@@ -293,10 +298,10 @@ def _verify(
     """Run the target once over the root and the drafts of each row, and commit the accepted tokens.
 
     Returns:
-        The hidden states of the call, and the accepted nodes of each row.
+        The hidden states of the fed tokens, and the indices of the accepted nodes of each row.
     """
     roots = to_device([[row.committed[-1]] for row in rows], target.device)
-    # Drafts that are padding (-1) are fed as token 0.
+    # Padding among the drafts (-1) is fed as token 0.
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
@@ -317,7 +322,7 @@ def _verify(
 
 
 class _Row:
-    """One prompt and its answer so far."""
+    """One prompt and the part of its answer that is already decoded."""
 
     def __init__(
         self,

@@ -3,9 +3,9 @@
 A fixed policy uses one shape for all rounds. ``auto`` drafts chains, and falls back to plain
 decoding if chains cost more time than they save.
 
-The chains of ``auto`` end at drafts that the drafter itself is unsure of. Rounds are measured in
-plain steps, each the time of a target call over one token, so that a machine that is slow for a
-while does not change the decision:
+The chains of ``auto`` end at drafts for which the drafter itself gives a low probability. The time
+of a round is measured in plain steps. A plain step is a target call over one token. This unit makes
+the decision independent of a temporary slowdown of the machine:
 
     gain = tokens committed - seconds of the round / seconds of a plain step
 
@@ -18,12 +18,12 @@ while does not change the decision:
      ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
-The policy keeps two sums of gains. ``lost`` is the loss of the current generation since its best
-moment. While it is at or above ``PATIENCE``, the generation is decoded plainly. ``savings`` is the
-gain of drafts over all generations, at most four times ``PATIENCE``. A generation uses drafts only
-while it is above 0. Each plain step lowers ``lost`` and raises ``savings`` by 1 /
-``MEASURE_EVERY``, so drafts that always fail cost no more time than the plain steps have added to
-the savings.
+The policy keeps two sums of gains. ``lost`` is the loss of the current generation since the moment
+with its highest total gain. While ``lost`` is at or above ``PATIENCE``, the generation is decoded
+plainly. ``savings`` is the gain of drafts over all generations, limited to four times ``PATIENCE``.
+A generation uses drafts only while ``savings`` is above 0. Each plain step lowers ``lost`` and
+raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more time than the
+plain steps have added to ``savings``.
 """
 
 from collections import deque
@@ -35,21 +35,22 @@ from typing_extensions import override
 
 from .tree import TreeShape
 
-# The fastest of all chains and trees on one CPU core, if a draft costs a fifth to a third of a
+# The fastest of all measured shapes on one CPU core, if a draft costs a fifth to a third of a
 # target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# Loss, in plain steps, after which a generation is decoded plainly. The gains of a good drafter's
-# rounds vary by 2 steps around a mean of 1 or more. A smaller value gives up good drafters, a
-# larger one loses more time if drafts fail.
+# Loss, in plain steps, after which a generation is decoded plainly. With a good drafter, the gains
+# of rounds vary by 2 steps around a mean of 1 or more. A smaller limit would give up good drafters.
+# A larger limit would lose more time if drafts fail.
 PATIENCE = 12.0
-# A plain step is timed after this many rounds with drafts, and this many plain steps make up for
-# the loss of one step. Each of the two costs about 1 %. 64 would cost 2 % if drafts fail. With 256
-# the policy would notice late that the machine has become slower.
+# Number of rounds with drafts after which a plain step is timed. It is also the number of plain
+# steps that make up for a loss of one step. Each of these two uses costs about 1 % of the time. A
+# value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would notice late that
+# the machine has become slower.
 MEASURE_EVERY = 128
 
 
 class ShapePolicy:
-    """Chooses the shape of each round's drafts. This class always chooses the same shape.
+    """Chooses the shape of each round's drafts. This base class always chooses the same shape.
 
     A shape of None means plain decoding. ``is_off`` is true after drafts were given up because they
     cost more time than they save.
@@ -68,24 +69,24 @@ class ShapePolicy:
         return self._shape
 
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Learn from a round.
+        """Update the estimates with the result of a round.
 
         Args:
-            n_drafts: number of drafts of each row.
-            n_committed: mean number of tokens that a row committed.
+            n_drafts: number of drafts of each row; 0 for a plain step.
+            n_committed: mean number of tokens committed per row.
             round_s: seconds that the round took.
         """
 
 
 class AutoPolicy(ShapePolicy):
-    """Drafts chains while they save time, otherwise decodes plainly.
+    """Drafts chains while chains save time, otherwise decodes plainly.
 
-    It remembers over generations what it has learned.
+    Its estimate of the savings is kept over all generations.
 
     Args:
-        is_drawn: True if tokens are sampled. Chains then cannot stop by their probability, and have
-            half the length.
-        max_depth: number of levels that the drafter can draft. None for any number.
+        is_drawn: True if tokens are sampled. The chains then have half the length, because they
+            cannot stop early by their probability.
+        max_depth: maximum number of levels that the drafter can draft. None for no limit.
     """
 
     def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:
@@ -104,8 +105,8 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # The higher the loss, the sooner a plain step is timed: the machine may be slower while the
-        # drafts are as good as before.
+        # The higher the loss, the sooner a plain step is timed again. The loss may be due to a
+        # slower machine instead of worse drafts.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):
@@ -122,14 +123,14 @@ class AutoPolicy(ShapePolicy):
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # Ignore the first round with drafts: the drafter also reads the prompt in it, so its time
-        # does not predict later rounds.
+        # Ignore the loss of the first round with drafts. In this round the drafter also reads the
+        # prompt, so its time does not predict later rounds.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # Below this, drafts are only tried now and then, so the policy still counts as off.
+        # With lower savings the policy tries drafts only now and then, so it still counts as off.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 

@@ -22,22 +22,22 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Check for early stopping every N drafts, by device type; on other devices after each draft. Each
-# check synchronizes with the device.
+# Number of drafts between two checks for early stopping, by device type. Other devices check after
+# each draft. Each check synchronizes with the device.
 _ASKS_AFTER = {"cuda": 4}
 
-# Chooses the next token of each row, [B] int64, from the drafter's logits [B, V]. It is called once
-# per level, in order.
+# A function that chooses the next token of each row, [B] int64, from the drafter's logits [B, V].
+# It is called once per level, in order.
 Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts, and keeps its caches consistent with the committed tokens.
+    """Proposes drafts. Its caches are kept consistent with the committed tokens.
 
     A proposer serves one generation at a time. This base class has no caches.
     """
 
-    max_depth: int | None = None  # limit of the levels of drafts; None for any number
+    max_depth: int | None = None  # maximum number of draft levels; None for no limit
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.
@@ -48,25 +48,25 @@ class Proposer:
         """
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Receive the result of a target call.
+        """Receive the hidden states of a target call.
 
         Args:
-            hidden: [B, n, E], final hidden states.
-            kept: for each row, the indices of the tokens that it committed, out of n.
+            hidden: [B, n, E], hidden states after the target's final norm.
+            kept: for each row, the indices of the tokens that were committed, among the n tokens.
         """
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        """Propose drafts of the tokens that follow.
+        """Propose drafts of the tokens that follow the committed tokens.
 
         Args:
-            committed: for each row, the prompt and the committed tokens. All but the last have
-                target KV.
+            committed: for each row, the prompt and the committed tokens. All of them except the
+                last have target KV.
             shape: shape of the drafts.
         """
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the given rows of the batch, in the given order."""
 
 
 class Chain:
@@ -89,12 +89,13 @@ class Chain:
         cache: KVSource,
         features: Tensor,
     ) -> None:
-        # ``features`` [B, 1, E] are those of the root, from ``Drafter.draft_root``.
+        # ``features`` [B, 1, E] are the root's features, as ``Drafter.draft_root`` returns them.
         self._drafter = drafter
         self._frozen = frozen
         self._state = state
         self._cache = cache
-        # For the root and each level: its index among the fed tokens, and its features.
+        # One entry for the root and for each level: index of its token among the fed tokens, and
+        # its features [B, 1, E].
         self._path = [(0, features)]
         self._n_fed = 1
 
@@ -131,15 +132,16 @@ class Chain:
         self._n_fed += 1
 
     def back_to(self, depth: int) -> None:
-        """Continue from an earlier level. Level 0 is the root."""
+        """Drop the levels below ``depth`` and continue from this level. Level 0 is the root."""
         del self._path[depth + 1 :]
 
 
 class DrafterProposer(Proposer):
     """Proposes the drafts of a trained drafter.
 
-    The drafter uses some weights of its target, which is live or frozen. With a temperature above
-    0, the tokens of chains are sampled from the drafter's distribution at that temperature.
+    The drafter uses some weights of its target. The target may be live or frozen. With a
+    temperature above 0, the tokens of chains are sampled from the drafter's distribution at this
+    temperature.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # The target's calls then keep the outputs of these layers for the drafter.
+        # During its calls the target then stores the outputs of these layers for the drafter.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -182,9 +184,9 @@ class DrafterProposer(Proposer):
         """Continue with caches that the caller keeps consistent with the committed tokens.
 
         Args:
-            cache: the target's KV, or the contexts.
+            cache: the target's KV, or the contexts that replace it if the target is remote.
             state: the drafter's state.
-            choose: chooses the tokens of chains. None to choose them by the sampling settings.
+            choose: chooses the tokens of chains. None to sample them by the sampling settings.
         """
         self.cache = cache
         self.state = state
@@ -202,7 +204,8 @@ class DrafterProposer(Proposer):
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Grow a chain or a tree.
 
-        This is EAGLE-2, section 4.1, and lines 622-660 of the official inference code.
+        This is EAGLE-2, section 4.1, and lines 622-660 of the MoA authors'
+        ``inference/single_device/moa_spec.py``.
         """
         self.drafter.config.check_depth(shape.depth)
         if self._uses_graphs and shape.is_chain and not (shape.stop_below or shape.cut_below):
@@ -237,12 +240,13 @@ class DrafterProposer(Proposer):
         is_drawn = self._sampling.temperature > 0
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
-        # [B] for each draft: the probability of the chain up to and including it.
+        # One tensor [B] per draft: the product of the drafter's probabilities up to and including
+        # this draft.
         reached: list[Tensor] = []
-        # [B] bool for each draft: whether the chain has not been cut at or before it.
+        # One tensor [B] bool per draft: whether the row's chain still includes this draft.
         is_kept: list[Tensor] = []
         paths = [list(row) for row in committed]
-        # [B], the probability of the whole chain.
+        # [B], the product of the drafter's probabilities of all drafts of the chain so far.
         probability = features.new_ones(features.shape[0], dtype=torch.float32)
         chain = Chain(self.drafter, self.frozen, state, self.cache, features)
         asks_after = _ASKS_AFTER.get(self._device.type, 1)
@@ -252,8 +256,8 @@ class DrafterProposer(Proposer):
             if shape.cut_below:
                 is_sure = chain.confidence >= shape.cut_below
                 is_kept.append(is_kept[-1] & is_sure if is_kept else is_sure)
-                # If tokens are sampled, do not stop early: a row must draw the same random numbers
-                # in a batch as alone.
+                # Do not stop early if tokens are sampled. A row must draw the same random numbers
+                # in a batch as when it is decoded alone.
                 if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
             logits = chain.logits  # [B, V]
@@ -264,7 +268,7 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
-                # Without penalties, distributions do not depend on the path.
+                # Only with penalties does a distribution depend on the tokens before it.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)
@@ -288,9 +292,10 @@ class DrafterProposer(Proposer):
         n_rows = features.shape[0]
         b = min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
-        # Tokens, parents and scores are those of the candidates of all levels. The beam is the b
-        # nodes of the last level that are extended. For each of them, the loop keeps its index
-        # among the candidates, its cumulative score, and the mask of the fed tokens that it sees.
+        # ``tokens``, ``parents`` and ``scores`` describe the candidates of all levels. The beam is
+        # the b nodes of the last level that are extended. For each node of the beam, the loop keeps
+        # its index among the candidates, its cumulative score, and the mask of the fed tokens that
+        # it sees.
         tokens = []
         parents = []
         scores = []
@@ -300,7 +305,8 @@ class DrafterProposer(Proposer):
         n_candidates = 0
         for level in range(1, shape.depth + 1):
             logits = self.drafter.draft_logits(self.frozen, features)
-            # A log-probability that rounds above 0 would let a child outrank its parent.
+            # Clamp, because a log-probability that rounds above 0 would give a child a higher score
+            # than its parent.
             log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
             best_score, best_token = most_likely(log_p, b)
             score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
@@ -309,7 +315,7 @@ class DrafterProposer(Proposer):
             scores.append(score)
             if level == shape.depth:
                 break
-            # Choose among the candidates of this level only.
+            # The new beam is chosen among the candidates of this level only.
             beam_score, in_beam = most_likely(score, b)
             beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
@@ -332,12 +338,13 @@ class DrafterProposer(Proposer):
 def _cut_chain(
     tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
 ) -> DraftTree:
-    """Make chains of the kept drafts. Rows with fewer of them are padded.
+    """Make chains of the kept drafts. Rows with fewer drafts than others are padded.
 
     Args:
-        tokens: [B, 1] of each draft.
-        probabilities: the distribution [B, V] of each draft, or empty.
-        kept: [B, N] bool.
+        tokens: one tensor [B, 1] per draft.
+        probabilities: one tensor [B, V] per draft, the distribution that the draft was sampled
+            from. Empty if the drafts were not sampled.
+        kept: [B, N] bool, whether a row keeps a draft. The kept drafts of a row come first.
     """
     n_drafts = int(kept.sum(dim=1).max())
     if not n_drafts:
@@ -350,8 +357,8 @@ def _cut_chain(
 class PromptLookupProposer(Proposer):
     """Proposes the tokens that followed the latest earlier occurrence of the last n tokens.
 
-    The longest n that occurred before is used. Source: Saxena, "Prompt Lookup Decoding" (2023). In
-    transformers the same method is ``prompt_lookup_num_tokens``.
+    The largest n is used for which the last n tokens occurred before. Source: Saxena, "Prompt
+    Lookup Decoding" (2023). In transformers the same method is ``prompt_lookup_num_tokens``.
     """
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
@@ -362,7 +369,7 @@ class PromptLookupProposer(Proposer):
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Propose a chain of at most ``shape.depth`` tokens.
 
-        It is empty if no row's last token occurred before.
+        The chain is empty if no row's last token occurred before.
         """
         continuations = [self._continuation(tokens, shape.depth) for tokens in committed]
         longest = max(map(len, continuations))

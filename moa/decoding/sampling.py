@@ -1,23 +1,23 @@
-"""Choose the next token: settings, distributions, choice by keyed noise, verification of drafts.
+"""Choosing the next token: sampling settings, distributions, keyed noise, verification of drafts.
 
-Shapes: B rows, N nodes, V vocabulary.
+Shapes: B rows, N nodes of a draft tree, V vocabulary.
 
-Drafts are verified in one of three ways. In each of them, every token has the target's
+Drafts are verified in one of three ways. In each of them, every committed token has the target's
 distribution, whatever the drafter proposes.
 
 - Greedy: a draft is accepted if it is the target's argmax.
 - Rejection sampling (:func:`accept_sampled`; Leviathan et al. 2023, Algorithm 1): a draft x that
-  was sampled from q is accepted with probability min(1, p(x) / q(x)). If it is rejected, the next
-  token is sampled from max(0, p - q), normalized. Drafts that were not sampled, such as the most
-  likely tokens in a tree, are the special case of a q that has all its mass on x: x is accepted
-  with probability p(x). If it is rejected, p(x) is set to 0, and the next child is tried with the
-  normalized remaining probabilities.
-- Keyed choice (:func:`accept_chosen`): the target chooses the token with the largest log p + g at
-  each position. Here g is Gumbel noise that is a function of (seed, position, token). A draft is
-  accepted if it is that token. Over all seeds the token has the distribution p (the Gumbel-max
-  trick). For a given seed, the answer does not depend on the drafter or on the sequences that share
-  a call. A drafter that adds the same noise to its own log-probabilities drafts the target's token
-  more often than a drafter that samples independently.
+  was sampled from q is accepted with probability ``min(1, p(x) / q(x))``. If x is rejected, the
+  next token is sampled from ``max(0, p - q)``, normalized. A draft that was not sampled, such as a
+  most likely token in a tree, is the special case of a q with all its mass on x: x is accepted with
+  probability p(x). If x is rejected, p(x) is set to 0, and the next child is tried with the
+  remaining probabilities, normalized.
+- Keyed choice (:func:`accept_chosen`): at each position the target chooses the token with the
+  largest ``log p + g``. Here g is Gumbel noise, a function of the seed, the position and the token.
+  A draft is accepted if it is the chosen token. Over all seeds the chosen token has the
+  distribution p (the Gumbel-max trick). For a given seed, the answer depends neither on the drafter
+  nor on the other sequences of a batch. A drafter that adds the same noise to its own
+  log-probabilities drafts the target's token more often than a drafter that samples independently.
 
 Distributions stay on the device of the logits. Uniform random numbers are drawn on the host, so
 that a seed gives the same numbers for every device.
@@ -37,18 +37,19 @@ from ...errors import DrafterError
 from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
-# Top-p first looks at this many most likely tokens. It sorts the whole vocabulary only if their
-# total probability is too small.
+# Number of most likely tokens that top-p looks at first. It sorts the whole vocabulary only if the
+# total probability of these tokens is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
-# Moving the random generator to another token takes as long as drawing about this many numbers. If
-# tokens are closer together than this on average, draw all numbers up to the last token.
+# Moving the random generator to the noise of another token takes as long as drawing about this many
+# numbers. If the wanted tokens are closer together than this on average, draw all numbers up to the
+# last token.
 _N_PER_MOVE = 700
-# Up to this many possible tokens, compute the noise of all of them. Above, first find the few
-# tokens that can have the largest value.
+# Up to this many possible tokens, compute the noise of all of them. With more, first find the few
+# tokens that can have the largest ``log p + noise``.
 _N_PLAIN = 8192
-# Relative tolerance of the comparison that excludes tokens. The rounding errors of float64
-# logarithms are far smaller.
+# Relative tolerance of the comparison that excludes tokens from the search for the largest ``log p
+# + noise``. The rounding errors of float64 logarithms are far smaller.
 _ROUNDING = 1e-9
 
 
@@ -56,25 +57,27 @@ _ROUNDING = 1e-9
 class SamplingConfig:
     """Sampling settings.
 
-    They are applied in the order of vLLM: bias, penalties, temperature, min-p, top-k, top-p.
+    The settings are applied in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p.
 
-    The repetition penalty applies to tokens that occurred in the prompt or the answer. It divides
-    their positive logits and multiplies their negative ones. The presence penalty is subtracted
-    once from the logit of each token that occurred in the answer. The frequency penalty is
-    subtracted once for each occurrence.
+    The repetition penalty applies to tokens that occurred in the prompt or the answer. Their
+    positive logits are divided by the penalty, and their negative logits are multiplied by it. The
+    presence penalty is subtracted once from the logit of each token that occurred in the answer.
+    The frequency penalty is subtracted once for each occurrence.
     """
 
     temperature: float = 0.0  # 0 for greedy decoding
-    # Keep the most likely tokens up to this cumulative probability, at least one.
+    # Keep the most likely tokens until their cumulative probability reaches this value, at least
+    # one token.
     top_p: float = 1.0
-    # Keep this many tokens. 0 keeps all.
+    # Keep this many of the most likely tokens. 0 keeps all tokens.
     top_k: int = 0
     repetition_penalty: float = 1.0
-    # Keep tokens that have at least this fraction of the most likely token's probability.
+    # Keep tokens whose probability is at least this fraction of the most likely token's
+    # probability.
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # Pairs of a token and the value that is added to its logit.
+    # Pairs of a token id and the value that is added to the logit of this token.
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,17 +101,18 @@ class SamplingConfig:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the distribution depends on the tokens so far, apart from the logits."""
+        """Whether penalties make the distribution depend on the tokens so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Check that a shape can be used with these settings.
 
         Raises:
-            DrafterError: drafts are sampled, and the shape's chains stop by their probability.
+            DrafterError: tokens are sampled, but the shape's chains stop early by their
+                probability.
         """
-        # The length of such a chain depends on the other rows of its batch. So the answer for a
-        # seed would depend on them too.
+        # Such a chain stops by the mean probability of all rows, so its length depends on the other
+        # rows of the batch. The answer for a seed would depend on the other rows too.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"chains such as {shape} stop by their probability in greedy decoding only; "
@@ -125,8 +129,8 @@ def cut_answer(
     """Drop new tokens beyond the end of the answer.
 
     Returns:
-        The remaining tokens, and why the answer ends: ``stop``, ``length``, or empty if it
-        continues.
+        The remaining tokens, and the reason why the answer ends: ``stop``, ``length``, or empty if
+            the answer continues.
     """
     answer = tokens[:max_tokens]
     for index, token in enumerate(answer):
@@ -140,7 +144,7 @@ def distribution(
 ) -> Tensor:
     """Compute the distribution of the next token, [V] float64 on the device of the logits.
 
-    With temperature 0 all mass is on the most likely token.
+    With temperature 0 the most likely token has probability 1.
 
     Args:
         logits: [V].
@@ -151,7 +155,7 @@ def distribution(
     scores = _adjusted(logits, previous, config, n_prompt)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
-    # The scores become at most 0, so that a tiny temperature can overflow only to -inf.
+    # The largest score becomes 0, so that dividing by a tiny temperature can overflow only to -inf.
     scores = (scores - scores.max()) / config.temperature
     if config.min_p:
         scores = scores.masked_fill(scores < math.log(config.min_p), -torch.inf)
@@ -164,7 +168,7 @@ def distribution(
 def _adjusted(
     logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int
 ) -> Tensor:
-    """Apply bias and penalties to logits [V]. Returns [V] float64 on their device."""
+    """Apply bias and penalties to logits [V]. Returns [V] float64 on the device of the logits."""
     if config.logit_bias:
         tokens, values = zip(*config.logit_bias, strict=True)
         bias = to_device(values, logits.device, torch.float32)
@@ -200,11 +204,12 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
 
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:
-    """Restrict a distribution [V] to the most likely tokens up to a cumulative probability.
+    """Restrict a distribution [V] to the most likely tokens, as top-p does.
 
-    At least one token remains.
+    Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
+    remains.
     """
-    # This branch does not synchronize with the device.
+    # This branch sorts all tokens, but does not synchronize with the device.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
@@ -223,21 +228,21 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     """Sample a token from each distribution.
 
     Args:
-        probabilities: [B, V] float64. They need not be normalized.
+        probabilities: [B, V] float64. The rows need not be normalized.
         generators: a random generator for each row.
 
     Returns:
         [B] int64.
     """
-    # Choose the first token at which the cumulative sum exceeds u times the total, for a uniform u
-    # from the row's generator. torch.multinomial takes 20 times as long with a vocabulary of
-    # 128,256 tokens.
+    # Choose the first token whose cumulative sum exceeds u times the total, for a uniform u from
+    # the row's generator. torch.multinomial takes 20 times as long with a vocabulary of 128,256
+    # tokens.
     cumulative = probabilities.cumsum(dim=-1)
     uniform = [
         float(torch.rand(1, generator=generator, dtype=torch.float64)) for generator in generators
     ]
-    # Because of rounding, u times the total can equal the total. No cumulative sum exceeds it, so
-    # the value is limited to the next smaller number.
+    # Rounding can make u times the total equal to the total, which no cumulative sum exceeds. So
+    # limit the value to the largest float below the total.
     below_total = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     drawn = to_device([[value] for value in uniform], probabilities.device, torch.float64)
     wanted = (drawn * cumulative[:, -1:]).minimum(below_total)
@@ -247,15 +252,15 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
 def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
     """Compute the Gumbel noise of tokens, [n] float64 on the host.
 
-    The noise of a token is a function of seed, position and token only.
+    The noise of a token depends only on seed, position and token.
 
     Args:
-        seed: 64 bits.
+        seed: an integer of 64 bits.
         position: position of the token in the sequence.
-        tokens: [n], ascending.
+        tokens: [n], token ids in ascending order.
     """
     # Philox 4x64 with the key (seed, position) gives the same random bits on every machine. Token i
-    # uses the number with index i.
+    # uses the random number with index i.
     generator = _philox(seed, position)
     if tokens[-1] < _N_PER_MOVE * len(tokens):
         bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
@@ -263,14 +268,15 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
         bits = np.empty(len(tokens), np.uint64)
         n_drawn = 0
         for index, token in enumerate(tokens.tolist()):
-            # One step of the generator gives four numbers.
+            # One step of Philox gives a block of four numbers.
             block, index_in_block = divmod(token, 4)
             if block >= n_drawn:
                 generator.advance(block - n_drawn)
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
             bits[index] = numbers[index_in_block]
-    # 52 bits plus one half give neither 0 nor 1. The noise of both would be infinite.
+    # Take 52 bits and add one half, so that the uniform number is neither 0 nor 1. Both would make
+    # the noise infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
@@ -280,10 +286,10 @@ def _philox(seed: int, position: int) -> np.random.Philox:
 
 
 def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
-    """List tokens that include the one with the largest log p + noise.
+    """List tokens that include the token with the largest ``log p + noise``.
 
-    These are all tokens with a probability above 0. If there are many, only the few are listed that
-    can have the largest value.
+    These are all tokens with a probability above 0. If there are many of them, only the few tokens
+    that can have the largest value are listed.
 
     Args:
         probability: p [V], on the host.
@@ -295,20 +301,22 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """
     is_possible = (probability != 0).numpy()
     n_possible = np.count_nonzero(is_possible)
-    # If logits are NaN, there may be no possible token. Then list the first token.
+    # If logits are NaN, no token may be possible. Then list the first token.
     if n_possible <= _N_PLAIN:
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
-    # With the noise -log(-log u), the largest log p + noise has the smallest -log(u) / p. As
-    # -log(u) is at least 1-u, (1-u) / p is a lower bound of that value. Tokens whose lower bound is
-    # above the value of some token are excluded, without computing their logarithms.
+    # The noise is ``-log(-log u)``, so the token with the largest ``log p + noise`` has the
+    # smallest ``-log(u) / p``. As ``-log(u)`` is at least ``1 - u``, a lower bound of this value is
+    # ``(1 - u) / p``. A token is excluded, without computing its logarithm, if its lower bound is
+    # above the value of another token.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # Read as float64, these bits are u + 1 minus half of the last bit, a number from 1 to 2.
+    # Read as a float64 from 1 to 2, these bits are ``u + 1``, minus half of the last bit.
     bits |= np.uint64(0x3FF << 52)
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
     bounds = above / probability
     best = bounds.argmin()
     reached = -torch.log1p(-above[best]) / probability[best]
-    # The negated comparison keeps all tokens if a value is NaN.
+    # The negated comparison keeps all tokens if a value is NaN, because comparisons with NaN are
+    # false.
     return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())
 
 
@@ -320,7 +328,7 @@ def choose(
     position: int,
     n_prompt: int = 0,
 ) -> int:
-    """Choose the token at a position by keyed noise, or greedily with a temperature of 0.
+    """Choose the token at a position by keyed noise, or greedily if the temperature is 0.
 
     Args:
         logits: [V], of the target or of a drafter, -inf for tokens that are not allowed.
@@ -338,7 +346,7 @@ def choose(
 
 
 def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
-    """Find the token with the largest log p + noise, given p [V] on the host."""
+    """Find the token with the largest ``log p + noise``, given p [V] on the host."""
     tokens = _contenders(probability, seed, position)
     log_p = probability[torch.from_numpy(tokens)].log()
     return int(tokens[int((log_p + noise(seed, position, tokens)).argmax())])
@@ -346,15 +354,16 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of a sequence so far, and the settings that determine the next ones."""
+    """The tokens of a sequence so far, and the settings that determine its next tokens."""
 
     tokens: list[int]  # prompt and answer so far
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    # Returns the tokens that are allowed next, [V] bool, given the answer so far. None allows all.
+    # Takes the tokens of the answer so far and returns the allowed next tokens, [V] bool. None
+    # allows all tokens.
     allowed: Callable[[Sequence[int]], np.ndarray] | None = None
-    # Minimum number of tokens of the answer. Before that, no token of ``ends`` is chosen.
+    # Minimum number of tokens of the answer. Before it is reached, no token of ``ends`` is chosen.
     min_tokens: int = 0
     ends: frozenset[int] = frozenset()
 
@@ -377,13 +386,15 @@ class Text:
     def choosable(self, logits: Tensor) -> Tensor:
         """Set the logits [V] of tokens that must not be chosen to -inf.
 
-        These are the tokens that :meth:`masked` excludes, and ends before the minimum length.
+        These are the tokens that :meth:`masked` excludes, and the tokens of ``ends`` before the
+        minimum length.
         """
         logits = self.masked(logits)
         if not self._is_short:
             return logits
         others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
-        # If only ends are allowed, the answer ends before its minimum length, as in vLLM.
+        # If only tokens of ``ends`` are allowed, the answer ends before its minimum length, as in
+        # vLLM.
         return (
             others
             if self.allowed is None
@@ -392,11 +403,11 @@ class Text:
 
 
 def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
-    """Choose the token after each text as :func:`choose` does, with one synchronization.
+    """Choose the next token of each sequence as :func:`choose` does, with one synchronization.
 
     Args:
-        logits: [V] for each text.
-        texts: the texts.
+        logits: one tensor [V] per sequence.
+        texts: the tokens so far and the settings of each sequence.
     """
     pairs = [(text.choosable(row), text) for row, text in zip(logits, texts, strict=True)]
     if not logits[0].is_cuda:
@@ -414,9 +425,9 @@ def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
 
 
 class ChainChoice:
-    """Chooses the tokens of drafted chains, level by level.
+    """Chooses the drafted tokens of chains, level by level.
 
-    Each row has a text that ends with the root.
+    Each row of the batch has a :class:`Text` whose last token is the root.
     """
 
     def __init__(self, texts: Sequence[Text]) -> None:
@@ -425,7 +436,7 @@ class ChainChoice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
-        # The logits stay on the device.
+        # A plain argmax needs no copy of the logits to the host.
         if self._is_argmax:
             return logits.argmax(dim=-1)
         chosen = choose_rows(logits.unbind(), self._texts)
@@ -442,10 +453,11 @@ def accept_argmax(
     Args:
         tokens: the drafts.
         parents: index of each draft's parent, -1 for the root.
-        predicted: the target's N + 1 predictions, after the root and after each draft.
+        predicted: the target's N + 1 next tokens, one after the root and one after each draft.
 
     Returns:
-        The accepted drafts from the root down, and the target's next token after the last of them.
+        The indices of the accepted drafts from the root down, and the target's next token after the
+        last accepted draft.
     """
     children: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -460,19 +472,19 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """Input of a verification: a text that ends with the root, its drafts, the target's logits."""
+    """A sequence that ends with the root, its drafts, and the target's logits to verify them."""
 
     text: Text
-    tokens: Sequence[int]  # N drafts
+    tokens: Sequence[int]  # the N drafted tokens
     parents: Sequence[int]
     logits: Tensor  # [N + 1, V], after the root and after each draft
 
 
 def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
-    """Verify the drafts of several texts with keyed choices, level by level.
+    """Verify the drafts of several sequences with keyed choices, level by level.
 
     Returns:
-        For each text, the accepted drafts and the next token, as :func:`accept_argmax` returns
+        For each sequence, the accepted drafts and the next token, as :func:`accept_argmax` returns
         them.
     """
     texts = [replace(verified.text, tokens=list(verified.text.tokens)) for verified in rounds]
@@ -507,10 +519,10 @@ def accept_sampled(
     generator: torch.Generator | None,
     n_prompt: int = 0,
 ) -> tuple[list[int], int]:
-    """Verify the drafts of a row by rejection sampling, or greedily with penalties.
+    """Verify the drafts of a row by rejection sampling, or greedily if the temperature is 0.
 
     Args:
-        tree: the drafts of all rows.
+        tree: the drafts of all rows of the batch.
         row: the row to verify.
         logits: [N + 1, V], the target's logits after the root and after each draft.
         previous: tokens of the prompt and committed tokens, including the root.
@@ -532,7 +544,8 @@ def accept_sampled(
     )
     while True:
         last_accepted = accepted[-1] if accepted else -1
-        # Padding must not draw a random number, because a row that is decoded alone has no padding.
+        # Skip padding, because it must not draw a random number. A row that is decoded alone has no
+        # padding.
         children = [
             node
             for node, parent in enumerate(parents)
@@ -545,9 +558,9 @@ def accept_sampled(
 
 
 class _Judge:
-    """The target's distributions after the root and after each node of a row.
+    """The target's distributions after the root and after each node of a row, computed when needed.
 
-    It also has the probabilities of the drafts.
+    The class also gives the probabilities of the drafts.
     """
 
     def __init__(
@@ -558,7 +571,7 @@ class _Judge:
         previous: Sequence[int],
         of: Callable[..., Tensor],
     ) -> None:
-        # ``of`` computes the distribution from logits and the tokens before it.
+        # ``of`` computes a distribution from logits [V] and the tokens before it.
         self._logits, self._previous, self._of = logits, previous, of
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
@@ -585,14 +598,15 @@ class _Judge:
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:
-        """Return the target's probability of a draft after its parent.
+        """Return the probability that the target gives to a draft after its parent.
 
-        If the draft was sampled, the list also has the probability with which it was sampled.
+        If the draft was sampled, the list also contains the probability with which the drafter
+        sampled it.
         """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 
     def _chance(self, node: int) -> Tensor:
-        # Padding (-1) must be a valid index here. Its value is not used.
+        # Padding (-1) must be a valid index here. The probability of padding is not used.
         token = max(self.tokens[node], 0)
         of_target = self.after(self._parents[node])[token]
         return (
@@ -605,14 +619,14 @@ class _Judge:
 def _try(
     judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """Try the drafts after a node, in order.
+    """Try to accept one of the drafts that follow a node, in order.
 
-    If the drafts were not sampled, there may be any number of them. If they were sampled from a
-    proposal [V], there is at most one.
+    If the drafts were not sampled, there may be any number of them. If they were sampled from the
+    drafter's distribution [V], there is at most one draft.
 
     Returns:
-        The accepted draft, or None if none is accepted, and a distribution [V]. If no draft is
-        accepted, the next token is sampled from that distribution.
+        The index of the accepted draft, or None if no draft is accepted, and a distribution [V]. If
+        no draft is accepted, the next token is sampled from this distribution.
     """
     probability = judge.after(at)
     left = 1.0
@@ -632,7 +646,7 @@ def _try(
         rest = probability.index_fill(0, tried, 0.0)
     else:
         rest = (probability - judge.proposals[drafts[0]]).clamp(min=0)
-    # Rounding may leave no mass, so that the total is 0.
+    # Rounding may leave no mass, so that the total is 0. Then use the target's distribution.
     total = rest.sum()
     return None, torch.where(total > 0, rest / total, probability)
 

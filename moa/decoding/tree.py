@@ -1,10 +1,10 @@
-"""Draft trees: shapes, the choice of candidates, and ancestor masks.
+"""Draft trees: their shapes, the selection of nodes from candidates, and ancestor masks.
 
-Shapes: B rows, N nodes (without the root), C candidates.
+Shapes: B rows, N nodes (without the root), C candidates for nodes.
 
-Nodes are in level order. A parent is given by its node index, or -1 for the root. The root is the
-last committed token. It is not a node, but :func:`ancestors` puts it first, because the target
-verifies it together with the nodes.
+Nodes are in level order: a node comes before all nodes of deeper levels. A parent is given by its
+node index, or by -1 for the root. The root is the last committed token. It does not count as a
+node, but :func:`ancestors` puts it first, because the target verifies it together with the nodes.
 """
 
 import re
@@ -18,7 +18,7 @@ from ...errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
 _SHAPE = re.compile(r"([0-9]+)(?:x([0-9]+)x([0-9]+)|@(0?\.[0-9]+|0)|c(0?\.[0-9]+|0))?")
-# Pads rows that have fewer drafts than others. It is never accepted.
+# Token id that pads rows with fewer drafts than others. It is never accepted.
 NO_DRAFT = -1
 
 
@@ -26,22 +26,26 @@ NO_DRAFT = -1
 class TreeShape:
     """The shape of the drafts of a round: a chain or a tree.
 
-    A tree is grown by the drafter's probabilities.
+    The nodes of a tree are chosen by the drafter's probabilities.
     """
 
-    # Levels of drafts below the root. The official code counts the root too.
+    # Number of levels of drafts below the root. The depth in the MoA authors' code also counts the
+    # root.
     depth: int
-    # Nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
+    # Number of nodes that are extended at each level, and number of children of each of them. A
+    # breadth of 1 makes a chain.
     breadth: int = 1
-    # Limit of the nodes that are verified. The best by cumulative log-probability are chosen.
+    # Maximum number of nodes that are verified. The nodes with the highest cumulative
+    # log-probabilities are chosen.
     n_nodes: int = 1 << 30
     # A chain ends after the draft at which the product of the drafter's probabilities falls below
-    # this value. In a batch, the mean of the rows' products counts. On a GPU the chain may be up to
-    # three drafts longer. 0 makes chains of full depth.
+    # this value. For a batch, the mean of the rows' products is compared. On a GPU the chain may be
+    # up to three drafts longer, because it is not checked after each draft. 0 makes chains of full
+    # depth.
     stop_below: float = 0.0
-    # Each row's chain ends before the first draft whose acceptance probability, estimated by the
-    # drafter's confidence head, is below this value. So a row may have no draft. 0 makes chains of
-    # full depth.
+    # Each row's chain ends before the first draft whose estimated acceptance probability is below
+    # this value. The drafter's confidence head makes the estimate. So a row may have no draft. 0
+    # makes chains of full depth.
     cut_below: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,11 +79,11 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """Parse a shape.
+        """Parse the text form of a shape.
 
         Args:
-            text: ``5`` for a chain, ``10@0.2`` for a chain that stops below this probability,
-                ``7c0.3`` for a chain that is cut below this confidence, ``6x8x62`` for a tree.
+            text: ``5`` for a chain, ``10@0.2`` for a chain that stops below the probability 0.2,
+                ``7c0.3`` for a chain that is cut below the confidence 0.3, ``6x8x62`` for a tree.
         """
         match = _SHAPE.fullmatch(text.lower())
         if match is None:
@@ -112,11 +116,11 @@ class TreeShape:
 
     @property
     def n_candidates(self) -> int:
-        """The number of nodes of a full tree of this shape, before the best are chosen."""
+        """The number of candidates from which the nodes of a tree are chosen."""
         return self.breadth + (self.depth - 1) * self.breadth**2
 
     def cut(self, depth: int) -> "TreeShape":
-        """Limit the depth of the shape to ``depth``, which is at least 1."""
+        """Return the shape with its depth limited to ``depth``, which is at least 1."""
         return replace(self, depth=min(self.depth, depth))
 
 
@@ -126,14 +130,15 @@ class DraftTree:
 
     # [B, N] int64. NO_DRAFT pads rows with fewer drafts.
     tokens: Tensor
-    # [B, N] int64, less than the node's own index; -1 for the root.
+    # [B, N] int64, index of each node's parent; -1 for the root. It is less than the node's own
+    # index.
     parents: Tensor
     scores: Tensor | None = None  # [B, N], the drafter's cumulative log-probabilities
-    # [B, N, V], the distributions that the nodes were sampled from. None if the most likely tokens
-    # were chosen instead.
+    # [B, N, V], the distributions that the nodes were sampled from. None if the nodes are the most
+    # likely tokens.
     probabilities: Tensor | None = None
-    # True if each node is the child of the node before it. Then a causal call verifies the drafts,
-    # without a tree mask.
+    # True if each node is the child of the node before it. The drafts are then verified by a causal
+    # call, without a tree mask.
     is_chain: bool = False
 
     @property
@@ -153,10 +158,10 @@ class DraftTree:
         Tokens and parents are stored in :attr:`on_host`.
 
         Args:
-            numbers: [B, M] int64.
+            numbers: [B, M] int64, the other numbers.
 
         Returns:
-            The other numbers of each row.
+            For each row, its M numbers.
         """
         n = self.n_nodes
         rows = torch.cat((self.tokens, self.parents, numbers), dim=1).tolist()
@@ -165,7 +170,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
-        """Make a tree without drafts. Its verification is a plain decoding step."""
+        """Make a tree without drafts. Verifying it is a plain decoding step."""
         nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, is_chain=True)
 
@@ -179,23 +184,24 @@ class DraftTree:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Build the mask of which tokens each token sees: itself and its ancestors up to the root.
+    """Build the mask of visible tokens: each token sees itself and its ancestors up to the root.
 
     Args:
-        parents: [B, N] int64.
+        parents: [B, N] int64, index of each node's parent; -1 for the root.
 
     Returns:
-        [B, 1 + N, 1 + N] bool, with the root first.
+        [B, 1 + N, 1 + N] bool. Index 0 is the root.
     """
     n_rows, n_nodes = parents.shape
     itself = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
-    # [B, 1 + N]. The root is its own parent.
+    # [B, 1 + N]. The root counts as its own parent.
     up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)
     seen = itself
     reach = 1
     while reach <= n_nodes:
-        # Pointer doubling: a token sees within 2r steps everything that it or its r-th ancestor
-        # sees within r steps.
+        # Pointer doubling: a token sees within ``2 * reach`` steps everything that it sees within
+        # ``reach`` steps, and everything that its ancestor ``reach`` levels up sees within
+        # ``reach`` steps.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2
@@ -203,13 +209,13 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k highest scores of each row. Equal scores are in the order of their indices.
+    """Find the k highest scores of each row. Equal scores are ordered by their indices.
 
     Returns:
         The scores and their indices, both [..., k], in descending order of scores.
     """
-    # topk alone is not enough: its order of equal scores depends on the device and on the number of
-    # rows.
+    # ``topk`` alone is not enough, because its order of equal scores depends on the device and on
+    # the number of rows.
     places = scores.topk(k, dim=-1).indices.sort(dim=-1).values
     values = scores.gather(-1, places)
     order = values.sort(dim=-1, descending=True, stable=True)
@@ -219,16 +225,17 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
     """Keep the candidates with the best cumulative scores.
 
-    This is EAGLE-2, section 4.2, and lines 392-406 of the official inference code.
+    This is EAGLE-2, section 4.2, and lines 392-406 of the MoA authors'
+    ``inference/single_device/moa_spec.py``.
 
     Args:
         tokens: [B, C] int64, in level order.
-        parents: [B, C] int64, indices of candidates, -1 for the root.
+        parents: [B, C] int64, index of each candidate's parent, -1 for the root.
         scores: [B, C], cumulative log-probabilities.
         n_nodes: N, the number of candidates to keep.
     """
-    # A child never scores above its parent, and of equal scores the first is kept. So a parent is
-    # never dropped before its child.
+    # No parent is dropped before its child: a child never has a higher score than its parent, and
+    # among equal scores the first candidate is kept.
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)
     # Indices of the kept candidates, [B, N], in level order.

@@ -1,4 +1,5 @@
-"""The drafters. Each file defines one, with the interface of ``base``; ``registry`` lists them.
+"""The drafters: one per file, with the interface in ``base``. ``registry`` lists them.
 
-Draft shapes, sampling and checkpoints of other projects live in ``decoding`` and ``formats``.
+The shapes of drafts and the sampling are in ``decoding``. Checkpoints of other projects are in
+``formats``.
 """

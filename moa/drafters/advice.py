@@ -1,16 +1,17 @@
-"""Recommend drafter, activations and settings for a target, with the measurements as reasons.
+"""Recommend a drafter, activations and settings for a target, with measurements as reasons.
 
-The numbers come from ``benchmarks/results/step-cost.json`` (processor time, and acceptance length
-by training tokens), ``training-gpu.json`` (tokens/s on an H100), ``curve.json`` (acceptance length
-in validation) and ``docs/choosing.md`` (SmolLM2-135M).
+The numbers come from these files: ``benchmarks/results/step-cost.json`` (processor time, and
+acceptance length by training tokens), ``training-gpu.json`` (tokens/s on an H100), ``curve.json``
+(acceptance length in validation) and ``docs/choosing.md`` (SmolLM2-135M).
 """
 
 from dataclasses import dataclass
 
 FAST_KIND = "eagle"
-"""The kind that takes the least time to train, and to draft on a CPU."""
+"""The kind of drafter that takes the least time to train, and to draft on a CPU."""
 FEW_TOKENS = 2_000_000
-"""Tokens of the chats up to which EAGLE-2 has the acceptance length of Mixture of Attentions."""
+"""Largest number of chat tokens with which EAGLE-2 accepts as many drafts as Mixture of
+Attentions."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Advice:
 def advise(
     n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float = 1.0
 ) -> list[Advice]:
-    """Recommend a drafter, activations, settings and an amount of chats.
+    """Recommend a drafter, activations, settings and a number of chats.
 
     Args:
         n_tokens: number of tokens of the chats.
-        is_on_cpu: whether the drafter is trained and decodes on a CPU.
-        has_kv: whether the target caches keys and values that drafters can read.
+        is_on_cpu: whether the drafter is trained on a CPU and drafts on a CPU.
+        has_kv: whether the target has cached keys and values that drafters can read.
         kv_growth: bytes of a token's KV and last hidden state, divided by the bytes of the last
             hidden state alone.
     """
@@ -60,7 +61,7 @@ def advise(
 
 
 def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
-    """Recommend another drafter than the default, Mixture of Attentions, if another one suits."""
+    """Recommend another drafter than Mixture of Attentions, the default, if it suits better."""
     advice = advise(n_tokens, is_on_cpu)[0]
     return advice if kind == "moa" and "moa" not in advice.choice else None
 

@@ -1,7 +1,7 @@
 """The interface of drafters, which training, validation, checkpoints and decoding use.
 
-A drafter is a file in this folder. It contains a subclass of :class:`Drafter` and its
-:class:`~.sizes.DrafterSizes`, and is registered in ``registry.DRAFTERS``. See
+Each drafter is a file in this folder. The file contains a subclass of :class:`Drafter` and a
+subclass of :class:`~.sizes.DrafterSizes`; ``registry.DRAFTERS`` lists the drafter. See
 docs/adding-a-drafter.md for an example. Training calls :meth:`Drafter.objective`, validation calls
 :meth:`Drafter.drafted_features`. In each round of a generation, decoding makes these calls (shown
 for two levels of drafts)::
@@ -10,18 +10,19 @@ for two levels of drafts)::
     draft_root(committed tokens)                        -> features of the root, predict level 1
     draft_level(nodes of level 1)                       -> features of these nodes, predict level 2
 
-If the target runs on another machine, the drafter gets a context for each of the target's
-positions. The contexts replace ``observe`` and the target's KV cache::
+If the target runs on another machine, that machine sends the drafter a *context* for each position:
+numbers that encode what the drafter needs of the target at this position. The contexts replace
+``observe`` and the target's KV cache::
 
     encode_context(hidden states, KV)    on the target's machine -> [n, W], contexts of n positions
     take_context(context)                on the drafter's machine, before the next draft_root
 
-Token positions are absolute. The *root* is the last committed token; it has no target activations
-yet. The *features* of a position stand for the target's hidden state after its final norm. The LM
-head turns them into the distribution of the next token.
+Token positions are absolute. The *root* is the last committed token; the target has not computed
+its activations yet. The *features* of a position take the place of the target's hidden state after
+its final norm. The LM head turns features into the distribution of the next token.
 
 Shapes: B rows, T tokens, Q queries, E target width, V vocabulary, V_d draft vocabulary, b nodes of
-one level, n nodes fed in a round, W numbers of a context, L target layers, D packed KV width.
+one level, n nodes fed in a round, W numbers per context, L target layers, D packed KV width.
 """
 
 from abc import ABC, abstractmethod
@@ -46,22 +47,23 @@ from .vocabulary import most_frequent, over_all_tokens
 
 @dataclass
 class DraftedFeatures:
-    """The features that decoding would draft, for validation."""
+    """The features that decoding would compute for drafts, for validation."""
 
-    queries: Tensor  # [B, Q] int64, positions
+    queries: Tensor  # [B, Q] int64, positions of the drafts
     valid: Tensor  # [B, Q] bool; False is padding
     features: Tensor  # [B, Q, E]
 
 
 @dataclass(frozen=True)
 class DraftLevel:
-    """The nodes of one level of a draft tree that are fed together."""
+    """The nodes of one level of a draft tree. They are fed to the drafter together."""
 
     tokens: Tensor  # [B, b] int64
-    # [B, b, E], the features of each node's parent, from ``draft_root`` or ``draft_level``
+    # [B, b, E], the features of each node's parent, as ``draft_root`` or ``draft_level`` returned
+    # them.
     parent_features: Tensor
-    # [B, b, n] bool, the tokens of this round that a node sees. The n tokens are in feeding order:
-    # the root first, then level by level.
+    # [B, b, n] bool, the tokens of this round that a node sees. The n tokens are in the order in
+    # which they were fed: the root first, then level by level.
     seen: Tensor
     depth: int  # 1 for the children of the root
 
@@ -71,16 +73,19 @@ class Drafter(nn.Module, ABC):
 
     config_class: ClassVar[type[DrafterSizes]]
     config: Any  # the sizes, an instance of ``config_class``
-    # [V_d] int64, the tokens that can be drafted, ascending. Empty if all tokens can be drafted.
+    # [V_d] int64, ids of the tokens that can be drafted, ascending. Empty if all tokens can be
+    # drafted.
     draft_ids: Tensor
-    # True if the drafter can draft when token ids and lengths are known on the device only.
+    # True if the drafter can draft from token ids and lengths that only the device knows, as CUDA
+    # graphs require.
     by_graph: ClassVar[bool] = False
-    # Target layers whose outputs :meth:`observe` gets. If empty, it gets the last hidden state.
+    # Target layers whose outputs :meth:`observe` receives. If empty, it receives the last hidden
+    # state.
     observed_layers: tuple[int, ...] = ()
     # True if the drafter can run on another machine than its target.
     drafts_remotely: ClassVar[bool] = False
-    # W, numbers of a position's context; 0 if the drafter needs no context. None if the drafter
-    # must run on the target's machine.
+    # W, the number of values in the context of a position; 0 if the drafter needs no context. None
+    # if the drafter must run on the target's machine.
     context_width: int | None = None
     context_needs_kv: bool = False  # True if :meth:`encode_context` reads the target's KV.
     # True if the target's LM head turns features into logits.
@@ -89,8 +94,9 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        # LM head rows of the draft vocabulary: those of the target, with the state of its head, and
-        # those of the drafter. The lists prevent PyTorch from registering them as submodules.
+        # Rows of LM heads for the draft vocabulary. The first list has the rows of the target's LM
+        # head, with the state of that head; the second list has the rows of the drafter's own head.
+        # Lists prevent PyTorch from registering the layers as submodules.
         self._target_rows: list[tuple[tuple[int, int], nn.Linear]] = []
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
@@ -99,7 +105,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def kind(self) -> str:
-        """The drafter's name in ``drafter.json`` and on the command line."""
+        """The drafter's name in ``drafter.json`` and on the command line, such as ``eagle``."""
         return self.config_class.kind
 
     @property
@@ -109,14 +115,14 @@ class Drafter(nn.Module, ABC):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers in order, for a drafter that has ``layers``."""
+        """The decoder layers in order. By default they are in the attribute ``layers``."""
         return cast(list[DecoderBlock], list(cast(nn.ModuleList, self.layers)))
 
     # Training
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Draw the starting weights: N(0, std) for matrices, 0 for biases, 1 for norms."""
+        """Initialize the weights: N(0, std) for matrices, 0 for biases, 1 for norms."""
         for name, weight in self.named_parameters():
             if weight.ndim > 1:
                 weight.normal_(0.0, std, generator=generator)
@@ -124,14 +130,15 @@ class Drafter(nn.Module, ABC):
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Set the starting weights that depend on target and data, after :meth:`initialize`.
+        """Set the initial weights that depend on the target and the data.
 
-        The default implementation chooses the draft vocabulary.
+        It is called after :meth:`initialize`. The default implementation chooses the draft
+        vocabulary.
 
         Args:
             frozen: the target.
-            count_tokens: counts the tokens of the training responses, [V] int64. A call reads all
-                sequences.
+            count_tokens: counts how often each token occurs in the training responses, [V] int64.
+                Each call reads all sequences.
         """
         if 0 < self.config.draft_vocabulary < self.config.vocab_size:
             tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)
@@ -139,28 +146,29 @@ class Drafter(nn.Module, ABC):
             self.draft_ids = tokens.to(frozen.lm_head_weight.device)
 
     def check_weights(self) -> None:
-        """Check that the loaded weights are consistent; raises DrafterError if they are not."""
+        """Check that the loaded weights are consistent; raise DrafterError if they are not."""
 
     @classmethod
     def reads(cls, n_layers: int, settings: Any) -> Reads:
-        """Return the activations that training reads, besides those that are always read.
+        """Return the activations that training reads in addition to those that it always reads.
 
         Tokens, response masks and the last hidden state are always read. By default nothing else is
         read.
 
         Args:
-            n_layers: L.
-            settings: the drafter settings of the run, or its sizes, which have the same names.
+            n_layers: L, the number of target layers.
+            settings: the drafter settings of the training run, or the drafter's sizes. The names
+                are the same.
         """
         return Reads()
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        """Return loss weights [B, T], numbers or bool, for response masks [B, T].
+        """Return the loss weight of each position, [B, T] float or bool, for response masks [B, T].
 
-        By default all positions have the same weight.
+        By default all positions of responses have the same weight.
         """
-        # No target activation precedes the first position of a sequence.
+        # The first position of a sequence is excluded, because no target activation precedes it.
         response = response_mask.bool().clone()
         response[:, :1] = False
         return response
@@ -173,16 +181,20 @@ class Drafter(nn.Module, ABC):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute features for every position of ``masks.drafted_positions``, as decoding would.
+        """Compute the features that decoding would compute for all drafted positions.
 
-        A round sees target activations up to its context position. The tokens of the batch take the
-        place of drafts.
+        The drafted positions are those of ``masks.drafted_positions``. Each draft round sees target
+        activations up to its context position. The actual tokens of the batch take the place of
+        drafts.
         """
 
     # Decoding on the target's machine
 
     def prepare(self) -> None:
-        """Lay out the final weights for fast drafting on a CPU; drafts may differ slightly."""
+        """Pack the final weights for fast drafting on a CPU.
+
+        This may change the drafts slightly.
+        """
         pack(self, is_exact=False)
         for module in self.modules():
             if isinstance(module, DecoderBlock):
@@ -191,17 +203,18 @@ class Drafter(nn.Module, ABC):
             self._own_rows = [rows_of(self.own_head, self.draft_ids, is_packed=True)]
 
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        """Turn features [..., E] into logits [..., V].
+        """Compute the logits [..., V] of features [..., E].
 
-        Tokens outside the draft vocabulary get -inf. By default the target's LM head is applied.
+        Tokens outside the draft vocabulary get -inf. By default the target's LM head computes the
+        logits.
         """
         return self.over_all_tokens(self.target_logits(frozen, features))
 
     @property
     def own_head(self) -> Tensor | None:
-        """A trained matrix [V or V_d, n]; None by default.
+        """A trained matrix [V or V_d, n] whose products are the logits, or are added to the logits.
 
-        Its products are the logits, or are added to them.
+        By default there is no such matrix.
         """
         return None
 
@@ -216,7 +229,10 @@ class Drafter(nn.Module, ABC):
         return width, n_body
 
     def own_logits(self, x: Tensor) -> Tensor:
-        """Multiply x [..., n] by the draft vocabulary's rows of :attr:`own_head`: [..., V_d]."""
+        """Multiply x [..., n] by the rows of :attr:`own_head` for the draft vocabulary.
+
+        The result is [..., V_d].
+        """
         if self._own_rows:
             logits: Tensor = self._own_rows[0](x)
             return logits
@@ -236,7 +252,7 @@ class Drafter(nn.Module, ABC):
         return losses.capped(logits, frozen.logit_cap)
 
     def over_all_tokens(self, logits: Tensor) -> Tensor:
-        """Spread logits [..., V_d] of the draft vocabulary over all tokens: [..., V].
+        """Convert logits [..., V_d] of the draft vocabulary to logits [..., V] of all tokens.
 
         Tokens outside the draft vocabulary get -inf.
         """
@@ -247,21 +263,21 @@ class Drafter(nn.Module, ABC):
     def confidence(self, features: Tensor) -> Tensor | None:
         """Estimate the acceptance probability [...] of the next draft; None by default.
 
-        The argument is the features [..., E] that the draft is sampled from.
+        The next draft is the draft that is chosen from the features [..., E].
         """
         return None
 
     @abstractmethod
     def new_state(self, n_rows: int) -> Any:
-        """Create an empty :class:`~.caches.RowState` of B rows, ``state`` of the methods below."""
+        """Create an empty state of B rows, a :class:`~.caches.RowState`."""
 
     def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Receive the target's hidden states of newly committed tokens; ignored by default.
+        """Receive the target's hidden states of newly committed tokens. By default ignore them.
 
         Args:
-            state: the state of the rows.
-            hidden: [B, n, E], after the final norm, or the concatenated outputs of the K
-                :attr:`observed_layers`, [B, n, K * E].
+            state: the drafter's caches of all rows.
+            hidden: [B, n, E], hidden states after the final norm. If there are
+                :attr:`observed_layers`, the concatenated outputs of these K layers, [B, n, K * E].
             kept: for each row, the indices of the committed tokens among the n tokens, in order.
         """
 
@@ -269,16 +285,16 @@ class Drafter(nn.Module, ABC):
     def draft_root(
         self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        """Start a round: drop the drafts, catch up with the committed tokens, and feed the root.
+        """Start a round: drop the last drafts, process the committed tokens, and feed the root.
 
-        A round may start again at the root of the previous round.
+        A round may start at the same root as the previous round.
 
         Args:
-            state: the state of the rows.
+            state: the drafter's caches of all rows.
             frozen: the target.
-            committed: for each row, the prompt and the generated tokens. The last one is the root;
-                all tokens before it have target KV or contexts.
-            cache: the target's KV, or the contexts.
+            committed: for each row, the prompt and the generated tokens. The last token is the
+                root; all tokens before it have target KV or contexts.
+            cache: the target's KV, or the contexts that replace it if the target is remote.
 
         Returns:
             Features of the root [B, 1, E].
@@ -290,7 +306,7 @@ class Drafter(nn.Module, ABC):
     ) -> Tensor:
         """Feed the nodes of one level and return their features [B, b, E]."""
 
-    # Decoding on another machine than the target
+    # Decoding with the target on another machine
 
     def new_context_cache(self) -> ContextCache:
         """Create the empty cache that :meth:`take_context` fills and :meth:`draft_root` reads."""
@@ -306,11 +322,12 @@ class Drafter(nn.Module, ABC):
     def encode_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         """Encode the contexts [n, W] of n positions [n] int64 that the target has processed.
 
-        The positions may belong to several sequences.
+        The n positions may belong to several sequences.
 
         Args:
-            hidden: [n, E] or [n, K * E], as :meth:`observe` gets them.
-            kv: [n, L, D], packed KV of all layers. None unless :attr:`context_needs_kv`.
+            hidden: [n, E] or [n, K * E], hidden states as :meth:`observe` receives them.
+            kv: [n, L, D], packed KV of all target layers. None unless :attr:`context_needs_kv` is
+                true.
             positions: [n] int64.
         """
         return self._make_context(hidden, kv, positions).to(self.dtype)
@@ -319,8 +336,8 @@ class Drafter(nn.Module, ABC):
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
         """Store the contexts [n, W] of the next n positions in a state of one row and in a cache.
 
-        ``start`` is the first of the n positions. A round starts at a token whose predecessors all
-        have contexts. Known tokens after it are fed as levels of a chain.
+        ``start`` is the first of the n positions. A round can start only at a token whose preceding
+        positions all have contexts. Known tokens after this start are fed as levels of a chain.
         """
         width = self.context_width
         next_position = cache.lengths[0]
@@ -335,11 +352,11 @@ class Drafter(nn.Module, ABC):
     def reuse_context(
         self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
-        """Reuse contexts [B, n, W] that were encoded for sending, instead of encoding them again.
+        """Use contexts [B, n, W] that were encoded for sending, so that they are not encoded again.
 
-        The first ``counts[row]`` contexts of a row are real; they belong to the positions from
-        ``starts[row]``. Contexts that do not continue the state are ignored. By default all
-        contexts are ignored.
+        Only the first ``counts[row]`` contexts of a row are real. They belong to the positions from
+        ``starts[row]`` on. Contexts that do not directly follow the positions in the state are
+        ignored. By default all contexts are ignored.
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Block-parallel drafters: one forward pass drafts a whole block.
 
-The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). DSpark has two heads: a
-Markov head, which makes each draft depend on the draft before it, and a confidence head, which
-estimates the acceptance probability of a draft. Without the heads, and trained only on the tokens
-of the text, the drafter is DFlash. As in the code of the DFlash authors, each of its slots predicts
-by default the token at its own position, and the anchor's slot predicts none.
+The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). A block is a sequence of
+slots: the last verified token (the anchor), followed by mask tokens. DSpark has two heads: a Markov
+head, which makes each draft depend on the draft before it, and a confidence head, which estimates
+the acceptance probability of a draft. DFlash has no heads and is trained only on the tokens of the
+training sequences. By default, as in the DFlash authors' code, each masked slot of DFlash predicts
+the token at its own position, and the anchor's slot predicts no token.
 
 Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries,
 P loss positions, E target width, m target layers that are read, H_kv key/value heads, d head dim,
@@ -15,7 +16,7 @@ D = 2 * H_kv * d, M memory of the Markov head, F feature width, b nodes of one l
     hidden state -> the target's LM head, + bias from the previous token (:mod:`..nn.markov`)
                  -> draft k
 
-The *context* is what the layers see of verified positions. There are three kinds:
+The *context* is what the layers see of verified positions. There are three kinds of contexts:
 
     hidden    outputs of m target layers (-1 is the embedding) -> fc -> norm    as published
     memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
@@ -23,14 +24,15 @@ The *context* is what the layers see of verified positions. There are three kind
               several target layers, the query heads of a group are divided among them
 
 With ``hidden`` and ``memory``, each layer computes the keys and values of the context with its own
-projections and without its input norm. Training runs many blocks at once (:mod:`.training`); a
-round of decoding runs one block. The features of a node are the hidden state of its slot followed
-by the Markov head's memory of the tokens before it. Chains and trees therefore need one forward
-pass only.
+projections and without its input norm. Training runs many blocks at once (:mod:`.training`). A
+round of decoding runs one block. The features of a node are the hidden state of the node's slot,
+followed by the Markov head's memory of the tokens before the slot. Therefore chains and trees need
+only one forward pass.
 
-The reference is deepseek-ai/DeepSpec, and z-lab/dflash for slots that predict the token at their
-own position. Weights have the names of the reference. The contexts ``memory`` and ``kv`` have no
-reference; arXiv 2604.26412 finds that drafters gain from the target's own KV.
+The reference implementations are deepseek-ai/DeepSpec and, for slots that predict the token at
+their own position, z-lab/dflash. The weights have the names of the reference. The contexts
+``memory`` and ``kv`` have no reference implementation. According to arXiv 2604.26412, drafters gain
+from reading the target's own KV.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,29 +61,34 @@ from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-CONTEXTS = ("hidden", "kv", "memory")  # kinds of context, see the module
-N_READ_LAYERS = 5  # target layers whose outputs are read by default, as in DSpark and DFlash
+CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
+# Number of target layers whose outputs are read by default, as in DSpark and DFlash.
+N_READ_LAYERS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
-    """The sizes of block-parallel drafters; KV encoder sizes are 0 unless context is memory."""
+    """The sizes of block-parallel drafters.
+
+    KV encoder sizes are 0 unless the context is ``memory``.
+    """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
 
-    mask_token: int  # The token whose embedding stands for an unknown token.
-    block_size: int  # G, slots of a block
+    # The token whose embedding is the input of masked slots.
+    mask_token: int
+    block_size: int  # G, number of slots of a block
     # If true, the anchor slot predicts the next token. If false, each masked slot predicts the
     # token at its own position.
     sample_from_anchor: bool
-    # What the layers see of verified positions: hidden, kv or memory. See the module.
+    # Kind of context that the layers see: hidden, kv or memory. See the docstring of the module.
     context: str = "hidden"
     fused_layers: tuple[int, ...] = ()
     """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
-    With the context ``kv``, each draft layer sees the KV of equally many of them, the first draft
-    layer that of the lowest. Empty with the context ``memory``."""
-    block_layers: int = 5  # decoder layers
-    # True if only the tokens that ``t2d`` marks can be drafted (speculators).
+    With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
+    first draft layer that of the lowest. Empty with the context ``memory``."""
+    block_layers: int = 5  # number of decoder layers
+    # True if only the tokens that ``t2d`` marks can be drafted, as in checkpoints of speculators.
     reduced_vocabulary: bool = False
 
     @override
@@ -118,7 +125,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
     @property
     def n_drafts(self) -> int:
-        """K, drafts of a block."""
+        """K, number of drafts of a block."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property
@@ -137,7 +144,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             values["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
         if context == "memory":
             values |= cls.encoder_defaults(config, given)
-        # ``default_read_layers`` fails for targets with few layers, so it runs only if needed.
+        # Call ``default_read_layers`` only if needed, because it fails for targets with few layers.
         elif "fused_layers" not in given:
             n_read = (
                 given.get("block_layers", cls.block_layers) if context == "kv" else N_READ_LAYERS
@@ -147,9 +154,9 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
 
 def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
-    """Return the target layers that a drafter with these settings or sizes reads.
+    """Return the target layers that a drafter reads, given the drafter's settings or sizes.
 
-    -1 is the embedding.
+    Layer -1 is the embedding.
     """
     if settings.fused_layers is None and settings.context != "memory":
         return default_read_layers(
@@ -160,9 +167,9 @@ def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
 
 
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
-    """Return the default layers to read, evenly spread from 1 to L - 3.
+    """Return the default target layers to read, evenly spaced from 1 to L - 3.
 
-    A single layer is the middle one.
+    If one layer is read, it is the middle layer.
     """
     if n_read == 1:
         return (n_layers // 2,)
@@ -178,7 +185,7 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
 
 
 def check_context(settings: Any, n_layers: int) -> None:
-    """Check the context and its layers; raises DrafterError if they do not fit the target."""
+    """Check the kind of context and its layers; raise DrafterError if they do not fit."""
     context = settings.context
     layers = tuple(settings.fused_layers or ())
     if context not in CONTEXTS:
@@ -201,18 +208,19 @@ def check_context(settings: Any, n_layers: int) -> None:
 
 
 class BlockState(LayerState):
-    """The context of each layer, followed by the block of the current round.
+    """Caches of the context of each layer, followed by the block of the current round.
 
-    ``fresh`` has the projected target states of positions that are not part of the context yet.
+    ``fresh`` holds the projected target states of positions that have not been added to the context
+    yet.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
-        # [B, K, E], hidden states of the slots that draft. None outside a round.
+        # [B, K, E], hidden states of the K slots that draft. None outside a round.
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
-        """Return and clear the fresh states, ``counts`` of each row: [B, n, E], right padded."""
+        """Return and clear the fresh states [B, n, E], right padded; ``counts`` are real."""
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
             raise DrafterError(
                 "the target's states are missing for some committed tokens: observe them before "
@@ -230,13 +238,14 @@ class BlockState(LayerState):
 
 
 class BlockDrafter(KVEncoder, Drafter):
-    """The trained part: the context's layers, the decoder layers, and the optional heads."""
+    """The trained weights: layers of the context, decoder layers, and optional heads."""
 
     config: BlockDrafterSizes
     drafts_remotely = True
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
-    t2d: Tensor  # [V] bool, whether a token can be drafted, if the vocabulary is reduced.
+    # [V] bool, whether a token can be drafted, if the draft vocabulary is reduced.
+    t2d: Tensor
 
     def __init__(self, config: BlockDrafterSizes) -> None:
         super().__init__(config)
@@ -284,16 +293,16 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Start with the target's final norm, because the hidden states go through its LM head."""
+        """Copy the target's final norm, because the target's LM head reads the hidden states."""
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
     # The block, in training and in decoding
 
     def context(self, frozen: FrozenTarget, tokens: Tensor, projected: Tensor) -> Tensor:
-        """Make the context [..., E] of verified tokens [...].
+        """Compute the context [..., E] of verified tokens [...].
 
-        ``projected`` is the output of :meth:`project`, or encoded KV.
+        ``projected`` is the output of :meth:`project` for these tokens, or their encoded KV.
         """
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             embedding_weight = self.fc.weight[:, : self.config.hidden_size]
@@ -301,14 +310,15 @@ class BlockDrafter(KVEncoder, Drafter):
         return self.hidden_norm(projected)
 
     def project(self, states: Tensor) -> Tensor:
-        """Apply ``fc`` to the outputs of the read layers: [..., m * E] -> [..., E].
+        """Apply ``fc`` to the outputs of the read layers: [..., m * E] becomes [..., E].
 
-        The embedding, if it is read, is not part of ``states``; :meth:`context` adds it.
+        If the embedding is one of the read layers, it is not part of ``states``; :meth:`context`
+        adds it.
         """
         return F.linear(states, self.fc.weight[:, -states.shape[-1] :])
 
     def slots(self, frozen: FrozenTarget, anchors: Tensor) -> Tensor:
-        """Embed the slots of blocks with anchors [B, N] int64: [B, N * G, E]."""
+        """Embed the slots of blocks that start at anchor tokens [B, N] int64: [B, N * G, E]."""
         tokens = torch.full(
             (*anchors.shape, self.config.block_size), self.config.mask_token, device=anchors.device
         )
@@ -324,7 +334,8 @@ class BlockDrafter(KVEncoder, Drafter):
     ) -> Tensor:
         """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
 
-        ``appends`` has one function per layer, which appends the slots' keys and values.
+        ``appends`` has one function per layer, which appends the keys and values of the slots to a
+        cache.
         """
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
@@ -332,16 +343,16 @@ class BlockDrafter(KVEncoder, Drafter):
         return self.norm(x)
 
     def drafting(self, hidden: Tensor) -> Tensor:
-        """Select the last K slots of each block: [..., N * G, E] -> [..., N, K, E]."""
+        """Select the K drafting slots of each block: [..., N * G, E] becomes [..., N, K, E]."""
         picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[
             ..., -self.config.n_drafts :, :
         ]
         return picked
 
-    # Features: the hidden state of a slot and the Markov head's memory
+    # Features: the hidden state of a slot, followed by the Markov head's memory
 
     def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Make features [..., K, F] from hidden [..., K, E] and previous tokens [..., K]."""
+        """Make features [..., K, F] from hidden states [..., K, E] and previous tokens [..., K]."""
         if self.markov_head is None:
             return hidden
         return torch.cat((hidden, self.markov_head.read(hidden, before).to(hidden.dtype)), dim=-1)
@@ -377,7 +388,8 @@ class BlockDrafter(KVEncoder, Drafter):
         """Compute the acceptance logit [...] of each draft; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        # The memory starts with the embedding of the previous token, which the head may read too.
+        # The memory starts with the embedding of the previous token. The confidence head may read
+        # this embedding too.
         logits: Tensor = self.confidence_head(
             features[..., : self.confidence_head.proj.in_features]
         )
@@ -393,9 +405,10 @@ class BlockDrafter(KVEncoder, Drafter):
     def text_hidden(
         self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor
     ) -> Tensor:
-        """Run the blocks at anchors [B, N] over texts: hidden states of their drafts [B, N, K, E].
+        """Run the blocks at anchor positions [B, N] of training sequences.
 
-        ``valid`` [B, N] is False for padding.
+        ``valid`` [B, N] is False for padding. Returns the hidden states of the drafts, [B, N, K,
+        E].
         """
         size = self.config.block_size
         n_tokens = inputs.tokens.shape[1]
@@ -411,7 +424,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def _text_context(
         self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype
     ) -> list[KeysValues]:
-        """Compute the context's keys and values for each layer, [B, H_kv, T, d] each."""
+        """Compute the keys and values of the context for each layer, [B, H_kv, T, d] each."""
         if self.config.context == "hidden":
             made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
         elif self.config.context == "kv":
@@ -428,9 +441,10 @@ class BlockDrafter(KVEncoder, Drafter):
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """Return the token before each draft of blocks [B, N] in texts [B, T]: [B, N, K].
+        """Return the token before each draft of the blocks at ``anchors`` [B, N]: [B, N, K].
 
-        Positions after the end of the text get its last token.
+        ``tokens`` [B, T] are the training sequences. Positions after the end of a sequence get its
+        last token.
         """
         before = training.draft_positions(anchors, self.config.n_drafts).clamp(
             max=tokens.shape[1] - 1
@@ -441,7 +455,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch over the drafts of its blocks, weighted by position.
 
-        The confidence head learns the share of its drafts that sampling would accept.
+        The confidence head learns the probability with which sampling would accept a draft.
         """
         inputs = step.inputs
         weights = step.weights
@@ -498,11 +512,11 @@ class BlockDrafter(KVEncoder, Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Run a block at the root of each round."""
+        """Compute the features of a block at the root of each draft round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = torch.arange(drafted.shape[1], device=drafted.device)
         queries, valid = training.loss_queries(drafted)
-        root = context + 1  # The root of each position's round.
+        root = context + 1  # position of the root of each position's round
         depth = torch.where(valid, queries - root.gather(1, queries), 0)
         self.config.check_depth(1 + int(depth.max()))
         begins = drafted & (index == root)
@@ -520,7 +534,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
     @override
     def new_state(self, n_rows: int) -> BlockState:
-        # With the context ``kv``, the target's cache holds all that the layers see.
+        # With the context ``kv``, the drafter needs no caches: the layers see only the target's
+        # cache.
         return BlockState(n_rows, 0 if self.config.context == "kv" else len(self.layers))
 
     @override
@@ -586,23 +601,23 @@ class BlockDrafter(KVEncoder, Drafter):
         starts = state.n_true
         encodes = self.config.context == "memory"
         made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
-        # [B, n]
+        # [B, n], the committed tokens that are added to the context.
         tokens = padded(
             [row[start:-1] for row, start in zip(committed, starts, strict=True)], device
         )
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
-        """Append the keys and values of context [B, n, E] to each layer's cache.
+        """Append the keys and values of context positions [B, n, E] to the cache of each layer.
 
-        ``counts`` has the number of real positions of each row.
+        ``counts`` has the number of real positions of each row; the other positions are padding.
         """
         rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
         state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
 
-    # Drafting on another machine than the target
+    # Drafting with the target on another machine
 
     @override
     def new_context_cache(self) -> ContextCache:
@@ -658,7 +673,7 @@ class BlockDrafter(KVEncoder, Drafter):
 def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
     """Concatenate the heads of n layers, [B, H_kv, S, d] each, to [B, H_kv * n, S, d].
 
-    The n heads with the same index are neighbours.
+    In the result, the n heads with the same index in their layers are adjacent.
     """
     if len(layers) == 1:
         return layers[0]
@@ -666,12 +681,12 @@ def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
     return torch.stack(keys, dim=2).flatten(1, 2), torch.stack(values, dim=2).flatten(1, 2)
 
 
-# The kinds of drafters
+# The drafters
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashSizes(BlockDrafterSizes):
-    """The sizes of a DFlash drafter, and the identity of its target."""
+    """The sizes of a DFlash drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "dflash"
 
@@ -680,7 +695,7 @@ class DFlashSizes(BlockDrafterSizes):
 
 
 class DFlashDrafter(BlockDrafter):
-    """The backbone without heads."""
+    """A block-parallel drafter without heads."""
 
     config_class: ClassVar[type[DrafterSizes]] = DFlashSizes
     config: DFlashSizes
@@ -688,16 +703,16 @@ class DFlashDrafter(BlockDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkSizes(BlockDrafterSizes):
-    """The sizes of a DSpark drafter, and the identity of its target."""
+    """The sizes of a DSpark drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "dspark"
 
     block_size: int = 7
     sample_from_anchor: bool = True
-    # How a draft depends on the previous one, see :mod:`..nn.markov`.
+    # Kind of Markov head, which makes a draft depend on the previous draft; see :mod:`..nn.markov`.
     markov_head: str = "vanilla"
     markov_rank: int = 256  # r, rank of the Markov head
-    confidence_head: bool = True  # True if there is a confidence head.
+    confidence_head: bool = True  # whether there is a confidence head
     # True if the confidence head also reads the Markov head's embedding of the previous token.
     confidence_with_markov: bool = True
 
@@ -710,7 +725,7 @@ class DSparkSizes(BlockDrafterSizes):
 
 
 class DSparkDrafter(BlockDrafter):
-    """The backbone, a Markov head and a confidence head."""
+    """A block-parallel drafter with a Markov head and a confidence head."""
 
     config_class: ClassVar[type[DrafterSizes]] = DSparkSizes
     config: DSparkSizes

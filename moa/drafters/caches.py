@@ -1,4 +1,4 @@
-"""Drafter state of a generation: caches of B rows, and the causal layers that fill them.
+"""The state of a drafter during a generation: its caches, and the layers that fill them.
 
 Shapes: B rows, S slots, Q queries, E width, H_kv key/value heads, d head dim, b nodes of one level,
 n tokens of one call.
@@ -24,38 +24,43 @@ from .training import at_queries
 
 KeysValues = tuple[Tensor, Tensor]  # keys and values, each [B, H_kv, S, d]
 Fresh = tuple[Tensor, Tensor | None, list[int]]
-"""Input of a round: tokens [B, n] int64, target states [B, n, ...] or None, real tokens per row."""
+"""Input of a round: tokens [B, n] int64, target states [B, n, ...] or None, and counts of real
+tokens."""
 
 
 class RowState:
-    """A drafter's caches of B rows while decoding.
+    """A drafter's caches of B rows during decoding.
 
-    Each attribute is a :class:`KVBuffer`, a tuple of them, a list with one entry per row, a tensor
-    [B, ...], or a number.
+    Each attribute is a :class:`KVBuffer`, a tuple of such buffers, a list with one entry per row, a
+    tensor [B, ...], or a number.
     """
 
     def forget_drafts(self) -> None:
-        """End the round and keep only what is committed. By default nothing else is stored."""
+        """End the round, and drop everything that is not committed.
+
+        By default there is nothing to drop.
+        """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the given rows of the batch, in the given order."""
         for name, value in vars(self).items():
             setattr(self, name, _taken(value, rows))
 
     def take_rows(self, rows: Sequence[int]) -> Self:
-        """Copy these rows, in this order, to a new state. Ends the round."""
+        """Copy the given rows, in the given order, to a new state. This ends the round."""
         self.forget_drafts()
         taken = copy.copy(self)
         taken.select_rows(rows)
         return taken
 
     def add_rows(self, other: Self) -> None:
-        """Append the rows of another state of the same drafter. Ends the round.
+        """Append the rows of another state of the same drafter. This ends the round.
 
-        ``other`` must not be used afterwards.
+        The other state must not be used afterwards.
         """
         self.forget_drafts()
-        other.forget_drafts()  # The rounds of the two states may have different lengths.
+        # End both rounds, because the two states may have fed different numbers of drafts.
+        other.forget_drafts()
         for name, value in vars(self).items():
             setattr(self, name, _joined(value, getattr(other, name)))
 
@@ -88,9 +93,9 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary rows.
+    """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary values.
 
-    The number of kernels does not depend on the number of rows.
+    The number of kernel launches does not depend on the number of rows.
     """
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
@@ -106,7 +111,7 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """Build a mask [B, 1, S] bool in which a query sees the first ``lengths[row]`` slots.
+    """Build a mask [B, 1, S] bool with which a query sees the first ``lengths[row]`` slots.
 
     Returns None if all lengths are equal.
     """
@@ -117,9 +122,10 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Append keys and values [B, H, S, d] to ``first``, which is converted to their dtype.
+    """Concatenate ``first`` and new keys and values [B, H, S, d].
 
-    Their heads are repeated if ``first`` has more heads.
+    ``first`` is converted to the dtype of the new keys. If ``first`` has more heads than the new
+    keys and values, the new heads are repeated.
     """
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
@@ -132,20 +138,20 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
 def write_after(
     view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
 ) -> KeysValues:
-    """Write a drafter's newest keys and values after the target's verified ones, in place.
+    """Write the drafter's newest keys and values into the target's cache after verified tokens.
 
     The target's next call overwrites these slots.
 
     Args:
-        view: the target's keys and values, [B, H_kv, S, d] each.
+        view: the target's keys and values of one layer, [B, H_kv, S, d] each.
         before: for each row, the number of verified tokens before this round.
         n_fed: number of tokens that this round has fed, including the newest.
         keys: the newest keys [B, H_kv, n, d].
         values: the newest values [B, H_kv, n, d].
     """
     n_new = keys.shape[2]
-    # Later calls with longer rows, or over the whole cache, read these slots under a mask. A mask
-    # does not stop NaN.
+    # Replace NaN, because later calls with longer rows, or over the whole cache, read these slots
+    # under a mask. A masked NaN still makes the result NaN.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
@@ -155,7 +161,10 @@ def write_after(
 def causal_features(
     blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor
 ) -> Tensor:
-    """Run causal layers over x [B, S, E], slot t at position t: features of queries [B, Q]."""
+    """Run causal layers over x [B, S, E] at positions 0 to S - 1.
+
+    Returns the features of queries [B, Q].
+    """
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
     causal = masks.Mask.up_to(slots[None], len(slots))
@@ -169,33 +178,35 @@ def causal_features(
 
 
 class Fed(NamedTuple):
-    """Positions and masks of the tokens that a draft step feeds."""
+    """Positions and masks of the tokens that one drafter call feeds."""
 
     positions: Tensor  # [B or 1, b] int64
-    rotation: Rotation  # the drafter's rotation at these positions
+    rotation: Rotation  # the drafter's rotary embedding at these positions
     before: list[int]  # number of verified tokens of each row
-    seen: Tensor  # [B, b, n] bool, the tokens fed in this round that each of the b tokens sees
-    # [B, b, S] bool, the verified tokens followed by ``seen``. None if nothing is masked.
+    seen: Tensor  # [B, b, n] bool, the tokens of this round that each fed token sees
+    # [B, b, S] bool, the mask of the verified tokens followed by ``seen``. None if nothing is
+    # masked.
     mask: Tensor | None
 
 
 class LayerState(RowState):
-    """Keys and values of a drafter's causal layers."""
+    """Caches with the keys and values of a drafter's causal layers."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        # One buffer per layer: committed slots, then those of this round's tree in feeding order.
+        # One buffer per layer. It holds the committed slots, then the slots of this round's tree in
+        # the order in which they were fed.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.n_true = [0] * n_rows  # number of committed slots of each row
         self.n_fed = 0  # number of slots of this round's tree, including the root
-        # For each row, the target's states [n, ...] of committed positions that have not been fed
-        # to the layers yet.
+        # For each row, target states [n, ...] of committed positions that have not been fed to the
+        # layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
         self.given: Fresh | None = None
 
     @override
     def forget_drafts(self) -> None:
-        # Accepted drafts are mixed with others, in feeding order. Encoding them again costs two
-        # projections of a few tokens. That is cheaper than finding those that can stay.
+        # Accepted drafts are mixed with rejected ones in the cache. Feeding accepted drafts again
+        # costs two projections of a few tokens, which is cheaper than moving their slots.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0
@@ -208,7 +219,7 @@ class LayerState(RowState):
     ) -> None:
         """Store the target's states [B, n, ...] of committed tokens until they are fed.
 
-        ``make`` transforms them first.
+        ``make``, if given, transforms the states before they are stored.
         """
         indices_in_batch = [
             row * states.shape[1] + index for row, indices in enumerate(kept) for index in indices
@@ -221,18 +232,21 @@ class LayerState(RowState):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
-        """Return the committed tokens that have no slots yet, and the target's states for them.
+        """Return the committed tokens without slots, and the target's states for these tokens.
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """
-        # The root is fed again in each round, because its slot may hold a rejected draft.
+        # Feed the root again in each round, because its slot may hold a rejected draft.
         self.n_true = [
             min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)
         ]
         return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)], None
 
     def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
-        """Move :meth:`fresh_rows` to the device. In a graph, return :attr:`given` instead."""
+        """Copy :meth:`fresh_rows` to the device.
+
+        During graph recording, return :attr:`given` instead.
+        """
         if self.given is not None:
             return self.given
         tokens, states = self.fresh_rows(committed)
@@ -243,14 +257,16 @@ class LayerState(RowState):
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
         x: Tensor,  # [B, n, E], right padded
-        counts: Sequence[int],  # Number of real tokens of each row, at least 1.
-        # Computes the last layer. None calls its ``forward``.
+        counts: Sequence[int],  # number of real tokens of each row, at least 1
+        # A function that computes the last layer. None calls the layer's ``forward``.
         last: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Fed]:
-        """Feed the tokens committed since the last round, up to the root, in place of the drafts.
+        """Feed the tokens that were committed since the last round, up to the root.
+
+        They replace the drafts.
 
         Returns:
-            Features of the root [B, 1, E], and its position and mask.
+            Features of the root [B, 1, E], and the root's position and mask.
         """
         device = x.device
         before = self.n_true
@@ -284,7 +300,7 @@ class LayerState(RowState):
         root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
         if is_alone:
             return x, root
-        # The last layer computes only the root's feature.
+        # The last layer computes only the features of the root.
         x = (
             x[:, -1:]
             if are_alike(counts)
@@ -293,11 +309,11 @@ class LayerState(RowState):
         return (last or block)(x, root.rotation, keys, values, mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
-        """Count the nodes of one level as fed. The caller appends their keys and values."""
+        """Count the nodes of one level as fed. The caller then appends their keys and values."""
         n_nodes = level.tokens.shape[1]
         before = added(self.n_true, -1)
         self.n_fed += n_nodes
-        # All nodes of a level have the same position.
+        # All nodes of a level have the same position in the sequence.
         positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(
             -1, n_nodes
         )

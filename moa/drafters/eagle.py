@@ -3,23 +3,23 @@
 Li et al., ICML 2024, arXiv 2401.15077, with the draft trees of EAGLE-2, arXiv 2406.16858.
 
 Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots (T - 1), K fused
-layers, b nodes of one level.
+target layers, b nodes of one level.
 
     [embedding of token t+1 ; hidden state of token t] -> linear 2E -> E -> decoder layer(s)
                                                        -> feature of token t+1
 
-Hidden states are the target's states AFTER its final norm: transformers returns them as
-``hidden_states[-1]``, and the store has them as ``hidden/last``. The LM head turns them, and the
-features that stand for them, into logits without another norm. The official code has the same
-convention (``train/eagle.py``).
+Hidden states are the target's states AFTER its final norm. In transformers they are
+``hidden_states[-1]``, in the store they are ``hidden/last``. The LM head turns hidden states and
+features into logits without another norm. The MoA authors' code does the same (``train/eagle.py``).
 
-Embeddings are about fifty times smaller than hidden states, so that a drafter learns to read them
-late. They are therefore multiplied by a scale first. The published drafter has no scale. A linear
-layer with other weights computes the same, so exports contain the scale in these weights.
+Embeddings are about fifty times smaller than hidden states, so that a drafter would learn late to
+read them. Therefore embeddings are multiplied by a scale first. The published drafter has no scale.
+Exports multiply the weights of the linear layer by the scale, which gives the same results.
 
-Slot t of the drafter's cache is made from the hidden state of position t and the token at t+1. Its
-RoPE position is t. Up to the root's slot the hidden states are the target's; after it they are the
-drafter's own features. Each round computes the slots of accepted tokens again.
+Slot t of the drafter's cache is computed from the hidden state of position t and the token at t+1.
+The RoPE position of the slot is t. Up to the slot of the root, the hidden states are the target's;
+after it they are the drafter's own features. Each round computes the slots of accepted tokens
+again.
 """
 
 import math
@@ -44,7 +44,10 @@ from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
 class FeatureState(LayerState):
-    """Slots made from the target's states. ``last`` is the newest state [1, ...] of each row."""
+    """A cache of slots made from target states.
+
+    ``last`` is the newest target state [1, ...] of each row.
+    """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
@@ -54,7 +57,8 @@ class FeatureState(LayerState):
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
         fresh = []
         for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
-            if not parts:  # There are no new states, so the root is fed again.
+            # There are no new target states, so feed the root again with the newest state.
+            if not parts:
                 if last is None:
                     raise DrafterError(
                         "no states of the target have been observed: give them before drafting."
@@ -73,7 +77,8 @@ class FeatureState(LayerState):
 class FeatureDrafter(Drafter):
     """The common part of EAGLE and EAGLE-3.
 
-    The layers are fed with the token at t+1 and the feature of t, and then with their own outputs.
+    The input of a layer is the token at t+1 and the feature of t. In later draft steps the feature
+    is the drafter's own output.
     """
 
     by_graph = True
@@ -81,30 +86,31 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Make the layers' input from embeddings of tokens t+1 and features of t, each [..., E]."""
+        """Make the layers' input from embeddings of tokens t+1 and features of t [..., E]."""
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Return the target states that :meth:`observe` gets; by default the last hidden states."""
+        """Return the states that :meth:`observe` receives; by default the last hidden states."""
         return inputs.hidden
 
     def true_features(self, states: Tensor) -> Tensor:
-        """Turn :meth:`target_states` into features [..., E]; by default they are the same."""
+        """Convert :meth:`target_states` to features [..., E]; by default return them unchanged."""
         return states
 
     def fed_back(self, outputs: Tensor) -> Tensor:
-        """Turn layer outputs [..., E] into the features that are fed back; by default the same."""
+        """Convert outputs of the layers [..., E] to the next features; by default unchanged."""
         return outputs
 
     @override
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # All rounds run at once, level by level. Each level is fed with the features of the level
-        # before it.
+        # All rounds run at once, level by level. Each level is fed with the features that the
+        # previous level computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        context = context[:, 1:]  # [B, S], the last slot of the target that a query sees.
+        context = context[:, 1:]  # [B, S], the last slot of the target that a query sees
         slots = torch.arange(context.shape[1], device=context.device)
-        # The draft level of each slot: 0 for the root's slot, -1 for slots that are not drafted.
+        # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
+        # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings = frozen.embed(inputs.tokens[:, 1:])
         joined = self.join(
@@ -164,8 +170,8 @@ class FeatureDrafter(Drafter):
         committed: Sequence[list[int]],
         cache: KVSource,
     ) -> Tensor:
-        # Slots up to the root's are made from the target's states. Those of accepted drafts are
-        # computed again from them.
+        # The slots up to the root are computed from target states. The slots of accepted drafts are
+        # computed again, because they were computed from the drafter's own features.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
         assert hidden is not None  # [B, n, E or K * E]
         x = self.join(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
@@ -181,31 +187,32 @@ class FeatureDrafter(Drafter):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSizes(LayerSizes):
-    """The sizes of an EAGLE drafter, and the identity of its target."""
+    """The sizes of an EAGLE drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "eagle"
 
-    eagle_layers: int = 1  # decoder layers
+    eagle_layers: int = 1  # number of decoder layers
     eagle_input_norm: bool = True
     """True if the first layer has a norm before its attention, as in the MoA authors' EAGLE. The
     EAGLE authors' code has none."""
     eagle_fc_bias: bool = False
-    """True if the linear layer that combines token and hidden state has a bias, as in some
-    checkpoints of the EAGLE authors."""
+    """True if the linear layer for token and hidden state has a bias, as in some checkpoints of the
+    EAGLE authors."""
     eagle_embedding_scale: float = 1.0
-    """Scale of the embeddings before the linear layer, 1 as published. 0 means that a new drafter
-    has not chosen it yet."""
+    """Scale of the embeddings before the linear layer; 1 in the published drafter. 0 means that the
+    scale of a new drafter has not been chosen yet."""
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # An export would round other scales.
+        # An export multiplies weights by the scale. Other scales than powers of two would round
+        # the weights.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 
 
 class EagleDrafter(FeatureDrafter):
-    """The trained part: the linear layer that combines token and hidden state, and the layers."""
+    """The trained weights: a linear layer for token and hidden state, and decoder layers."""
 
     config_class: ClassVar[type[DrafterSizes]] = EagleSizes
     config: EagleSizes
@@ -223,10 +230,10 @@ class EagleDrafter(FeatureDrafter):
 
     @override
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Choose the scale that brings embeddings to the size of hidden states.
+        """Choose the scale that makes embeddings as large as hidden states.
 
         The root mean square of hidden states is about 1. The scale is a power of two, so that an
-        export can multiply weights by it exactly.
+        export can multiply weights by the scale without rounding.
         """
         super().adopt(frozen, count_tokens)
         if self.config.eagle_embedding_scale == 0:
@@ -242,7 +249,7 @@ class EagleDrafter(FeatureDrafter):
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
         joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        # Under autocast the residual stream keeps its precision.
+        # Under autocast, convert the result back, so that the residual stream keeps its precision.
         return joined.to(embeddings.dtype)
 
     @override
@@ -257,13 +264,16 @@ class EagleDrafter(FeatureDrafter):
     def forward(self, joined: Tensor, queries: Tensor) -> Tensor:
         """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].
 
-        Slot t gives the feature of token t+1.
+        Slot t gives the feature of position t+1.
         """
         return causal_features(self.blocks, self.rotary, joined, queries)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch (EAGLE section 3.2, with the MoA paper's weights)."""
+        """Compute the loss of one mini-batch.
+
+        It is that of EAGLE, section 3.2, with the loss weights of the Mixture of Attentions paper.
+        """
         inputs = step.inputs
         weights = step.weights
         embeddings = frozen.embed(inputs.tokens)[:, 1:]
@@ -283,12 +293,16 @@ class EagleDrafter(FeatureDrafter):
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
-    """Draw uniform noise [B, T, E] in [-noise_width / 2, noise_width / 2], one seed per row."""
+    """Draw uniform noise [B, T, E] of the width ``noise_width`` around 0.
+
+    Each row has its own seed.
+    """
     if not draws.seeds or not draws.noise_width:
         return None
     rows = []
     for seed in draws.seeds:
-        # Tokens are drawn before the padding, so that their noise does not depend on the padding.
+        # Draw the noise of real tokens before that of padding, so that it does not depend on the
+        # padding.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

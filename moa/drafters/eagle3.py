@@ -3,33 +3,35 @@
 Li et al., NeurIPS 2025, arXiv 2503.01840.
 
 Shapes: B batch, T tokens, S slots (T - 1), Q queries, P loss positions, E target width, K fused
-layers, V vocabulary, V_d draft vocabulary, J steps, H query heads, H_kv key/value heads, d head
-dim.
+target layers, V vocabulary, V_d draft vocabulary, J draft steps, H query heads, H_kv key/value
+heads, d head dim.
 
     outputs of K target layers -> linear K * E -> E -> feature of token t
     [norm(embedding of token t+1) ; norm(feature of t)] -> attention -> + feature of t -> + MLP
                                                         -> feature of token t+1
     feature -> norm -> own LM head over the draft vocabulary
 
-Slots, positions and decoding are those of EAGLE (:mod:`.eagle`): slot t is made from the feature of
-t and the token at t+1. The output of the layer is fed back without a norm, in place of a fused
-feature. It need not resemble any hidden state of the target, because only the distribution of the
-next token is trained.
+Slots, positions and decoding are as in EAGLE (:mod:`.eagle`): slot t is computed from the feature
+of t and the token at t+1. In later draft steps, the output of the decoder layer takes the place of
+the fused feature, without a norm. The output need not resemble any hidden state of the target,
+because only the distribution of the next token is trained.
 
-Training-time test: step 1 is teacher forcing. In step j + 1 each position is a draft round of its
-own that has advanced by j tokens. It sees the slots of step 1 up to the start of its round, and the
-slots that it has made itself since. For a round that starts at slot 4 (official
-``traineagle3/cnets.py``, ``LlamaAttention.forward`` and ``Model.forward``)::
+Training-time test simulates J draft steps. Step 1 is teacher forcing. In step j + 1, each position
+is a draft round of its own, which has advanced by j tokens. A round sees the slots of step 1 up to
+its start, and the slots that the round itself has computed since then. Example for a round that
+starts at slot 4 (``LlamaAttention.forward`` and ``Model.forward`` in the EAGLE authors'
+``traineagle3/cnets.py``)::
 
     step   fed slot   made from the feature of    sees slots of step 1    own slots
        1          4   the target                  0 1 2 3 4
        2          5   step 1                      0 1 2 3 4               5
        3          6   step 2                      0 1 2 3 4               5 6
 
-A round carries loss while it stays in the response that contains its root, as the rounds of
-decoding do. The official code also starts rounds in the prompt. Its teacher is normalised over the
-draft vocabulary, and positions whose most likely token is outside of it carry no loss. Here all
-positions carry loss, and only the teacher's probabilities of the tokens outside are left out.
+A round contributes to the loss while it stays in the response that contains its root, as the rounds
+of decoding do. The EAGLE authors' code differs in three points. It also starts rounds in the
+prompt. Its teacher distribution is normalised over the draft vocabulary. Positions whose most
+likely token is outside the draft vocabulary have no loss. Here all positions have a loss, and the
+teacher's probabilities of tokens outside the draft vocabulary are left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,45 +61,48 @@ from .training import (
 )
 from .vocabulary import most_frequent, over_all_tokens
 
-# Loss weight of a step relative to the previous step (official ``traineagle3/main.py``).
+# Ratio of the loss weights of a draft step and the previous one (``traineagle3/main.py`` of the
+# EAGLE authors).
 STEP_DECAY = 0.8
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
-"""Size of the draft vocabulary if the target has more tokens. The authors use it for Llama 3, which
-has 128,256 tokens."""
+"""Size of the draft vocabulary if the target has more tokens. The EAGLE authors use this size for
+Llama 3, which has 128,256 tokens."""
 
 _SCORE_BYTES = 1 << 27
-"""Upper bound of the bytes of attention scores that a training step computes at once. Larger scores
-are split into parts of rows, and then of queries."""
+"""Maximum bytes of attention scores that a training step computes at once. If all scores are
+larger, the computation is split by rows of the batch, and then by queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Sizes(LayerSizes):
-    """The sizes of an EAGLE-3 drafter, and the identity of its target."""
+    """The sizes of an EAGLE-3 drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "eagle3"
     without_weights: ClassVar[tuple[str, ...]] = ()
 
     fused_layers: tuple[int, ...]
-    """Target layers, from 0, whose outputs are fused, in the order of the linear layer's input."""
-    draft_vocabulary: int  # V_d, tokens that can be drafted
-    test_time_steps: int = 7  # J, draft steps that training unrolls
+    """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
+    input."""
+    draft_vocabulary: int  # V_d, number of tokens that can be drafted
+    test_time_steps: int = 7  # J, number of draft steps that training unrolls
     fc_norm: bool = False
     """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
     2605.09992)."""
-    # True if the drafter is fed with its outputs after the final norm, as in EAGLE-3.1.
+    # True if the outputs of the final norm are fed to the next draft step, as in EAGLE-3.1.
     norm_output: bool = False
-    # True if the concatenated outputs are normed before they are fused (speculators).
+    # True if the concatenated target outputs are normed before they are fused, as in speculators.
     norm_before_fc: bool = False
-    # True if the residual stream starts after the norm of the features (speculators).
+    # True if the residual stream starts after the norm of the features, as in speculators.
     norm_before_residual: bool = False
-    # True if queries and keys have a norm per head, as in Qwen3 (speculators).
+    # True if queries and keys have a norm per head, as in Qwen3 and speculators.
     query_key_norm: bool = False
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # A checkpoint of another project does not name the number of its target's layers.
+        # Without ``n_layers``, use the highest fused layer: checkpoints of other projects do not
+        # contain the target's number of layers.
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
@@ -107,16 +112,18 @@ class Eagle3Sizes(LayerSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
         values = super().defaults(config, given)
-        values["qkv_bias"] = False  # Engines run it without a bias, for Qwen2 targets too.
+        # Inference engines run EAGLE-3 without these biases, even for Qwen2 targets.
+        values["qkv_bias"] = False
         values["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
-        # ``default_fused_layers`` fails for targets with few layers, so it runs only if needed.
+        # Call ``default_fused_layers`` only if needed, because it fails for targets with few
+        # layers.
         if "fused_layers" not in given:
             values["fused_layers"] = default_fused_layers(facts["n_layers"])
         return values
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
-    """Return the default low, middle and high layer: 1, L // 2 - 1 and L - 4.
+    """Return the default low, middle and high target layer: 1, L // 2 - 1 and L - 4.
 
     SpecForge, SGLang and vLLM use the same layers.
     """
@@ -131,10 +138,11 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Block(DecoderBlock):
-    """A decoder layer whose attention reads two streams of width E, each with its own norm.
+    """A decoder layer whose attention reads two concatenated streams, each normed on its own.
 
-    The second stream is the residual. It is taken before the norm, or after it if
-    ``norm_before_residual`` is true (vLLM ``llama_eagle3.py``).
+    Both streams have the width E. The second stream is also the residual. The residual is taken
+    after the norm if ``norm_before_residual`` is true, otherwise before the norm (vLLM
+    ``llama_eagle3.py``).
     """
 
     def __init__(self, sizes: BlockSizes, norm_before_residual: bool = False) -> None:
@@ -154,9 +162,9 @@ class Eagle3Block(DecoderBlock):
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """The trained part: fusing layer, decoder layer, final norm and LM head.
+    """The trained weights: fusing layer, decoder layer, final norm and LM head.
 
-    Weights have the names that other projects use.
+    The weights have the names that other projects use.
     """
 
     config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
@@ -196,7 +204,10 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """Tokens of the draft vocabulary, ascending, [V_d] int64. None if all can be drafted."""
+        """Ids of the tokens of the draft vocabulary, [V_d] int64, ascending.
+
+        None if all can be drafted.
+        """
         if self.config.draft_vocabulary == self.config.vocab_size:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -215,9 +226,10 @@ class Eagle3Drafter(FeatureDrafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Choose the most frequent tokens as draft vocabulary, and start with the target's LM head.
+        """Choose the draft vocabulary, and initialize the LM head from the target's.
 
-        Among equally frequent tokens the lower ids are chosen.
+        The draft vocabulary consists of the most frequent tokens. Among equally frequent tokens,
+        lower ids come first.
         """
         tokens = torch.arange(self.config.vocab_size)
         if self.config.draft_vocabulary < self.config.vocab_size:
@@ -282,9 +294,9 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the weighted forward KL of all steps.
+        """Compute the loss of one mini-batch: the forward KL of all draft steps, weighted.
 
-        Each step weighs 0.8 times the step before it.
+        Each draft step has 0.8 times the weight of the previous step.
         """
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
@@ -311,7 +323,8 @@ class Eagle3Drafter(FeatureDrafter):
             cap=frozen.logit_cap,
         )
         scale = step.scale(n_positions)
-        # Other drafters report their only step, so the first step is reported here, unweighted.
+        # Report the unweighted loss of the first draft step, because other drafters report only one
+        # step.
         return LossTerms(
             step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions
         )
@@ -325,18 +338,18 @@ class Eagle3Drafter(FeatureDrafter):
         reached: Tensor,
         smoothing: float,
     ) -> Tensor:
-        """Compute the D-PACE weights [J, B, Q] of the steps; each round is a block.
+        """Compute the D-PACE weights [J, B, Q] of the draft steps. Each round counts as a block.
 
         Args:
-            tokens: [B, T].
-            queries: [B, Q].
+            tokens: [B, T], token ids.
+            queries: [B, Q], positions.
             at: indices of the P loss positions among the queries.
-            own: [P, J, E], normed features.
-            reached: [J, B, Q] bool, as in :meth:`test_time_features`.
+            own: [P, J, E], normed features of the drafter.
+            reached: [J, B, Q] bool, the second result of :meth:`test_time_features`.
             smoothing: see :func:`..nn.losses.d_pace_weights`.
         """
         labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
-        # A token outside the draft vocabulary has no probability.
+        # The drafter gives no probability to a token outside the draft vocabulary.
         if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
@@ -346,7 +359,8 @@ class Eagle3Drafter(FeatureDrafter):
         wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
         grid = wrong.new_zeros(*queries.shape, own.shape[1])
         grid[at] = wrong
-        # Step j of the round that starts at a query is j queries further, see test_time_features.
+        # Step j of the round that starts at a query is j queries further right; see
+        # test_time_features.
         by_round = [x.roll(-step, dims=1) for step, x in enumerate(grid.unbind(dim=-1))]
         seen = [x.roll(-step, dims=1) for step, x in enumerate(reached)]
         paced = losses.d_pace_weights(
@@ -357,13 +371,14 @@ class Eagle3Drafter(FeatureDrafter):
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run all steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
+        """Run all draft steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
 
         Returns:
-            Features [J, B, Q, E] of each position in step j. And [J, B, Q] bool: whether a round
-            whose root is j - 1 tokens earlier reaches the position within the response.
+            Two tensors. First the features [J, B, Q, E] of each position in step j. Then [J, B, Q]
+            bool, whether the round whose root is j - 1 tokens before the position reaches it
+            without leaving the response.
         """
-        # [B, S, E], where slot t has the embedding of token t + 1.
+        # [B, S, E]. Slot t has the embedding of token t + 1.
         embeddings = frozen.embed(inputs.tokens[:, 1:])
         hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
         block = self.midlayer
@@ -386,8 +401,8 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # Round p has reached the query that is `step` places further, if no position in between
-            # is missing.
+            # A round reaches the query that is ``step`` places after its start if no position
+            # between them is missing.
             features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
@@ -397,14 +412,14 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Let each round, a query, attend to slots shared by all rounds and to its own slots.
+    """Let each query attend to slots that all rounds share and to the slots of its own round.
 
     Args:
-        q: [B, H, Q, d], one query per round.
-        keys: shared keys [B, H_kv, S, d].
-        values: shared values [B, H_kv, S, d].
-        seen: [B, Q, S] bool, the shared slots that a round sees.
-        own: for each earlier step, keys and values [B, H_kv, Q, d], one per round.
+        q: [B, H, Q, d]. Each query belongs to its own round.
+        keys: keys [B, H_kv, S, d] of the shared slots.
+        values: values [B, H_kv, S, d] of the shared slots.
+        seen: [B, Q, S] bool, the shared slots that each round sees.
+        own: for each earlier draft step, keys and values [B, H_kv, Q, d], with one slot per round.
 
     Returns:
         [B, H, Q, d].
@@ -415,7 +430,8 @@ def attend_with_own_steps(
     flat = [part for pair in own for part in pair]
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(q, keys, values, seen, *flat)
-    # The backward pass computes the scores again, so that only few are in memory at a time.
+    # Recompute the scores in the backward pass, so that only a part of the scores is in memory at a
+    # time.
     attended = []
     for rows in zip(
         *(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True

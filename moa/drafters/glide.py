@@ -3,30 +3,31 @@
 Du et al., ICML 2024, arXiv 2402.02082.
 
 Shapes: B batch, T tokens, Q queries, E target width, L target layers, D packed KV width, H_kv
-target KV heads, d target head dim, b nodes of one level, n tokens of one call, S slots.
+target KV heads, d target head dim, b nodes of one level, n tokens fed at once, S slots.
 
     token embeddings -> + causal self-attention
                      -> + cross-attention to the KV of the target's last layer at verified positions
                      -> + MLP -> LM head
 
-Only the tokens of drafts are fed back. The cross-attention and the LM head have no norm before
-them, as in the official code (``train/glide.py``).
+Only the drafted tokens are fed back, not features. As in the MoA authors' code
+(``train/glide.py``), there is no norm before the cross-attention and before the LM head.
 
-Training cuts the text into blocks. Each block is a draft round: its positions see the target's KV
-of the blocks before it. For blocks of 3 and offset 1::
+Training cuts sequences into blocks. Each block is a draft round: its positions see the target's KV
+of the blocks before it. Example for blocks of 3 positions and offset 1::
 
     position                   0 1 2 3 4 5 6 7 8
-    last target KV it sees     . 0 0 0 3 3 3 6 6
+    last visible target KV     . 0 0 0 3 3 3 6 6
 
-Some targets have layers of different shapes, or keys that are not rotated like Llama's. For these
-targets the drafter attends to the last layer that has its own keys and values. Its queries have the
-width of that layer's keys and are not rotated. If that layer caches latents, there is a single
-head: its keys are the latent and the rotated key, its values the latent. This is multi-head latent
-attention with absorbed projections.
+Some targets have layers of different shapes, or rotate keys in another way than Llama. For these
+targets the drafter attends to the last layer that has its own keys and values. The drafter's
+queries then have the width of that layer's keys and are not rotated. If that layer caches latents,
+as multi-head latent attention does, there is a single head. Its keys are the latent and the rotated
+key, and its values are the latent. This corresponds to multi-head latent attention with absorbed
+projections.
 
-The released code has offset 0, rotates the target's keys a second time, and lets a first block,
-which has no block before it, attend to all keys. Here a first block is a round after position 0,
-and position 0 itself carries no loss.
+The MoA authors' code uses offset 0, rotates the target's keys a second time, and lets the first
+block attend to all keys, because there is no block before it. Here the first block is a round that
+starts after position 0, and position 0 itself has no loss.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,19 +53,20 @@ from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 @dataclass(frozen=True, kw_only=True)
 class GlideSizes(LayerSizes):
-    """The sizes of a GLIDE drafter, and the identity of its target."""
+    """The sizes of a GLIDE drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "glide"
     left_out: ClassVar[tuple[str, ...]] = ("draft_", "target_")
 
-    # D = 2 * target KV heads * target head dim. If layers differ in width, that of the widest.
+    # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
+    # widest layer.
     kv_width: int
-    # Attended layer, its heads, and the widths of a key and a value. Empty for the last layer of a
-    # target that rotates keys like Llama.
+    # The attended target layer, its number of heads, and the widths of a key and of a value. Empty
+    # if it is the last layer of a target that rotates keys like Llama.
     target_kv: tuple[int, ...] = ()
-    # True if that layer caches a latent as key and a rotated key as value.
+    # True if the attended layer caches a latent as key and a rotated key as value.
     target_latents: bool = False
-    block_size: int = 5  # tokens of a block in training
+    block_size: int = 5  # number of tokens of a block in training
 
     @classmethod
     @override
@@ -94,7 +96,7 @@ class GlideSizes(LayerSizes):
 
     @property
     def attended(self) -> tuple[int, int, int, int]:
-        """The attended layer, its heads H_kv, and the widths of a key and a value."""
+        """The attended layer, its number of heads H_kv, and the widths of a key and a value."""
         if len(self.target_kv) == 4:
             layer, n_heads, key_width, value_width = self.target_kv
             return layer, n_heads, key_width, value_width
@@ -102,7 +104,7 @@ class GlideSizes(LayerSizes):
 
 
 class GlideDrafter(Drafter):
-    """The trained part: a decoder layer, and cross-attention without K and V projections."""
+    """The trained weights: a decoder layer, and cross-attention without K and V projections."""
 
     config_class: ClassVar[type[DrafterSizes]] = GlideSizes
     config: GlideSizes
@@ -116,7 +118,8 @@ class GlideDrafter(Drafter):
             key_width, value_width = key_width + value_width, key_width
         sizes = replace(config.layer, n_kv_heads=n_heads, head_dim=key_width, qkv_bias=False)
         self.cross_attention = Attention(sizes)
-        # The target has already projected its keys and values.
+        # Cross-attention needs no K and V projections, because the target has already projected its
+        # keys and values.
         del self.cross_attention.k_proj, self.cross_attention.v_proj
         if key_width != value_width:
             self.cross_attention.o_proj = nn.Linear(
@@ -131,7 +134,7 @@ class GlideDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL. The feature loss is only reported."""
+        """Compute the loss of one mini-batch: the forward KL. The feature loss is only for logs."""
         inputs = step.inputs
         draws = step.draws
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
@@ -148,7 +151,8 @@ class GlideDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # Only tokens are fed back, so the training forward is used, with rounds in place of blocks.
+        # Only tokens are fed back. So the forward pass of training can be used, with draft rounds
+        # in place of blocks.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
@@ -167,15 +171,18 @@ class GlideDrafter(Drafter):
         seen: masks.Mask | Tensor,
         queries: Tensor,
     ) -> Tensor:
-        """Run many draft rounds at once over the text [B, T] and return features of queries [B, Q].
+        """Run many draft rounds at once over sequences [B, T].
+
+        Returns the features of queries [B, Q].
 
         Args:
             frozen: the target.
-            tokens: [B, T].
-            kv: [B, T, >= 1, D], packed target KV. The drafter attends to its last layer.
-            seen: the positions whose target KV each query sees. A tensor is [B, Q, T] bool, or is
-                added to the scores.
-            queries: [B, Q].
+            tokens: [B, T], token ids.
+            kv: [B, T, n, D], packed target KV of n >= 1 layers. The drafter attends to the last of
+                them.
+            seen: the positions whose target KV each query sees. A tensor is [B, Q, T], either bool,
+                or float values that are added to the attention scores.
+            queries: [B, Q], positions.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
         embeddings = frozen.embed(tokens)
@@ -192,7 +199,7 @@ class GlideDrafter(Drafter):
         return self._layer(target, seen, x, self.rotary(queries), *own_kv, causal)
 
     def _keys_values(self, keys: Tensor, values: Tensor) -> KeysValues:
-        """Turn the target's cached keys and values [B, H_kv, T, d] into those to attend to."""
+        """Convert the target's keys and values [B, H_kv, T, d] to those that the drafter reads."""
         return (
             (torch.cat((keys, values), dim=3), keys)
             if self.config.target_latents
@@ -209,7 +216,7 @@ class GlideDrafter(Drafter):
         values: Tensor,
         mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run the layer for queries x [B, Q, E] with the target's KV and its own KV."""
+        """Run the layer on x [B, Q, E], which attends to the target's KV and the drafter's KV."""
         block = self.self_attention
         x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
         q = self.cross_attention.queries(x, None if self.config.target_kv else rotation)
@@ -245,7 +252,7 @@ class GlideDrafter(Drafter):
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = (x[:, :n_heads] for x in cache.layer_view(layer, max(before)))
-        # The cache may be wider than this layer's keys and values.
+        # The cache may have wider keys and values than this layer, so cut off the padding.
         target = self._keys_values(keys[..., :key_width], values[..., :value_width])
         return partial(self._layer, target, lengths_mask(before, keys.device))
 
@@ -253,8 +260,8 @@ class GlideDrafter(Drafter):
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:
     """Find the last position before the block of each query [B, Q]: [B, Q] int64.
 
-    It is below 0 for queries of a first block. Blocks start at the offset [B], or at 0 (official
-    ``train/glide.py``, lines 145-147).
+    The result is below 0 for queries in the first block. Blocks start at the offsets [B], or at 0
+    (lines 145-147 of ``train/glide.py`` in the MoA authors' code).
     """
     shift = 0 if offset is None else (offset % block_size)[:, None]
     return shift + (queries - shift) // block_size * block_size - 1

@@ -1,17 +1,17 @@
-"""Independent drafter: a small Llama that is trained by the target.
+"""Independent drafter: a small Llama that learns from the target.
 
 Leviathan et al., ICML 2023, arXiv 2211.17192.
 
-Shapes: B rows, T tokens, Q queries, W the drafter's width, E target width, V vocabulary of the
-target, b nodes of one level.
+Shapes: B rows, T tokens, Q queries, W drafter width, E target width, V vocabulary of the target, b
+nodes of one level.
 
     token -> own embedding -> decoder layer(s) -> norm -> features
           -> own LM head, which is the embedding matrix (tied)
 
-The drafter reads only tokens, in training and in decoding. It shares the vocabulary, the positions
-and their rotation with the target, and nothing else. Its teacher is the target's next-token
-distribution (DistillSpec, arXiv 2310.08461, with forward KL). Its features are W wide and have no
-meaning for the target.
+The drafter reads only tokens, in training and in decoding. It has the vocabulary, the positions and
+the rotary embedding of the target, and nothing else in common with the target. It learns the
+target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). Its features have
+the width W and cannot be used in place of the target's hidden states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,13 +44,13 @@ from .training import (
 
 @dataclass(frozen=True, kw_only=True)
 class IndependentSizes(DrafterSizes):
-    """The sizes of an independent drafter, and the identity of its target."""
+    """The sizes of an independent drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "independent"
 
     independent_width: int  # W, the drafter's width
     independent_mlp_width: int  # MLP width of each layer
-    independent_layers: int = 2  # decoder layers
+    independent_layers: int = 2  # number of decoder layers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_head_dim(self) -> int:
-        """Head dim: the largest even divisor of W up to the target's head dim and W / 4."""
+        """Head dim: the largest even divisor of W up to the target's head dim and up to W / 4."""
         width = self.independent_width
         return next(
             d
@@ -78,7 +78,7 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_block(self) -> BlockSizes:
-        """Sizes of each layer, which has as many KV heads as query heads."""
+        """Sizes of each layer. A layer has the same number of KV heads and query heads."""
         n_heads = self.independent_width // self.own_head_dim
         return BlockSizes(
             self.independent_width,
@@ -91,7 +91,7 @@ class IndependentSizes(DrafterSizes):
 
 
 class IndependentDrafter(Drafter):
-    """The small model: embeddings, decoder layers, final norm."""
+    """The trained model: embeddings, decoder layers and final norm."""
 
     config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
     config: IndependentSizes
@@ -116,14 +116,14 @@ class IndependentDrafter(Drafter):
         return response_mask.bool()
 
     def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
-        """Run the model over tokens [B, T]: normed features [B, Q, W] of queries [B, Q]."""
+        """Run the model over tokens [B, T]. Returns normed features [B, Q, W] of queries [B, Q]."""
         return self.norm(
             causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries)
         )
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL, through both LM heads."""
+        """Compute the loss of one mini-batch: the forward KL from the target's distribution."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
         indices = places(valid)
@@ -141,7 +141,7 @@ class IndependentDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # The model reads only tokens, so its features do not depend on the starts of rounds.
+        # The model reads only tokens, so its features do not depend on where draft rounds start.
         queries, valid, _ = round_queries(inputs.response_mask, draws, first=0)
         return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
 

@@ -1,21 +1,22 @@
 """The KV encoder of Mixture of Attentions: one vector per position, made from the KV of all layers.
 
 Shapes: B batch, T tokens, n positions, L target layers with KV of their own, H_kv target KV heads,
-d target head dim, D = 2 * H_kv * d (of the widest layer, if layers differ), E target width,
-G groups of layers.
+d target head dim, D = 2 * H_kv * d (D of the widest layer if layers have different widths), E
+target width, G groups of layers.
 
     KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear
                                   -> encoded KV [B, T, E]
 
-Layer self-attention works on one position at a time. Three settings differ from the paper:
+Layer self-attention attends over the layers of one position, for each position separately. Three
+settings can differ from the Mixture of Attentions paper (arXiv 2410.03804):
 
-- With several ``layer_groups``, the linear layer gets the mean of each group. A single mean has D
-  numbers, fewer than E in targets with few KV heads.
-- With ``unrotated_keys``, the keys are those before RoPE. After RoPE the same content looks
-  different at each position.
-- With a ``layer_stride`` n, only every n-th layer is encoded, counted from the last. Training reads
-  less KV, and layer self-attention has fewer rows. At the widths of an 8B target, layer
-  self-attention takes most of a training step.
+- With more than one of the ``layer_groups``, the linear layer gets the mean of each group. A single
+  mean has D numbers. In targets with few KV heads, D is less than E.
+- With ``unrotated_keys``, the keys before RoPE are encoded. After RoPE the same content has
+  different keys at each position.
+- With a ``layer_stride`` n, only every n-th layer is encoded, counted from the last layer. Training
+  then reads less KV, and layer self-attention has fewer inputs. For an 8B target, layer
+  self-attention takes most of the time of a training step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,31 +34,39 @@ from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
-# Upper bound of positions in one call of layer self-attention. CUDA attention kernels take at most
-# 65,535 sequences, and a long prompt would need L times its length in rows of the MLP's width.
+# Maximum number of positions in one call of layer self-attention. CUDA attention kernels accept at
+# most 65,535 sequences. Also, the MLP of a long prompt would need L times as many rows as the
+# prompt has positions.
 _MAX_POSITIONS = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVEncoderSizes(DrafterSizes):
-    """The sizes of a KV encoder; 0 in a drafter without one."""
+    """The sizes of a KV encoder. All sizes are 0 in a drafter without a KV encoder."""
 
     left_out: ClassVar[tuple[str, ...]] = ("draft_", "kv_group")
 
-    # D = 2 * target KV heads * target head dim. If layers differ in width, that of the widest.
+    # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
+    # widest layer.
     kv_width: int = 0
-    # Group of each layer with KV, in layer order. Empty if all layers have the same shape.
+    # For each layer with KV, the index of its group of layers of the same shape. Empty if all
+    # layers have the same shape.
     kv_groups: tuple[int, ...] = ()
-    kv_group_widths: tuple[int, ...] = ()  # KV width of a layer of each group, in place of D
-    layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
+    # KV width of a layer in each group; used in place of D.
+    kv_group_widths: tuple[int, ...] = ()
+    layer_attention_heads: int = 0  # number of query heads; it must divide kv_width
     layer_attention_head_dim: int = 0  # head dim of layer self-attention
-    layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
+    layer_attention_kv_heads: int = 0  # number of KV heads of layer self-attention
     layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
-    # If false, only the KV of the target's last layer is encoded.
+    # If false, there is no layer self-attention, and only the KV of the target's last layer is
+    # encoded.
     layer_attention: bool = True
-    layer_groups: int = 2  # G, groups of consecutive layers; 1 in the paper
-    unrotated_keys: bool = True  # Encode the keys before RoPE. The paper encodes them after RoPE.
-    # n: encode the last layer and every n-th layer below it. 1 encodes all, as in the paper.
+    # G, number of groups of consecutive layers; 1 in the Mixture of Attentions paper.
+    layer_groups: int = 2
+    # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
+    unrotated_keys: bool = True
+    # The last layer and every n-th layer below it are encoded, for this n. 1 encodes all layers, as
+    # in the Mixture of Attentions paper.
     layer_stride: int = 1
 
     @property
@@ -67,12 +76,12 @@ class KVEncoderSizes(DrafterSizes):
 
     @property
     def encoded_layers(self) -> tuple[int, ...]:
-        """The indices of the L layers that are encoded."""
+        """The indices of the encoded layers among the L layers with KV."""
         layers = strided_layers(self.n_kv_layers, self.layer_stride)
         return layers if self.layer_attention else layers[-1:]
 
     def encoder_problems(self) -> Iterator[str]:
-        """Yield the sizes of a KV encoder that do not fit together, see :meth:`problems`."""
+        """Yield descriptions of encoder sizes that do not fit together, see :meth:`problems`."""
         heads = self.layer_attention_heads
         kv_heads = self.layer_attention_kv_heads
         head_dim = self.layer_attention_head_dim
@@ -106,7 +115,7 @@ class KVEncoderSizes(DrafterSizes):
 
     @staticmethod
     def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose sizes in the proportions of the official Llama-3-8B drafter."""
+        """Choose sizes in the same proportions as the MoA authors' drafter for Llama-3-8B."""
         facts = target_sizes(config)
         grouped = {}
         kv_width = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
@@ -117,11 +126,11 @@ class KVEncoderSizes(DrafterSizes):
             )
             grouped["kv_groups"] = tuple(number for _, number in of_layer)
             grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
-        # A target with latents has many query heads for its narrow KV.
+        # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
         n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
-        # The official code uses the target's heads for layer self-attention and rounds down their
-        # head dim.
+        # The MoA authors' code uses the target's number of heads for layer self-attention. If it
+        # does not divide the KV width, the head dim is rounded down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
@@ -147,7 +156,7 @@ def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
 
 
 def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
-    """Return the layers whose KV training with these encoder settings reads. None: all layers."""
+    """Return the layers whose KV training reads with these settings; None for all layers."""
     if not settings.layer_attention:
         return (-1,)
     return None if settings.layer_stride == 1 else strided_layers(n_layers, settings.layer_stride)
@@ -164,14 +173,14 @@ def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
 class KVEncoder(nn.Module):
     """The part of a drafter that encodes KV.
 
-    Drafters inherit from it, so that their weights have the published names.
+    Drafters inherit from this class, so that their weights have the published names.
     """
 
     config: KVEncoderSizes
     rotary: Rotary
 
     def build_encoder(self) -> None:
-        """Create the weights."""
+        """Create the weights of the encoder."""
         config = self.config
         if config.layer_attention:
             sizes = BlockSizes(
@@ -183,7 +192,7 @@ class KVEncoder(nn.Module):
         self._kv_groups = [
             config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups
         ]
-        # Layers of different widths are projected to the width of the widest.
+        # The KV of layers with different widths is projected to the width of the widest layer.
         if len(widths := config.kv_group_widths) > 1:
             inputs = {
                 str(group): nn.Linear(widths[group], config.kv_width, bias=False)
@@ -192,7 +201,8 @@ class KVEncoder(nn.Module):
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        # The means of a position are sent if they are narrower than its encoded KV.
+        # For a remote drafter, the means of a position are sent if they have fewer values than its
+        # encoded KV.
         self._sends_means = n_means * config.kv_width < config.hidden_size
         self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings
@@ -209,8 +219,9 @@ class KVEncoder(nn.Module):
         Without layer self-attention, the result is the KV of the last layer.
 
         Args:
-            kv: [B, T, L, D], or only the layers that are encoded.
-            positions: [B or 1, T] int64, of the rotation of the keys. None: 0 to T - 1.
+            kv: [B, T, L, D] of all layers, or the KV of only the layers that are encoded.
+            positions: [B or 1, T] int64, positions by which the keys were rotated. None for 0 to T
+                - 1.
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_kv_layers:
             first = strided_layers(self.config.n_kv_layers, self.config.layer_stride)[0]
@@ -219,9 +230,9 @@ class KVEncoder(nn.Module):
             kv = kv[:, :, -1:]
         if positions is None:
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
-        # The attention is bidirectional. The position of a layer is its index.
+        # The attention over layers is bidirectional, and the position of a layer is its index.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        summaries = []  # One [n, G * D] per part.
+        summaries = []  # one tensor [n, G * D] per chunk of positions
         position_parts = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
         for part, part_positions in zip(
             kv.flatten(0, 1).split(_MAX_POSITIONS), position_parts, strict=True
@@ -241,7 +252,7 @@ class KVEncoder(nn.Module):
         return all_means
 
     def _to_common_width(self, kv: Tensor) -> Tensor:
-        """Project padded KV [n, L, D] of groups with different widths to the common width D."""
+        """Project the padded KV [n, L, D] of layers with different widths to the common width D."""
         if len(self.config.kv_group_widths) < 2:
             return kv
         layers = list(kv.unbind(1))
@@ -261,7 +272,10 @@ class KVEncoder(nn.Module):
     def encode_cached(
         self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]
     ) -> Tensor:
-        """Encode the KV of ``counts`` positions of each row from ``starts``: [B, n, E]."""
+        """Encode ``counts[row]`` positions of each row of a cache, from ``starts[row]`` on.
+
+        The result is [B, n, E].
+        """
         check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)
         kv = cache.packed(
@@ -271,13 +285,16 @@ class KVEncoder(nn.Module):
             kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device)
         )
 
-    # Drafting on another machine than the target
+    # Drafting with the target on another machine
 
     def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """Encode the KV [n, L, D] of n positions for sending: [n, ``sent_width``]."""
+        """Encode the KV [n, L, D] of n positions for sending to a remote drafter.
+
+        The result is [n, ``sent_width``].
+        """
         encode = self.encode_means if self._sends_means else self.encode_kv
         return encode(kv[None], positions[None])[0]
 
     def encoded_of(self, sent: Tensor) -> Tensor:
-        """Turn sent numbers [..., ``sent_width``] into encoded KV [..., E]."""
+        """Convert received values [..., ``sent_width``] to encoded KV [..., E]."""
         return self.kv_to_hidden(sent) if self._sends_means else sent

@@ -1,4 +1,4 @@
-"""Medusa drafter: heads on one hidden state, each of which predicts a token further ahead.
+"""Medusa drafter: heads on one hidden state. Each head predicts the token one position further.
 
 Cai et al., ICML 2024, arXiv 2401.10774.
 
@@ -9,15 +9,15 @@ level.
                             -> feature of token t+k (head k) -> LM head
 
 Hidden states are the target's states AFTER its final norm, and t is the last *verified* position.
-The target's own LM head turns this state into the root, the token at t+1. Head k predicts the token
-at t+1+k. All nodes of a level have the distribution of one head, whatever path leads to them, and K
-heads draft K levels.
+The target's own LM head predicts the root, the token at t+1, from this state. Head k predicts the
+token at t+1+k. All nodes of a level have the distribution of one head, whatever path leads to them.
+So K heads draft K levels.
 
-This is Medusa-1 (section 2.2.1): the target is frozen. In the released code each head ends in its
-own LM head, V x E weights that start as those of the target. Here each head has E x E weights that
-start as the identity, followed by the target's LM head. The two are the same function at the start.
-The heads learn the target's whole distribution; those of the released code learn the tokens of the
-text.
+This is Medusa-1 (section 2.2.1 of the Medusa paper): the target is frozen. In the authors' code
+each head ends in its own LM head with V x E weights, initialized from the target's LM head. Here
+each head has E x E weights, initialized as the identity and followed by the target's LM head. Both
+forms compute the same function at the start of training. Here the heads learn the target's whole
+distribution; in the authors' code they learn the tokens of the training text.
 """
 
 from collections.abc import Sequence
@@ -46,18 +46,19 @@ from .training import (
     round_queries,
 )
 
-# The loss weight of head k is HEAD_DECAY ** k (section 2.2.1), because far tokens are uncertain.
+# The loss weight of head k is ``HEAD_DECAY ** k`` (section 2.2.1 of the Medusa paper). Heads that
+# predict further ahead have less weight, because their tokens are uncertain.
 HEAD_DECAY = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaSizes(DrafterSizes):
-    """The sizes of a Medusa drafter, and the identity of its target."""
+    """The sizes of a Medusa drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "medusa"
 
-    medusa_heads: int = 6  # K, number of heads and upper bound of draft levels
-    medusa_layers: int = 1  # residual layers of each head
+    medusa_heads: int = 6  # K, number of heads and maximum number of draft levels
+    medusa_layers: int = 1  # number of residual layers of each head
 
     @property
     @override
@@ -72,9 +73,9 @@ class MedusaState(RowState):
 
 
 class ResidualLayer(nn.Module):
-    """Computes x + silu(W x + c) with a square W.
+    """Computes x + silu(W x + c) with a square matrix W.
 
-    In the official ``medusa_model.py`` all layers of a head share W.
+    In the Medusa authors' ``medusa_model.py`` all layers of a head share W.
     """
 
     def __init__(self, width: int) -> None:
@@ -82,7 +83,7 @@ class ResidualLayer(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: [..., E] -> [..., E]."""
+        """Apply the layer to x [..., E]."""
         return x + F.silu(self.linear(x))
 
 
@@ -101,7 +102,7 @@ class MedusaHead(nn.Module):
 
 
 class MedusaDrafter(Drafter):
-    """The trained part: the heads."""
+    """The trained weights: the heads."""
 
     config_class: ClassVar[type[DrafterSizes]] = MedusaSizes
     config: MedusaSizes
@@ -115,9 +116,9 @@ class MedusaDrafter(Drafter):
     @override
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Start with heads that predict like the target.
+        """Initialize the heads so that they predict like the target.
 
-        Residual layers start at 0, projections as the identity.
+        The weights of residual layers are 0, the final linear layers are the identity.
         """
         for name, weight in self.named_parameters():
             if name.endswith("projection.weight"):
@@ -127,31 +128,28 @@ class MedusaDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of a mini-batch: the mean forward KL of the heads.
-
-        Head k has the weight ``HEAD_DECAY ** k``.
-        """
-        # Head k is trained at the positions at which decoding can use it: those that are in one
-        # response with the k - 1 positions before them. The sum of each head is divided by the
-        # number of loss positions of the first head.
+        """Compute the loss of one mini-batch: the weighted mean of the heads' forward KL."""
+        # Head k is trained only at the positions at which decoding can use it: the position and the
+        # k - 1 positions before it must be in one response. The sum of each head's losses is
+        # divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
         features = []
         shares = []
-        # One [B, T] per head, the positions that the head is trained at.
+        # One mask [B, T] per head: the positions at which the head is trained.
         reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
-            # The previous head must reach the position, and the position before it.
+            # The previous head must be trained at this position and at the position before it.
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
         n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
-        # Head k reaches no position before k, so the index of the hidden state is never negative.
+        # Head k is trained at no position before k, so ``head_positions - k`` is never negative.
         _, rows, positions = places(every)
         of_heads = zip(self.heads, rows.split(counts), positions.split(counts), strict=True)
         for k, (head, head_rows, head_positions) in enumerate(of_heads, start=1):
-            # [P_k, E], computed from the hidden state k positions earlier.
+            # [P_k, E], computed from the hidden states k positions earlier.
             features.append(head(hidden[head_rows, head_positions - k]))
             shares.append(
                 torch.full(
@@ -170,9 +168,10 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Run the heads at the context position of each round."""
+        """Compute the heads' features at the context position of each draft round."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
-        step = torch.where(valid, queries - context, 0)  # k of the head that drafts the position
+        # index k of the head that drafts the position
+        step = torch.where(valid, queries - context, 0)
         self.config.check_depth(int(step.max()))
         hidden = at_queries(inputs.hidden, context).to(self.dtype)
         features = torch.zeros_like(hidden)
@@ -182,7 +181,7 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        # If all nodes of the level share their features, the logits are computed once.
+        # All nodes of a level share their features, so the logits are computed only once.
         if features.ndim == 3 and features.stride(1) == 0:
             return super().draft_logits(frozen, features[:, :1]).expand(-1, features.shape[1], -1)
         return super().draft_logits(frozen, features)

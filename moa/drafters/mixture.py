@@ -9,9 +9,9 @@ inference, b nodes of one level, n tokens of one call.
     tokens -> embeddings -> causal self-attention -> cross-attention to encoded KV
            -> (last N target layers, final norm) -> LM head
 
-Training runs many draft rounds at once. Each position sees what a draft step sees. In a text of
-nine tokens whose response starts at 3, with a step bound of 4, tokens 5, 6, 7 are one round: 0 to 4
-are verified, and 5 is the root::
+Training runs many draft rounds at once. Each position sees the same as a draft step of decoding. In
+the example, a sequence of nine tokens has a response that starts at position 3, and the step bound
+is 4. The tokens 5, 6 and 7 are one round: tokens 0 to 4 are verified, and 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
@@ -22,9 +22,9 @@ are verified, and 5 is the root::
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
-With ``cross_attention_drafts``, an addition to the paper, the cross-attention also sees the drafts
-of the round. In the paper, a draft sees earlier drafts only as embeddings, so that late drafts
-agree less with the target.
+With ``cross_attention_drafts``, which is not in the paper, cross-attention also sees the drafts of
+the round. In the paper, a draft sees earlier drafts only as embeddings, and late drafts agree less
+with the target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,19 +61,19 @@ from .training import (
 
 @dataclass(frozen=True, kw_only=True)
 class MoASizes(KVEncoderSizes):
-    """The sizes of a Mixture of Attentions drafter, and the identity of its target."""
+    """The sizes of a Mixture of Attentions drafter, and the hashes that identify its target."""
 
     kind: ClassVar[str] = "moa"
 
-    self_attention_kv_heads: int  # KV heads of the causal self-attention
+    self_attention_kv_heads: int  # number of KV heads of the causal self-attention
     self_attention_mlp_width: int  # MLP width of the causal self-attention
-    cross_attention_kv_heads: int  # KV heads of the cross-attention
+    cross_attention_kv_heads: int  # number of KV heads of the cross-attention
     cross_attention_mlp_width: int  # MLP width of the cross-attention
     # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: int = 0
     cross_attention_drafts: bool = True
-    """True if cross-attention also sees the drafts of its round. In the paper it sees only encoded
-    KV."""
+    """True if cross-attention also sees the drafts of its round. In the Mixture of Attentions paper
+    it sees only encoded KV."""
 
     @override
     def problems(self) -> Iterator[str]:
@@ -90,7 +90,7 @@ class MoASizes(KVEncoderSizes):
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose sizes in the proportions of the official Llama-3-8B drafter."""
+        """Choose sizes in the same proportions as the MoA authors' drafter for Llama-3-8B."""
         facts = target_sizes(config)
         half_kv_heads = next(
             h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0
@@ -105,10 +105,10 @@ class MoASizes(KVEncoderSizes):
 
 
 class MoADraftState(LayerState):
-    """The caches of the self-attention and, as ``encoded``, of the cross-attention.
+    """The caches of the self-attention and of the cross-attention.
 
-    ``encoded`` holds the positions that have target KV. With ``has_drafts``, the drafts of the
-    current round follow.
+    The cache of the cross-attention is ``encoded``. It holds the positions that have target KV,
+    followed by the drafts of the current round if ``has_drafts`` is true.
     """
 
     def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
@@ -124,7 +124,7 @@ class MoADraftState(LayerState):
 
 
 class MoADrafter(KVEncoder, Drafter):
-    """The trained part: layer self-attention, projection, self-attention, cross-attention."""
+    """The trained weights: layer self-attention, linear layer, self-attention, cross-attention."""
 
     config_class: ClassVar[type[DrafterSizes]] = MoASizes
     config: MoASizes
@@ -149,7 +149,8 @@ class MoADrafter(KVEncoder, Drafter):
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         n_last = settings.target_layer_inference
         layers = read_kv_layers(settings, n_layers)
-        # Target layer inference attends to the KV of the last N layers, not only of the last one.
+        # The last N target layers attend to their own KV. So reading only the last layer's KV is
+        # not enough if N is more than 1.
         if n_last > 1 and layers is not None:
             layers = None if settings.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
@@ -163,9 +164,9 @@ class MoADrafter(KVEncoder, Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch (paper section 3).
+        """Compute the loss of one mini-batch (section 3 of the Mixture of Attentions paper).
 
-        The official code is ``train/moa_spec.py``, lines 107-275.
+        See lines 107-275 of ``train/moa_spec.py`` in the MoA authors' code.
         """
         inputs = step.inputs
         rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
@@ -176,11 +177,11 @@ class MoADrafter(KVEncoder, Drafter):
     def forward(
         self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds
     ) -> tuple[Tensor, Tensor]:
-        """Run many draft rounds at once over the text [B, T] with packed target KV [B, T, L, D].
+        """Run many draft rounds at once over sequences [B, T] with packed target KV [B, T, L, D].
 
         Returns:
-            The input of the target's last N layers, and the features, [B, Q, E] each. They are the
-            same if N is 0.
+            The input of the target's last N layers, and the features, [B, Q, E] each. Both are the
+            same tensor if N is 0.
         """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
@@ -223,7 +224,7 @@ class MoADrafter(KVEncoder, Drafter):
         entering: Tensor,
         features: Tensor,
     ) -> LossTerms:
-        """Compare the outputs of :meth:`forward` with the target's states at the loss positions."""
+        """Compute the losses of the outputs of :meth:`forward` at the loss positions."""
         inputs = step.inputs
         n_layers = self.config.target_layer_inference
         indices = places(rounds.weights > 0)
@@ -241,7 +242,8 @@ class MoADrafter(KVEncoder, Drafter):
             weights = weights * rounds.d_pace(wrong, indices, step.weights.d_pace)
         teachers = None
         if step.draws.on_policy_weight and step.draws.teacher_forced_weight:
-            # If both passes draft for the same position, they have the same teacher distribution.
+            # Two passes over the batch may draft for the same position. Then both have the same
+            # teacher distribution.
             teachers = indices[0] * inputs.tokens.shape[1] + rounds.queries[indices]
         kl, feature = distillation(
             frozen, features, hidden, scale, step.weights.divergence, weights, teachers
@@ -249,10 +251,10 @@ class MoADrafter(KVEncoder, Drafter):
         before = None
         feature_term = feature
         if n_layers:
-            assert inputs.entering_hidden is not None  # ``reads`` requests it.
+            assert inputs.entering_hidden is not None  # ``reads`` requests these states.
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
-            # The features before and after the last N layers have the same weight.
+            # The losses before and after the last N layers have the same weight.
             feature_term = 0.5 * feature + 0.5 * before
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
         return LossTerms(total, kl, feature, len(features), before)
@@ -305,7 +307,7 @@ class MoADrafter(KVEncoder, Drafter):
     ) -> None:
         """Append the encoded KV [B, n, E] of the next positions of each row.
 
-        ``counts`` has the number of real positions of each row; None if all are real.
+        Only the first ``counts[row]`` positions of a row are real; None if all positions are real.
         """
         rotation = self.rotary(
             positions_from(state.encoded.lengths, encoded.shape[1], encoded.device)
@@ -347,7 +349,7 @@ class MoADrafter(KVEncoder, Drafter):
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
     ) -> Tensor:
-        """Turn self-attention outputs x [B, b, E] of fed tokens into their features [B, b, E]."""
+        """Compute features [B, b, E] of fed tokens from self-attention outputs x [B, b, E]."""
         if self.config.cross_attention_drafts:
             x = self.cross_attention.attend_cached(x, fed.rotation, state.encoded.append, fed.mask)
         else:
@@ -373,8 +375,8 @@ class MoADrafter(KVEncoder, Drafter):
 def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
     """Run the features x [B, Q, E] of many rounds through the target's last N decoder layers.
 
-    As in decoding, query i sees the target's own KV [B, T, >= N, D] up to s(i), followed by the KV
-    of the drafted features of its round.
+    As in decoding, a query sees the target's own KV [B, T, >= N, D] up to its last verified
+    position, followed by the KV of the drafted features of its round.
     """
     queries = rounds.queries
     context = rounds.context

@@ -1,4 +1,4 @@
-"""Registry of drafters. The key is the kind that ``drafter.json`` names."""
+"""Registry of drafters. The keys are the kinds that ``drafter.json`` names."""
 
 from ...errors import DrafterError
 from .base import Drafter
@@ -24,11 +24,11 @@ DRAFTERS: dict[str, type[Drafter]] = {
     )
 }
 REMOTE_KINDS = tuple(kind for kind, drafter in DRAFTERS.items() if drafter.drafts_remotely)
-"""Kinds that can draft on another machine than the target, as `moa-data chat` does."""
+"""Kinds of drafters that can draft on another machine than the target, as `moa-data chat` does."""
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """Return the drafter class of a kind; raises DrafterError if the kind is unknown."""
+    """Return the drafter class of a kind; raise DrafterError if the kind is unknown."""
     if kind not in DRAFTERS:
         raise DrafterError(f"{kind!r} is not a drafter; expected one of {', '.join(DRAFTERS)}.")
     return DRAFTERS[kind]

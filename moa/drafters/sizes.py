@@ -1,4 +1,4 @@
-"""Sizes of drafters: the common fields, their defaults for a target, and their JSON."""
+"""Sizes of drafters: the common fields, their defaults for a target, and their JSON form."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,35 +16,44 @@ _MAX_SIZE = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSizes:
-    """The sizes of the target that every drafter records. Each drafter adds its own."""
+    """The sizes of the target, which every drafter records.
+
+    Subclasses add the drafter's own sizes.
+    """
 
     kind: ClassVar[str]  # The drafter with these sizes, see ``registry.DRAFTERS``.
-    # Prefixes of field names that the JSON leaves out if they have no value.
+    # Prefixes of names of fields. The JSON form omits these fields if they are empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
-    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)  # no weight depends on them
-    # Integer fields that may be 0, besides those whose default is 0.
+    # Names of fields on which no weight depends.
+    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
+    # Integer fields that may be 0, in addition to the fields whose default is 0.
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
 
     hidden_size: int  # E, width of the target
-    # Query heads of the target. The drafter's self- and cross-attention have as many.
+    # Number of query heads of the target. The drafter's self- and cross-attention have the same
+    # number.
     n_heads: int
-    head_dim: int  # Head dim of the target. The drafter's self- and cross-attention have the same.
-    # L, decoder layers of the target. 0 if a checkpoint of another project does not name it.
+    # Head dim of the target. The drafter's self- and cross-attention have the same head dim.
+    head_dim: int
+    # L, number of decoder layers of the target. 0 if a checkpoint of another project does not state
+    # it.
     n_layers: int
-    vocab_size: int  # V, vocabulary of the target
-    max_position_embeddings: int  # positions of the target
-    norm_eps: float  # epsilon of every RMSNorm, as in the target
-    # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks.
+    vocab_size: int  # V, vocabulary size of the target
+    max_position_embeddings: int  # maximum number of positions of the target
+    norm_eps: float  # epsilon of all RMSNorms, the same as in the target
+    # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
     rope_parameters: dict[str, Any]
-    # True if q, k and v of self-attention blocks have biases (Qwen2 targets).
+    # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.
     qkv_bias: bool = False
-    # Identity of the target: weights_sha256 and config_sha256.
+    # Hashes that identify the target: weights_sha256 and config_sha256.
     target: dict[str, str] = field(default_factory=dict)
-    draft_vocabulary: int = 0  # V_d, number of tokens that can be drafted. 0: all tokens.
-    draft_tokens: tuple[int, ...] = ()  # These tokens, ascending. Empty until they are chosen.
+    # V_d, number of tokens that can be drafted. 0 means all tokens.
+    draft_vocabulary: int = 0
+    # Ids of the tokens that can be drafted, ascending. Empty until they are chosen.
+    draft_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check each value, and that the values fit each other."""
+        """Check each value, and check that the values are consistent with each other."""
         for item in fields(self):
             value = getattr(self, item.name)
             if not self._is_valid(value, item):
@@ -52,7 +61,8 @@ class DrafterSizes:
                     f"{item.name} of the drafter is {str(value)[:60]!r}, which is not a valid "
                     "value. Restore its drafter.json or config.json."
                 )
-            if isinstance(value, list):  # JSON turns tuples into lists.
+            # Convert lists to tuples, because JSON has only lists.
+            if isinstance(value, list):
                 object.__setattr__(self, item.name, tuple(value))
         problems = list(self.problems())
         if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
@@ -64,7 +74,10 @@ class DrafterSizes:
             raise DrafterError(f"drafter sizes do not fit: {'; '.join(problems)}.")
 
     def problems(self) -> Iterator[str]:
-        """Yield sizes that do not fit together; by default none. Each size alone is valid."""
+        """Yield descriptions of sizes that do not fit together.
+
+        The sizes are valid on their own.
+        """
         yield from ()
 
     @property
@@ -78,7 +91,7 @@ class DrafterSizes:
         return None
 
     def check_depth(self, depth: int) -> None:
-        """Check a number of draft levels; raises DrafterError if it exceeds ``max_depth``."""
+        """Check a number of draft levels; raise DrafterError if it exceeds ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
                 f"this {self.kind} drafter drafts {self.max_depth} levels, got a shape of {depth}; "
@@ -86,14 +99,14 @@ class DrafterSizes:
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
-        """Yield the fields whose number of KV heads does not divide the query heads."""
+        """Yield a problem for each number of KV heads that does not divide the query heads."""
         for name in names:
             if self.n_heads % (count := getattr(self, name)):
                 yield f"{name} ({count}) must divide the target's {self.n_heads} query heads"
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Make the sizes for a target's config and identity.
+        """Create the sizes for a target's transformers config and identity.
 
         ``sizes`` overrides defaults. Raises DrafterError if the sizes do not fit each other.
         """
@@ -119,12 +132,15 @@ class DrafterSizes:
 
     @classmethod
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose defaults from the target's transformers config and the given sizes; none here."""
+        """Choose defaults from the target's transformers config and the given sizes.
+
+        This class has no defaults.
+        """
         return {}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Restore sizes from :meth:`to_dict`; raises DrafterError if they are not valid."""
+        """Create sizes from the result of :meth:`to_dict`; raise DrafterError if not valid."""
         kind = values.get("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(
@@ -156,18 +172,18 @@ class DrafterSizes:
         return isinstance(value, str if item.type is str else dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes as plain values for JSON, including the ``kind``."""
+        """Return the sizes and the ``kind`` as plain values for JSON."""
         named = asdict(self).items()
         return {"kind": self.kind} | {
             name: value for name, value in named if value or not name.startswith(self.left_out)
         }
 
     def rotary(self) -> Rotary:
-        """Make the rotation of the target's heads."""
+        """Create the rotary embedding for heads of the target's size."""
         return Rotary(self.head_dim, self.rope_parameters, self.max_position_embeddings)
 
     def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
-        """Make the sizes of a block with the target's width and query heads."""
+        """Create the sizes of a decoder block that has the target's width and query heads."""
         return BlockSizes(
             self.hidden_size,
             self.n_heads,
@@ -181,12 +197,12 @@ class DrafterSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes(DrafterSizes):
-    """Sizes of drafters whose layers have the target's width.
+    """Sizes of drafters whose decoder layers have the target's width.
 
-    By default they also have the target's KV heads and MLP width.
+    By default the layers also have the target's number of KV heads and the target's MLP width.
     """
 
-    self_attention_kv_heads: int  # KV heads of each layer
+    self_attention_kv_heads: int  # number of KV heads of each layer
     self_attention_mlp_width: int  # MLP width of each layer
 
     @override
@@ -204,21 +220,21 @@ class LayerSizes(DrafterSizes):
 
     @property
     def layer(self) -> BlockSizes:
-        """Sizes of a layer."""
+        """Sizes of each decoder layer."""
         return self.block(
             self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias
         )
 
 
 def multiple_of_32(width: float) -> int:
-    """Round a width to the nearest multiple of 32, at least 32."""
+    """Round a width to the nearest multiple of 32, but to at least 32."""
     return max(32, round(width / 32) * 32)
 
 
 def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool = False) -> None:
-    """Check that ``fused_layers`` ascend and exist in the target; raises DrafterError if not.
+    """Check that the ``layers`` ascend and exist in the target; raise DrafterError if not.
 
-    If ``embedding`` is true, the first layer may be -1, the embedding.
+    If ``embedding`` is true, the first layer may be -1, which means the embedding.
     """
     first = -1 if embedding else 0
     is_ascending = bool(layers) and list(layers) == sorted(set(layers))
@@ -234,18 +250,18 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 def check_target_fits(
     config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}
 ) -> None:
-    """Check that a drafter belongs to a target; raises TargetError if it does not.
+    """Check that a drafter was made for a target; raise TargetError if it was not.
 
     Args:
         config: sizes of the drafter.
-        sizes: sizes of the target (``families.target_sizes``).
-        identity: hashes of the target's weights (``bundle.hash_target``).
+        sizes: sizes of the target, from ``families.target_sizes``.
+        identity: hashes of the target's weights, from ``bundle.hash_target``.
     """
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
         f"{name} {getattr(config, name)}, this target has {sizes[name]}"
         for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
-        # A checkpoint of another project may have 0 if it does not name the size.
+        # A size of 0 means that a checkpoint of another project does not state the size.
         if getattr(config, name, sizes[name]) not in (sizes[name], 0)
     ]
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:

@@ -3,35 +3,38 @@
 Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block,
 S context positions, P loss positions, L target layers, D packed KV width, E target width.
 
-**Rounds.** The positions that are drafted become *queries*, which are packed to the left. The
-queries of a second pass over the batch follow those of the first. Example: a row of nine tokens
-whose response starts at position 3, with a step bound of 4 (offset 0, see ``masks``) and a second,
-teacher-forced pass of half the weight::
+**Rounds.** During training, the positions of a sequence simulate draft rounds. Positions that are
+drafted become *queries*. The queries of each row are packed to the left. The queries of a second
+pass over the batch follow those of the first pass. In the example, a row of nine tokens has a
+response that starts at position 3. The step bound is 4 (offset 0, see ``masks``), and a second,
+teacher-forced pass has half the weight::
 
     pass_index    0  0  0  0    1    1    1    1    1    1
     queries       3  5  6  7    3    4    5    6    7    8      drafted positions
     context       2  4  4  4    2    3    4    5    6    7      last visible target activation
     weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      weight in the loss
 
-Queries 5, 6 and 7 of the first pass are one round: query 6 sees target activations up to 4 and the
-drafts at 5 and 6. In the second pass each query is a round of its own. A row with fewer queries
-than other rows is padded with position 0.
+Queries 5, 6 and 7 of the first pass are one round: query 6 sees target activations up to position 4
+and the drafts at positions 5 and 6. In the second pass each query is its own round. A row with
+fewer queries than another row is padded with position 0.
 
-**Blocks** belong to block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
-token whose predecessors are verified, like the root of a draft round. Its slots are the anchor and
-G - 1 masked tokens. The slots see the target's activations up to a - 1, and each other in both
-directions. Draft k, counted from 0, stands at position a + k. It predicts the token at a + k + 1,
-and its teacher is the target's hidden state at a + k. For G = 4 and a = 5 (``+`` is visible)::
+**Blocks** are used by block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
+token whose preceding tokens are verified, like the root of a draft round. The slots of a block are
+the anchor and G - 1 mask tokens. The slots see the target's activations up to a - 1, and each other
+in both directions. Draft k, counted from 0, is at position a + k. It predicts the token at a + k +
+1, and its teacher is the target's hidden state at a + k. Example for G = 4 and a = 5 (``+`` marks
+visible positions)::
 
     position          0 1 2 3 4 5 6 7 8 9
-    context           + + + + + . .             never the anchor's: decoding does not have it yet
+    context           + + + + + . .             without the anchor, for which decoding has none yet
     slots                       a m m m
     drafts                      0 1 2 3         predict the tokens at 6, 7, 8, 9
     without the first slot (original DFlash, whose slots predict the token at their own position)
     drafts                        0 1 2         predict the tokens at 6, 7, 8
 
-An anchor is a position whose token and next token belong to the response. The drafts of a block
-carry loss until the response ends, so that no block reaches into another answer.
+An anchor is a position for which both its own token and the next token belong to the response. The
+drafts of a block contribute to the loss until the response ends, so no block reaches into another
+response.
 """
 
 from collections.abc import Mapping
@@ -53,17 +56,18 @@ class Reads:
     """What training reads from a store, besides tokens, response masks and last hidden states."""
 
     kv: bool = False  # True if the target's KV is read.
-    # The layers whose KV is read, ascending. Negative numbers count from the last layer; None reads
-    # all layers.
+    # Layers whose KV is read, ascending. Negative numbers count from the last layer. None reads all
+    # layers.
     kv_layers: tuple[int, ...] | None = None
-    # The layer whose output enters the last N target layers. None if it is not read.
+    # The layer whose output is the input of the last N target layers. None if this output is not
+    # read.
     entering_layer: int | None = None
-    # Decoder layers whose outputs become ``TrainingInputs.layer_outputs``.
+    # Decoder layers whose outputs are read into ``TrainingInputs.layer_outputs``.
     outputs: tuple[int, ...] = ()
 
     @property
     def fields(self) -> dict[str, str]:
-        """Map attributes of :class:`TrainingInputs` to store fields, without layer outputs."""
+        """Map attributes of :class:`TrainingInputs` to store fields, except layer outputs."""
         store_fields = {"kv": "kv"} if self.kv else {}
         store_fields["hidden"] = "hidden/last"
         if self.entering_layer is not None:
@@ -76,18 +80,19 @@ class TrainingInputs:
     """One mini-batch of stored activations, right padded."""
 
     tokens: Tensor  # [B, T] int64
-    response_mask: Tensor  # [B, T], non-zero on response tokens. Position i predicts token i + 1.
-    # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads. None if it
-    # reads no KV.
+    # [B, T], non-zero on response tokens. Position i predicts token i + 1.
+    response_mask: Tensor
+    # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads. None if the
+    # drafter reads no KV.
     kv: Tensor | None
     hidden: Tensor  # [B, T, E], the target's hidden states after its final norm.
     # [B, T, E], the input of the last N target layers. Required if N > 0.
     entering_hidden: Tensor | None = None
-    # One [B, T, E] per layer that the drafter reads, before any norm.
+    # One tensor [B, T, E] per layer whose output the drafter reads, before any norm.
     layer_outputs: tuple[Tensor, ...] = ()
 
     def required_kv(self) -> Tensor:
-        """Return the KV; raises DrafterError if the batch has none."""
+        """Return the KV; raise DrafterError if the batch has no KV."""
         if self.kv is None:
             raise DrafterError(
                 "this drafter needs the target's keys and values, which the batch lacks."
@@ -100,45 +105,52 @@ class TrainingInputs:
 
 @dataclass(frozen=True)
 class BlockDraws:
-    """The blocks of a response that are trained, and the loss weights of their positions."""
+    """The blocks of a response that are trained, and the loss weights of their drafts."""
 
-    n_drafts: int = 1  # K, drafts of a block
-    # Upper bound of blocks per sequence. If there are more, this many are sampled. None uses all.
+    n_drafts: int = 1  # K, number of drafts of a block
+    # Maximum number of blocks per sequence. If a sequence has more, this number of blocks is
+    # sampled. None uses all blocks.
     max_anchors: int | None = None
-    # Draft k, counted from 0, has the loss weight exp(-k / position_decay). At 0 all have weight 1.
+    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. With 0 all drafts
+    # have weight 1.
     position_decay: float = 0.0
-    # [B, N] int64, fixed anchors in place of drawn ones; -1 is padding.
+    # [B, N] int64, fixed anchor positions that are used instead of sampled ones; -1 is padding.
     anchors: Tensor | None = None
 
 
 @dataclass
 class Draws:
-    """The random draws of one step. Tensors and ``seeds`` have one entry per row."""
+    """The random draws of one training step. Tensors and ``seeds`` have one entry per row."""
 
-    step_bound: Tensor | None  # [B] int64, see :func:`masks.drafted_positions`. None: no bound.
-    staircase_rows: Tensor  # [B] bool, see :func:`masks.self_attention_mask`
-    offset: Tensor | None = None  # [B] int64, phase of the step bound. None: 0.
-    seeds: tuple[int, ...] = ()  # One seed per row, for its hidden state noise and its anchors.
-    noise_width: float = 0.0  # The noise is uniform in [-noise_width / 2, noise_width / 2].
-    # Loss weight of the pass over draft rounds. 0 skips the pass.
+    # [B] int64, step bound of each row, see :func:`masks.drafted_positions`. None for no bound.
+    step_bound: Tensor | None
+    # [B] bool, whether a row is a staircase row; see :func:`masks.self_attention_mask`.
+    staircase_rows: Tensor
+    # [B] int64, offset of the step bound in each row. None for 0.
+    offset: Tensor | None = None
+    seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
+    noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
+    # Loss weight of the pass over draft rounds, the on-policy pass. 0 skips the pass.
     on_policy_weight: float = 1.0
-    # Loss weight of the pass in which each position is the first draft of its own round, whatever
-    # the step bound is. The paper calls this standard training. 0 skips the pass.
+    # Loss weight of the teacher-forced pass. In this pass, each position is the first draft of its
+    # own round, and the step bound has no effect. The Mixture of Attentions paper calls this
+    # standard training. 0 skips the pass.
     teacher_forced_weight: float = 0.0
-    # By default all blocks are trained and each position of a block has weight 1.
+    # By default all blocks are trained, and each draft of a block has weight 1.
     blocks: BlockDraws = BlockDraws()
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes over response masks [B, T] with a weight above 0, on-policy first.
 
-        Each pass has a weight, the drafted positions [B, T] bool, and the last context position of
-        each of them [B, T] int64.
+        A pass consists of its weight, the drafted positions [B, T] bool, and the last context
+        position of each position, [B, T] int64.
         """
         passes = []
         if self.on_policy_weight:
             passes.append((self.on_policy_weight, *draft_rounds(response_mask, self, first=0)))
         if self.teacher_forced_weight:
-            # Every position before a drafted one is verified. Position 0 has no predecessor.
+            # All positions before a drafted position are verified. Position 0 is not drafted,
+            # because no position precedes it.
             drafted = response_mask.bool().clone()
             drafted[:, :1] = False
             before = (torch.arange(drafted.shape[1], device=drafted.device) - 1).clamp(min=0)
@@ -151,25 +163,29 @@ class Draws:
 
 @dataclass
 class Rounds:
-    """The draft rounds that a step trains: drafted positions, and the context of each."""
+    """The draft rounds of a training step: the drafted positions, and what each of them sees."""
 
     queries: Tensor  # [B, Q] int64, positions
-    context: Tensor  # [B, Q] int64, last position whose target activations the query sees.
+    context: Tensor  # [B, Q] int64, last position whose target activations the query sees
     drafted: Tensor  # [B, Q] bool; False is padding
     weights: Tensor  # [B, Q] float32, weight in the loss
-    staircase: Tensor  # [B, Q] bool, see :func:`masks.self_attention_mask`
+    # [B, Q] bool, whether the query's row is a staircase row and its pass is on-policy; see
+    # :func:`masks.self_attention_mask`.
+    staircase: Tensor
     pass_index: Tensor  # [Q] int64. Queries of different passes do not see each other.
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
-        """Pack the drafted positions of each pass over response masks [B, T] to the left."""
-        parts: list[tuple[Tensor, ...]] = []  # One tuple per pass, with a tensor per field.
+        """Pack the drafted positions of all passes over response masks [B, T] to the left."""
+        parts: list[tuple[Tensor, ...]] = []  # one tuple per pass, with one tensor per field
         passes = draws.passes(response_mask)
-        # All widths are copied together, so that the host syncs with the device only once.
+        # Copy the widths of all passes together, so that the host synchronizes with the device only
+        # once.
         widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()
         for index, (weight, drafted, context) in enumerate(passes):
             queries, valid = loss_queries(drafted, widths[index])
-            # In the teacher-forced pass a round has one token. Its block would be that token alone.
+            # Only the on-policy pass has staircase rows. In the teacher-forced pass, a round has a
+            # single token, so a query of a staircase row would see only itself.
             own_block = draws.staircase_rows[:, None] & (index == 0 and draws.on_policy_weight > 0)
             pass_index = torch.full_like(queries[0], index)
             seen = context.gather(1, queries)
@@ -179,12 +195,14 @@ class Rounds:
         return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
-        """Compute D-PACE weights [P] of the positions at ``at``, each round as a block.
+        """Compute D-PACE weights [P] of the positions at the indices ``at``.
 
-        Positions of a teacher-forced pass keep the weight 1.
+        Each round counts as a block.
+
+        Positions of the teacher-forced pass have the weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
-        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # Index of the round in its row.
+        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
         cell = (at[0], index[at], depth[at])
         grid = cross_entropy.new_zeros(*depth.shape, int(depth.max()) + 1)
         supervised = torch.zeros_like(grid, dtype=torch.bool)
@@ -194,15 +212,15 @@ class Rounds:
 
 
 def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the positions at which a mask [B, T] is set to the left.
+    """Pack the positions at which a mask [B, T] is true to the left.
 
     Args:
         mask: [B, T] bool.
-        most: the maximum number of set positions of a row, if the host knows it. None computes it,
-            which syncs with the device.
+        most: the largest number of true positions in a row, if the host knows it. None computes
+            this number, which synchronizes with the device.
 
     Returns:
-        Queries [B, Q] int64 and valid [B, Q] bool, with Q >= 1.
+        Queries [B, Q] int64 and valid [B, Q] bool, which is false for padding. Q is at least 1.
     """
     n_queries = max(1, int(mask.sum(dim=1).max()) if most is None else most)
     order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
@@ -211,21 +229,21 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
 
 
 def places(mask: Tensor) -> tuple[Tensor, ...]:
-    """Return the indices at which a mask is set, row by row: [P] int64 for each dimension.
+    """Return the indices at which a mask is true, in row-major order: [P] int64 for each dimension.
 
-    This syncs with the device once. Indexing with the mask would sync at every use, and again in
-    the backward pass.
+    This synchronizes with the device once. Indexing with the mask itself would synchronize at every
+    use, and again in the backward pass.
     """
     return mask.nonzero(as_tuple=True)
 
 
 def at_queries(x: Tensor, queries: Tensor) -> Tensor:
-    """Gather x [B, T, E] at queries [B, Q]: [B, Q, E]."""
+    """Gather the values [B, Q, E] of x [B, T, E] at the positions ``queries`` [B, Q]."""
     return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first``, [B, T] bool, and the last context of each."""
+    """Find the drafted positions from ``first`` on, [B, T] bool, and the last context of each."""
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     drafted[:, :first] = False
     return drafted, masks.last_context(drafted)
@@ -234,7 +252,7 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 def round_queries(
     response_mask: Tensor, draws: Draws, first: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the positions of :func:`draft_rounds`: queries, valid, and last context, [B, Q] each."""
+    """Pack the positions of :func:`draft_rounds`: queries, valid and last context, [B, Q] each."""
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
     return queries, valid, context.gather(1, queries)
@@ -244,9 +262,9 @@ def round_queries(
 
 
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Choose the anchors of each row of response masks [B, T], ascending.
+    """Choose the anchors of each row of response masks [B, T], in ascending order.
 
-    If a row has too many, they are sampled with the row's seed.
+    If a row has more anchors than are trained, some of them are sampled with the row's seed.
 
     Returns:
         Anchors [B, N] int64, padded with 0, and valid [B, N] bool, with N >= 1.
@@ -278,7 +296,7 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
-    """List the positions of the drafts of blocks [B, N]: [B, N, K]."""
+    """List the positions of the K drafts of blocks with anchors [B, N]: [B, N, K]."""
     return anchors[..., None] + torch.arange(n_drafts, device=anchors.device)
 
 
@@ -287,7 +305,7 @@ def draft_weights(
 ) -> Tensor:
     """Compute the loss weights [B, N, K] of the drafts of blocks.
 
-    Drafts have weight 0 from the first one whose token is not part of the response.
+    In each block, the weights are 0 from the first draft on whose token is not in the response.
     """
     n_tokens = response_mask.shape[1]
     labels = draft_positions(anchors, blocks.n_drafts) + 1
@@ -306,18 +324,20 @@ def draft_weights(
 
 
 def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:
-    """Build the mask of blocks [B, N]: a slot sees the context before its anchor and its block.
+    """Build the mask of blocks with anchors [B, N].
 
-    The keys of the context come first, then those of the blocks.
+    A slot sees the context before its anchor, and the slots of its own block. The keys of the
+    context come first, followed by the keys of the blocks.
     """
-    # Padding blocks see only themselves, so that no row of the mask is empty.
+    # Blocks that are padding see only themselves. So no query is left without keys.
     first = torch.where(valid, anchors, 0)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key < first[row, query // n_slots]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # ``row < 0`` is always false; it broadcasts the result to the shape of all three indices.
+        # ``row < 0`` is always false. It only broadcasts the result to the shape of all three
+        # indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
     n_rows, n_blocks = anchors.shape
@@ -332,22 +352,23 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the loss terms. The defaults are those of the papers."""
+    """Weights of the loss terms. The defaults come from the papers of the drafters."""
 
-    forward_kl: float = 0.1  # MoA, Table 6, like that of the feature loss
+    # Table 6 of the Mixture of Attentions paper. It also gives the weight of the feature loss.
+    forward_kl: float = 0.1
     feature: float = 1.0
-    # Cross-entropy with the tokens of the text. This term and the next two are for block-parallel
-    # drafters.
+    # Weight of the cross-entropy to the actual next tokens. This term and the next two are for
+    # block-parallel drafters.
     cross_entropy: float = 0.1
-    l1: float = 0.9  # L1 distance between the drafter's and the target's distributions
-    confidence: float = 1.0  # binary cross-entropy of the confidence head
+    l1: float = 0.9  # weight of the L1 distance of the drafter's and the target's distributions
+    confidence: float = 1.0  # weight of the confidence head's binary cross-entropy
     divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
-    # Smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`. None uses fixed weights.
+    # Smoothing of D-PACE weights, see :func:`..nn.losses.d_pace_weights`. None for fixed weights.
     d_pace: float | None = None
 
     @classmethod
     def of(cls, settings: Any) -> "LossWeights":
-        """Read the weights from the settings of a drafter in training."""
+        """Read the loss weights from a drafter's training settings."""
         names = [item.name for item in fields(cls) if hasattr(settings, f"{item.name}_weight")]
         weights = {name: getattr(settings, f"{name}_weight") for name in names}
         is_paced = getattr(settings, "position_weights", None) == "d-pace"
@@ -369,11 +390,11 @@ class TrainingStep:
     denominator: float | None = None
 
     def scale(self, n_positions: float | Tensor) -> float:
-        """Return the factor for sums over loss positions.
+        """Return the factor by which sums over loss positions are multiplied.
 
-        With a ``denominator`` this does not sync with the device.
+        If there is a ``denominator``, this does not synchronize with the device.
         """
-        # Without a denominator this is the normalisation of the released code.
+        # Without a denominator, normalise as the MoA authors' code does.
         return 1.0 / (
             self.denominator if self.denominator is not None else float(n_positions) + 1e-5
         )
@@ -381,14 +402,19 @@ class TrainingStep:
 
 @dataclass
 class LossTerms:
-    """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
+    """Scalar losses of one mini-batch.
+
+    Each loss is a sum over loss positions, divided by the denominator.
+    """
 
     total: Tensor
-    forward_kl: Tensor  # The forward KL, or the divergence that is trained in its place.
-    # The feature loss. None if the drafter's features are not compared with hidden states.
+    forward_kl: Tensor  # the forward KL, or the divergence that is trained instead
+    # The feature loss. None if the drafter's features are not compared with the target's hidden
+    # states.
     feature: Tensor | None
     n_positions: int
-    # The feature loss before the target's last layers. None without target layer inference.
+    # The feature loss before the target's last N layers. None if the drafter does not use these
+    # layers.
     entering_feature: Tensor | None = None
     parts: Mapping[str, Tensor] = field(default_factory=dict)  # further terms by name, for logs
 
@@ -406,13 +432,14 @@ def distillation(
 
     Args:
         frozen: the target.
-        features: [P, E].
+        features: [P, E], features of the drafter.
         hidden: [P, E], the target's hidden states.
-        scale: factor of both sums.
+        scale: factor by which both sums are multiplied.
         divergence: the divergence to compute.
-        weights: [P], weights of the positions; None for 1 each.
-        teachers: [P] int64, ids of the hidden states. At most two positions may have the same id;
-            the target's distribution is then computed once for both. None if all differ.
+        weights: [P], weights of the positions; None if all weights are 1.
+        teachers: [P] int64, ids of the hidden states. At most two positions may have the same id.
+            The target's distribution is then computed once for both positions. None if all ids
+            differ.
     """
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     feature = (losses.feature_loss(features, hidden) * weights).sum() * scale
@@ -432,14 +459,15 @@ def distillation(
 
 
 def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """Group P positions by their teacher, one or two positions per teacher.
+    """Group P positions by their teacher. A teacher has one or two positions.
 
     Returns:
-        Positions [N, 2] int64, with a single position repeated, and [N] bool, true for pairs.
+        The positions of each teacher, [N, 2] int64; a single position is repeated. And [N] bool,
+        true for teachers with two positions.
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # Without any position the padded mask has one entry too many.
+    # If there is no position, the padded mask has one entry too many, which is cut off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

@@ -1,10 +1,10 @@
-"""Draft vocabularies: the tokens that a drafter can draft, and when a smaller set pays off.
+"""Draft vocabularies: the tokens that a drafter can draft. A smaller vocabulary can save time.
 
 Each draft reads the drafter's weights and an LM head. With a large vocabulary, the LM head has most
 of these weights: 28 M of 32 M for EAGLE-2 and a target of 135 M weights with 49,152 tokens. A
-drafter that drafts only the most frequent tokens reads only their rows. It never drafts the other
-tokens, so a draft fails whenever the target chooses one of them. The decoded text stays the same.
-Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
+drafter that drafts only the most frequent tokens reads only the rows of these tokens. It never
+drafts the other tokens, so a draft fails whenever the target chooses one of them. The decoded text
+does not change. Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
 """
 
 from dataclasses import dataclass
@@ -12,29 +12,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-N_DRAFTS = 5  # Drafts of the round for which a draft vocabulary is chosen.
-# Probability that a draft of a good drafter is accepted. A worse drafter loses less by a smaller
-# draft vocabulary.
+# Number of drafts in the round for which a draft vocabulary is chosen.
+N_DRAFTS = 5
+# Probability that a draft of a good drafter is accepted. With a worse drafter, a smaller draft
+# vocabulary costs fewer accepted drafts.
 _ACCEPTED = 0.8
-# Smallest vocabulary of a target that is reduced. A smaller LM head is a small part of a draft.
+# Smallest vocabulary of a target for which a draft vocabulary is chosen. A smaller LM head has only
+# a small share of the time of a draft.
 _FEWEST_TOKENS = 1 << 14
-# Smallest draft vocabulary. Fewer tokens save little more, and fit only texts like the store's.
+# Smallest draft vocabulary. Fewer tokens would save little more time, and would fit only text
+# similar to the store's.
 _SMALLEST_CHOICE = 1 << 12
-# Smallest gain in tokens per weight read. A smaller gain does not justify a dependence on the
-# store's texts.
+# Smallest gain in tokens per weight read that justifies a draft vocabulary. A draft vocabulary
+# depends on the text of the store, which is a disadvantage for other text.
 _LEAST_GAIN = 1.1
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The size of a draft vocabulary, and the reason for it."""
+    """The size of a draft vocabulary, and the reason for this size."""
 
-    n_tokens: int  # 0: all tokens
+    n_tokens: int  # number of tokens; 0 means all tokens
     why: str
 
 
 def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
-    """Return the most frequent tokens by counts [V], ascending: [n_tokens] int64.
+    """Return the ids of the most frequent tokens by their counts [V], ascending: [n_tokens] int64.
 
     Among equally frequent tokens the lower ids are chosen.
     """
@@ -43,7 +46,7 @@ def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
 
 
 def over_all_tokens(logits: Tensor, tokens: Tensor, n_tokens: int) -> Tensor:
-    """Spread the logits [..., V_d] of tokens [V_d] over the vocabulary: [..., V].
+    """Convert logits [..., V_d] of the tokens [V_d] to logits [..., V] of the whole vocabulary.
 
     All other tokens get -inf.
     """
@@ -57,10 +60,10 @@ def may_be_reduced(vocab_size: int) -> bool:
 
 
 def coverage(halves: Tensor, n_tokens: int) -> float:
-    """Estimate which share of further text consists of the ``n_tokens`` most frequent tokens.
+    """Estimate which share of new text consists of the ``n_tokens`` most frequent tokens.
 
     ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of one
-    half are counted in the other half, because a text repeats its own rare tokens.
+    half are counted in the other half, because each half repeats its own rare tokens.
     """
     shares = []
     for counts, others in zip(halves, halves.flip(0), strict=True):
@@ -76,14 +79,14 @@ def choose_draft_vocabulary(
     target_weights: int,
     most_tokens: int | None = None,
 ) -> DraftVocabulary:
-    """Choose the number of tokens to draft that commits the most tokens per weight read in a round.
+    """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
 
     Args:
-        halves: [2, V] int64, token counts of the two halves of the training responses.
+        halves: [2, V] int64, token counts of two halves of the training responses.
         width: width of the LM head.
-        drafter_weights: weights that each draft reads besides an LM head.
-        target_weights: weights that the verification of a round reads.
-        most_tokens: upper bound of the draft vocabulary. None: V.
+        drafter_weights: number of weights that each draft reads besides an LM head.
+        target_weights: number of weights that the target reads to verify a round.
+        most_tokens: maximum size of the draft vocabulary. None for V.
     """
     vocab_size = halves.shape[1]
     upper_bound = vocab_size if most_tokens is None else most_tokens

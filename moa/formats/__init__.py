@@ -1,4 +1,4 @@
-"""Drafter checkpoints in this project's own layout, and in those of authors and inference engines.
+"""Drafter checkpoints in this project's layout, and in those of authors and engines.
 
-The modules handle names and shapes of tensors. They do not compute with drafters.
+The modules convert names and shapes of tensors. They do not run drafters.
 """

@@ -5,18 +5,18 @@ Sources:
 - z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: embeddings and LM head are the target's.
   The first slot of a block drafts nothing.
 - deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py``:
-  the file holds copies of the target's embeddings and LM head. Every slot drafts. All keys of
-  config.json are at the top level.
+  the file contains copies of the target's embeddings and LM head. Every slot drafts a token. All
+  keys of config.json are at the top level.
 - vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py``,
   ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``: only vanilla Markov heads are supported.
-  If embeddings and LM head are absent, the target's are shared.
+  If the file has no embeddings and no LM head, vLLM uses the target's.
 - sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py``,
-  ``speculative/dflash_utils.py``: embeddings and LM head are required. Only vanilla Markov heads,
-  and confidence heads that read them, are supported.
+  ``speculative/dflash_utils.py``: embeddings and LM head are required. Only vanilla Markov heads
+  are supported, and only confidence heads that read the Markov head's embedding.
 
 ``target_layer_ids`` are the decoder layers, counted from 0, whose outputs the drafter reads. The
-ids in vLLM's ``eagle_aux_hidden_state_layer_ids`` and speculators' ``aux_hidden_state_layer_ids``
-are larger by 1.
+layer ids in vLLM's ``eagle_aux_hidden_state_layer_ids`` and in speculators'
+``aux_hidden_state_layer_ids`` are larger by 1.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
-    """Return the config.json of the backbone, a Qwen3 with the drafter's layers."""
+    """Return the config.json of a DFlash drafter, which is a Qwen3 with the drafter's layers."""
     return layout.llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,
@@ -60,7 +60,7 @@ def _is_dspark(config: ForeignConfig) -> bool:
 
 
 def _is_block(names: set[str]) -> bool:
-    # These are the projection of the context, its norm, and the per-head norm of the queries.
+    # The names are the projection of the context, its norm, and the norm of each head's queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
@@ -70,7 +70,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     facts = layout.drafter_facts(config)
     block = settings.get("block_size")
     mask = settings.get("mask_token_id")
-    # ModelOpt and vLLM write these keys.
+    # ModelOpt and vLLM write these keys into config.json.
     if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
             "config.json: causal is true, but the slots of these drafters attend to each other."
@@ -98,7 +98,8 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
 
 
 DFLASH = Layout(
-    name="dflash",  # Example: z-lab/Qwen3-8B-DFlash-b16
+    # Example: z-lab/Qwen3-8B-DFlash-b16
+    name="dflash",
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
     requires={
@@ -125,7 +126,8 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
         "model_type": "muse_glimmer_assistant",
     }
     block_settings = config.pop("dflash_config")
-    # The defaults of this model type belong to another vocabulary. Null turns them off.
+    # This model type has defaults for these keys that belong to another vocabulary. Null turns them
+    # off.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
     return {**config, **block_settings}
@@ -133,7 +135,7 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
 
 HF_DFLASH = replace(
     DFLASH,
-    # Loaded for generate(speculation_type="dflash", assistant_model=...).
+    # The user loads the folder with generate(speculation_type="dflash", assistant_model=...).
     name="hf-dflash",
     reader="transformers",
     notes=lambda sizes: [],
@@ -149,7 +151,7 @@ HF_DFLASH = replace(
 
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
-    """Add the heads to the backbone's config, at the top level as DeepSpec and vLLM expect."""
+    """Add the heads to the DFlash config, at the top level as DeepSpec and vLLM expect."""
     config = _config(sizes)
     has_markov = sizes.markov_head != "none"
     config["dflash_config"]["projector_type"] = "dspark"
@@ -196,7 +198,8 @@ _DSPARK: dict[str, tuple[Any, ...]] = {
     "markov_head": ("none", "vanilla", "gated", "rnn"),
 }
 DSPARK = Layout(
-    # Example: deepseek-ai/dspark_qwen3_4b_block7. SGLang loads drafters with vanilla heads only.
+    # Example: deepseek-ai/dspark_qwen3_4b_block7. SGLang loads only drafters with vanilla Markov
+    # heads.
     name="dspark",
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
@@ -212,11 +215,13 @@ DSPARK = Layout(
 
 VLLM_DSPARK = replace(
     DSPARK,
-    # Loaded with --speculative-config '{"method": "dspark", "model": FOLDER, ...}'.
+    # The user loads the folder with --speculative-config '{"method": "dspark", "model": FOLDER,
+    # ...}'.
     name="vllm-dspark",
     reader="vLLM",
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"num_speculative_tokens: {sizes.n_drafts}"],
-    recognises=lambda names, config: False,  # A folder without our key is read as ``dspark``.
+    # If this package did not write the folder, it is read with the layout ``dspark``.
+    recognises=lambda names, config: False,
 )

@@ -1,8 +1,8 @@
 """Reads and writes drafter checkpoints in our own layout and in those of other programs.
 
-Our own layout has the files ``drafter.safetensors`` and ``drafter.json`` (:class:`DrafterSizes`). A
-``drafter.json`` without a kind describes a Mixture of Attentions. :data:`LAYOUTS` lists the layouts
-of other programs.
+Our own layout consists of ``drafter.safetensors`` and ``drafter.json`` (:class:`DrafterSizes`). A
+``drafter.json`` without a kind describes a Mixture of Attentions drafter. :data:`LAYOUTS` lists the
+layouts of other programs.
 """
 
 import json
@@ -42,11 +42,11 @@ WEIGHTS_FILE = "drafter.safetensors"
 _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-# Our own key in config.json, for sizes that the layout has no key for. Other programs ignore it.
+# Our key in config.json, for sizes for which the layout has no key. Other programs ignore this key.
 _OWN_KEY = "moa_data"
 
-# Layouts by name. The order matters: a folder that this package did not write has the first layout
-# that recognises it.
+# Layouts by name. The order matters: a folder that this package did not write is read with the
+# first layout that recognises it.
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
@@ -70,9 +70,9 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def save_drafter(drafter: Drafter, folder: str | Path) -> None:
-    """Write and sync a drafter in our own layout.
+    """Write a drafter in our own layout, and sync the files to disk.
 
-    ``drafter.json`` is written last: a folder without it holds no drafter.
+    ``drafter.json`` is written last. A folder without this file contains no drafter.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,9 +85,9 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
 def load_drafter(
     folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Drafter:
-    """Load a drafter from the folder of a run, or from a folder in our own layout or another.
+    """Load a drafter from the folder of a training run, or from a folder in any supported layout.
 
-    :data:`LAYOUTS` lists the other layouts.
+    :data:`LAYOUTS` lists the layouts of other programs.
     """
     folder = Path(folder).expanduser()
     if (folder / "drafter" / CONFIG_FILE).is_file():
@@ -129,17 +129,17 @@ def _why_no_drafter(folder: Path) -> str:
 
 
 def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, Drafter]:
-    """Load the drafters of a target, in the given order.
+    """Load the drafters of a target, in the order of the folders.
 
     Returns:
-        Name -> drafter. The name is the name of the folder, or of its parent if the folder is named
-        ``drafter``. An apostrophe is appended to a name that is already taken.
+        Name -> drafter. The name is that of the folder, or of its parent folder if the folder is
+        named ``drafter``. If a name is already taken, an apostrophe is appended to it.
     """
     loaded: dict[str, Drafter] = {}
     for folder in folders:
         drafter = load_drafter(folder, dtype, target.device)
         check_drafter_matches(drafter, target)
-        # Links are not resolved, so that the drafter gets the name of the link.
+        # Links are not resolved, so the name of a linked folder is the name of the link.
         path = Path(folder).expanduser().absolute()
         name = path.parent.name if path.name == "drafter" else path.name
         while name in loaded:
@@ -151,15 +151,15 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 def ready_drafters(
     target: Target, folders: Sequence[str], template_kwargs: Sequence[str], where: str
 ) -> dict[str, Drafter]:
-    """Load drafters for decoding, and set the chat template of the target.
+    """Load drafters for decoding, and set the target's chat template.
 
-    The template gets the arguments that formatted the drafters' training chats.
+    The template gets the same arguments as in the rendering of the drafters' training chats.
 
     Args:
         target: the target.
         folders: folders of the drafters.
-        template_kwargs: arguments of the template, which override those of the training chats.
-        where: name of the target in messages.
+        template_kwargs: arguments of the template. They override those of the training chats.
+        where: name of the target in error messages.
     """
     drafters = load_drafters(folders, target, target.model.dtype)
     for drafter in drafters.values():
@@ -174,7 +174,7 @@ def ready_drafters(
 def build_drafter(
     config: DrafterSizes, weights: Weights, source: str | Path = "weights"
 ) -> Drafter:
-    """Build a drafter with the given weights. The names and shapes of all tensors must match."""
+    """Build a drafter with the given weights. Other names or shapes of tensors are refused."""
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
@@ -187,7 +187,7 @@ def build_drafter(
 
 
 def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
-    """Map each format for this kind of drafter to the reasons why it cannot hold the drafter.
+    """Map each export format for a drafter to the reasons why the format cannot hold the drafter.
 
     The list of reasons is empty if the reading program runs the drafter as it was trained.
     """
@@ -199,7 +199,7 @@ def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
 
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that was trained for another target."""
+    """Raise TargetError if a drafter was trained for another target."""
     check_target_fits(drafter.config, target.sizes, target.identity)
 
 
@@ -214,16 +214,17 @@ def write_layout(
 
     Args:
         drafter: the drafter to write.
-        layout: the layout.
+        layout: the layout of the other program.
         folder: the folder to write to. It is created if it does not exist.
-        dtype: dtype of the written floating-point tensors.
-        target: config and tensors of the target, by the names in ``layout.needs``.
+        dtype: dtype of all floating-point tensors in the file.
+        target: the target's config and tensors, under the names in ``layout.needs``.
 
     Returns:
-        The number of tensors.
+        The number of written tensors.
 
     Raises:
-        DrafterError: the drafter has another kind, or sizes that the layout does not support.
+        DrafterError: the layout is for another kind of drafter, or does not support the drafter's
+            sizes.
     """
     sizes = drafter.config
     if drafter.kind != layout.kind:
@@ -242,7 +243,8 @@ def write_layout(
         )
     state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(state, sizes).items()}
-    # Clone the tensors, because a file cannot hold tensors that share memory, as tied weights do.
+    # Clone the tensors, because a safetensors file cannot hold tensors that share memory, such as
+    # tied weights.
     weights |= {name: target[name].clone() for name in layout.needs if name != "config"}
     weights = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
@@ -302,7 +304,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
 
 
 def _read_weight_file(folder: Path) -> Weights:
-    """Read all tensors of ``model.safetensors`` or, if it is absent, of ``pytorch_model.bin``."""
+    """Read all tensors of ``model.safetensors`` or, without it, of ``pytorch_model.bin``."""
     file = folder / _LAYOUT_PICKLE
     if not file.is_file() or (folder / _LAYOUT_WEIGHTS).is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)

@@ -1,34 +1,34 @@
 """Layouts of EAGLE(-2) for the EAGLE authors, vLLM, SGLang and the MoA authors, and of EAGLE-3.
 
-The first layer of EAGLE in the EAGLE authors' code, vLLM and SGLang has no norm before its
-attention. If a drafter was trained with this norm, its layers are written from the second one on.
-The first layer in the file then has output projections of zero: it returns its input exactly, at
-the cost of running one more layer.
+In the EAGLE authors' code, vLLM and SGLang, the first layer of EAGLE has no norm before its
+attention. If a drafter was trained with this norm, its layers become the second and later layers of
+the file. The first layer of the file then has output projections of zero, so it returns its input
+unchanged. The cost is that one more layer is run.
 
-Sources of EAGLE, whose embeddings and LM head are the target's in vLLM and SGLang:
+Sources of EAGLE. vLLM and SGLang use the target's embeddings and LM head:
 
 - SafeAILab/EAGLE ``eagle/model/cnets1.py``, ``eagle/model/ea_model.py``,
-  ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``: loading is strict. ``bias`` in config.json is true
-  by default.
+  ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``: unexpected or missing tensors raise an error. The
+  default of ``bias`` in config.json is true.
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py``: ``fc`` has no bias. An unknown
   tensor name raises a KeyError.
 - vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: ``LlamaForCausalLM`` becomes
   ``EagleLlamaForCausalLM``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py``: ``fc`` has a
-  bias, which stays random if the file has none. Only Qwen2 has attention biases.
+  bias. If the file has no bias, the bias of ``fc`` stays random. Only Qwen2 has attention biases.
 - huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
 Sources of EAGLE-3:
 
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py``: ``midlayer.`` is read as
-  ``layers.0.``; its q, k and v have inputs of width 2E. ``d2t`` is added to the draft id; it is
-  refused if all tokens can be drafted. ``t2d`` is skipped. If embeddings are absent, the target's
-  are shared.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: an architecture that ends in
-  ``Eagle3`` is kept.
-- sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names are the same.
-  ``draft_vocab_size`` is required. A missing tensor stays random without an error. ``bias`` would
-  add biases to fc and the attention.
+  ``layers.0.``. Its q, k and v projections have inputs of width 2E. ``d2t`` is added to the id of a
+  draft; a file with ``d2t`` is refused if all tokens can be drafted. ``t2d`` is ignored. If the
+  file has no embeddings, vLLM uses the target's.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is
+  kept if it ends in ``Eagle3``.
+- sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names of tensors are the same
+  as in vLLM. ``draft_vocab_size`` is required. A missing tensor stays random without an error. A
+  true ``bias`` would add biases to fc and to the attention.
 - SafeAILab/EAGLE ``eagle/traineagle3/config.json``.
 """
 
@@ -48,7 +48,7 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _renumbered(name: str, shift: int) -> str:
-    """Add a shift to the layer number: ``layers.0.x`` becomes ``layers.1.x``. Other names stay."""
+    """Add ``shift`` to the layer number: ``layers.0.x`` becomes ``layers.1.x`` for a shift of 1."""
     return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + shift}.", name)
 
 
@@ -103,7 +103,8 @@ def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any
 
 def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
-    # A true ``bias`` would add attention biases. Qwen2's layer has biases of q, k and v anyway.
+    # A true ``bias`` would add attention biases. A Qwen2 layer has biases of q, k and v in any
+    # case.
     return _config(
         sizes,
         target_config,
@@ -137,19 +138,20 @@ def _read_sizes(
 
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
-    # The authors' code has no norm in the first layer. If the file has one, it is refused as an
-    # unexpected tensor.
+    # In the EAGLE authors' code, the first layer has no norm before its attention. If the file has
+    # such a norm, this tensor is refused as unexpected.
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
     )
 
 
 EAGLE = Layout(
-    name="eagle",  # Example: yuhuili/EAGLE-LLaMA3-Instruct-8B
+    # Example: yuhuili/EAGLE-LLaMA3-Instruct-8B
+    name="eagle",
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
     needs=(layout.EMBEDDINGS,),
-    # The linear scaling in the authors' code ignores rope_theta.
+    # With linear scaling of RoPE, the EAGLE authors' code ignores rope_theta.
     unfit=lambda sizes: [
         *layout.unfilled_width(sizes),
         *["the target's RoPE is scaled, which is not supported"] * layout.is_rope_scaled(sizes),
@@ -160,7 +162,7 @@ EAGLE = Layout(
     ),
     pack=_pack,
     unpack=_unpack,
-    # EAGLE-3 with vLLM's tensor names has numbered layers too, but also a hidden_norm.
+    # Files of EAGLE-3 with vLLM's tensor names have numbered layers too, but also a hidden_norm.
     recognises=lambda names, config: (
         "fc.weight" in names
         and any(name.startswith("layers.0.") for name in names)
@@ -170,18 +172,21 @@ EAGLE = Layout(
 )
 VLLM_EAGLE = replace(
     EAGLE,
-    # Loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'.
+    # The user loads the folder with --speculative-config '{"method": "eagle", "model": FOLDER,
+    # ...}'.
     name="vllm-eagle",
     reader="vLLM",
     needs=(),
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
     config=partial(_config, bias=False),  # A true ``bias`` would add attention biases.
-    recognises=lambda names, config: False,  # A folder without our key is read as ``eagle``.
+    # If this package did not write the folder, it is read with the layout ``eagle``.
+    recognises=lambda names, config: False,
 )
 SGLANG_EAGLE = replace(
     VLLM_EAGLE,
-    # Loaded with --speculative-algorithm EAGLE --speculative-draft-model-path FOLDER.
+    # The user loads the folder with --speculative-algorithm EAGLE --speculative-draft-model-path
+    # FOLDER.
     name="sglang-eagle",
     reader="SGLang",
     requires={},
@@ -193,7 +198,7 @@ SGLANG_EAGLE = replace(
 def _moa_own_name(name: str) -> str:
     """Rename ``spec_model_fc.x`` to ``fc.x``, and ``spec_model.0.x`` to ``layers.0.x``.
 
-    A file of a single layer has the names ``spec_model.x`` without a number.
+    A file with a single layer has the names ``spec_model.x``, without a number.
     """
     if name.startswith("spec_model."):
         rest = name.removeprefix("spec_model.")
@@ -224,7 +229,8 @@ MOA_EAGLE = Layout(
 )
 
 
-# Keys that EAGLE-3.1 (vllm pull request 42764) and speculators add. An absent key means false.
+# Keys of config.json that EAGLE-3.1 (vllm pull request 42764) and speculators add. An absent key
+# means false.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
@@ -237,8 +243,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "bias": False,
         "draft_vocab_size": sizes.draft_vocabulary,
-        # The id of layer k's output is k + 1 for vLLM, which prefers this key to the nested one. It
-        # is k for SGLang, which reads the nested key.
+        # For vLLM, the id of the output of layer k is k + 1. vLLM prefers this key to the nested
+        # key. For SGLang, which reads the nested key, the id is k.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
@@ -250,8 +256,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts = layout.drafter_facts(config)
     key = "eagle_aux_hidden_state_layer_ids"
     eagle_config = layout.nested(config, "eagle_config")
-    # Refuse keys that would change the computation in a way that is not implemented. The values
-    # listed here do not change it.
+    # Refuse keys that would change the computation in a way that is not implemented. The values in
+    # this dict do not change the computation.
     for name, plain in {
         "use_aux_hidden_state": True,
         "logit_scale": 1,
@@ -282,8 +288,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
     """Return the ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
 
-    Files omit them in this case, because vLLM refuses them. For a reduced vocabulary, the result is
-    empty.
+    Files of such drafters do not contain these tensors, because vLLM refuses the tensors. For a
+    reduced vocabulary, the result is empty.
     """
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
     made = {
@@ -294,7 +300,7 @@ def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
 
 
 EAGLE3 = Layout(
-    # Loaded by vLLM with "method": "eagle3", by SGLang with --speculative-algorithm EAGLE3.
+    # vLLM loads the folder with "method": "eagle3", SGLang with --speculative-algorithm EAGLE3.
     name="eagle3",
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",

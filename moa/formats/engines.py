@@ -1,4 +1,4 @@
-"""The kinds of drafters that each inference engine reads, with their format and method name."""
+"""The kinds of drafters that each inference engine supports, with format and name of the method."""
 
 FORMATS: dict[str, dict[str, tuple[str, str]]] = {
     "transformers": {"independent": ("llama", "assistant"), "dflash": ("hf-dflash", "dflash")},
@@ -9,5 +9,6 @@ FORMATS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "speculators": {kind: (f"speculators-{kind}", kind) for kind in ("eagle3", "dflash", "dspark")},
 }  # fmt: skip
-"""Engine -> kind of drafter -> (format that the engine reads, the engine's name of the method)."""
-WHOLE_BLOCKS = ("dflash",)  # Methods with which an engine always drafts the whole block.
+"""Engine -> kind of drafter -> (format that the engine reads, name of the method in the engine)."""
+# Methods with which engines always draft the whole block.
+WHOLE_BLOCKS = ("dflash",)

@@ -1,8 +1,8 @@
-"""The layout of another program's drafter folders, and functions that layouts share.
+"""Layouts of drafter folders for other programs, and functions that several layouts share.
 
-A folder has the files ``config.json`` and ``model.safetensors``. A layout (in :mod:`.moa`,
+A folder contains ``config.json`` and ``model.safetensors``. A layout (in :mod:`.moa`,
 :mod:`.eagle`, :mod:`.block` and others) converts between a drafter and the tensor names, sizes and
-config.json of a folder. :mod:`.checkpoint` reads and writes the folders.
+config.json of such a folder. :mod:`.checkpoint` reads and writes the folders.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +21,8 @@ from ..targets.families import norm_eps, rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-Weights = dict[str, Tensor]  # Tensors by name, from a file or a drafter's state dict.
-ForeignConfig = Mapping[str, Any]  # Content of a config.json that another program wrote.
+Weights = dict[str, Tensor]  # tensors by name, from a file or a drafter's state dict
+ForeignConfig = Mapping[str, Any]  # content of a config.json that another program wrote
 NO_CONFIG: ForeignConfig = MappingProxyType({})
 
 
@@ -32,47 +32,51 @@ def _unchanged(given: Any, sizes: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout of one kind of drafter.
+    """How another program stores one kind of drafter.
 
-    ``sizes`` are always the drafter's sizes, and ``names`` are names of tensors.
+    In the callables, ``sizes`` are the drafter's sizes, and ``names`` are names of tensors.
     """
 
-    name: str  # Name of the layout on the command line.
-    kind: str  # Kind of the drafters in this layout, see ``registry.DRAFTERS``.
-    reader: str  # The program that reads the layout, for messages.
-    # Parts of the target that writing needs: ``config`` for its transformers config, and the names
-    # of tensors that are copied to the file.
+    name: str  # name of the layout on the command line
+    # Kind of drafter that this layout stores, see ``registry.DRAFTERS``.
+    kind: str
+    reader: str  # name of the program that reads the layout, for messages
+    # Parts of the target that are needed for writing: ``config`` for the target's transformers
+    # config, and the names of target tensors that are copied into the file.
     needs: tuple[str, ...] = ()
-    # Tensors that are not read. They are copies of the target's tensors, which are used instead.
+    # Names of tensors in the file that are not read, because they are copies of target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
-    # Name of a size -> the values with which the reading program runs a drafter as it was trained.
+    # Name of a size -> values of this size for which the reading program runs a drafter as it was
+    # trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Lists further reasons why the reading program would run a drafter differently.
+    # Returns further reasons why the reading program would run the drafter differently than
+    # trained.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
-    # Lists notes for the user of a written folder.
+    # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
-    # Maps (sizes, the target's transformers config or None) to config.json.
+    # Makes config.json from the sizes and the target's transformers config, which may be None.
     config: Callable[[Any, Any], dict[str, Any]]
-    # Maps a name in the drafter's state dict to the name in the file.
+    # Converts a tensor name in the drafter's state dict to the name in the file.
     file_name: Callable[[str], str] = _unchanged
-    # Maps a name in a file of any version to the name in the drafter's state dict.
+    # Converts a tensor name in the file, from any version, to the name in the drafter's state dict.
     own_name: Callable[[str], str] = _unchanged
-    # Converts tensors for writing, before they are renamed.
+    # Converts tensors for writing. It is called before the tensors are renamed.
     pack: Callable[[Weights, Any], Weights] = _unchanged
-    unpack: Callable[[Weights, Any], Weights] = _unchanged  # Reverts ``pack``, after renaming.
-    # ``recognises`` and ``read_sizes`` are for folders that this package did not write.
-    # ``recognises`` checks whether a folder has this layout. It gets the tensor names of the file,
-    # without the prefix ``model.``. ``read_sizes`` gets the renamed tensors.
+    # Reverts ``pack``. It is called after the tensors were renamed.
+    unpack: Callable[[Weights, Any], Weights] = _unchanged
+    # The next two functions are for folders that this package did not write. ``recognises`` checks
+    # whether a folder has this layout, by the tensor names of the file without the prefix
+    # ``model.`` and by config.json. ``read_sizes`` gets the tensors after renaming.
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
 
     @property
     def holds_embeddings(self) -> bool:
-        """Whether the folder has embeddings, so that its reader does not use the target's."""
+        """Whether the folder contains embeddings, which its reader uses instead of the target's."""
         return EMBEDDINGS in self.needs or EMBEDDINGS not in self.ignored
 
     def refusals(self, sizes: Any) -> list[str]:
-        """List the reasons why the reading program would run a drafter differently than trained."""
+        """List reasons why the reading program would run the drafter differently than trained."""
         reasons = [
             f"{name} is {getattr(sizes, name)}, but must be {' or '.join(map(str, values))}"
             for name, values in self.requires.items()
@@ -94,7 +98,7 @@ def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
 
 
 def llama_config(sizes: Any) -> dict[str, Any]:
-    """Return the keys of config.json that describe decoder layers of a drafter for all engines."""
+    """Return the keys of config.json that describe a drafter's decoder layers for all engines."""
     return target_keys(sizes) | {
         "intermediate_size": sizes.self_attention_mlp_width,
         "num_key_value_heads": sizes.self_attention_kv_heads,
@@ -107,7 +111,8 @@ def llama_config(sizes: Any) -> dict[str, Any]:
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
     """Return the RoPE keys of config.json.
 
-    The keys of transformers 4 and of transformers 5 are both included. Each engine reads one form.
+    Both the keys of transformers 4 and those of transformers 5 are included. Each engine reads one
+    of the two forms.
     """
     parameters = dict(sizes.rope_parameters)
     keys: dict[str, Any] = {
@@ -127,7 +132,7 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
 
 
 def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
-    """Yield a reason for refusal if the head dim is not width / heads."""
+    """Yield a reason against the layout if the head dim is not width / number of heads."""
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
         yield (
             f"the head dim is {sizes.head_dim}, but must be width / heads, "
@@ -136,9 +141,9 @@ def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
 
 
 def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
-    """Read fields of :class:`DrafterSizes` from a drafter's own config.json.
+    """Read fields of :class:`DrafterSizes` from a drafter's config.json of another program.
 
-    This config.json does not say how many layers the target has, so ``n_layers`` is 0.
+    Such a config.json does not state the number of the target's layers, so ``n_layers`` is 0.
     """
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
@@ -160,7 +165,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "norm_eps": norm_eps(known),
             "rope_parameters": rope_parameters(known),
         }
-    # :class:`DrafterSizes` checks the other fields.
+    # Check only these fields here. :class:`DrafterSizes` checks the other fields.
     for name in ("hidden_size", "n_heads", "head_dim"):
         if type(facts[name]) is not int or facts[name] < 1:
             raise DrafterError(
@@ -175,8 +180,8 @@ def layer_facts(
     """Read the sizes of a decoder layer from the shapes of its tensors.
 
     Args:
-        layer: prefix of the names of the layer's tensors, without the dot.
-        config: the drafter's config.json. Sizes that differ from the shapes are refused.
+        layer: prefix of the names of the layer's tensors, without the trailing dot.
+        config: the drafter's config.json. If it states other sizes than the shapes, it is refused.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
     gate = f"{layer}.mlp.gate_proj.weight"
@@ -188,12 +193,12 @@ def layer_facts(
 
 
 def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, name: str) -> None:
-    """Refuse a config.json with a size that differs from the shape of a tensor.
+    """Refuse a config.json that states another size than the shape of a tensor.
 
     Args:
-        key: key of the size. A config.json without the key is accepted.
-        size: the size that the shape implies.
-        name: name of the tensor.
+        key: the key of the size in config.json. A config.json without this key is accepted.
+        size: the size according to the shape of the tensor.
+        name: name of the tensor in messages.
     """
     if (value := config.get(key)) is not None and value != size:
         raise DrafterError(
@@ -203,7 +208,7 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
 
 
 def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
-    """Count the numbered layers of a file. A different number in its config.json is refused."""
+    """Count the numbered layers of a file. A config.json with a different number is refused."""
     names = [name for name in weights if name.startswith("layers.")]
     n_layers = len({name.split(".")[1] for name in names})
     if names:
@@ -212,38 +217,39 @@ def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
 
 
 def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
-    """Add ``t2d`` to weights that have only ``d2t``.
+    """Add ``t2d`` to weights that contain only ``d2t``.
 
-    ``t2d`` marks the draft tokens in the target's vocabulary of ``n_tokens`` tokens.
+    ``t2d`` marks which of the target's ``n_tokens`` tokens are draft tokens.
     """
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)
-        # Tokens outside the vocabulary are refused later, when the drafter's weights are checked.
+        # Clamp the tokens here. Those outside the vocabulary are refused later, when weights are
+        # checked.
         marked[tokens.clamp(0, n_tokens - 1)] = True
         return weights | {"t2d": marked}
     return weights
 
 
 def rows(weights: Weights, name: str) -> int:
-    """Return the number of rows of a tensor. Weights without the tensor are refused."""
+    """Return the number of rows of a tensor. Raises an error if the tensor is missing."""
     if name not in weights or not weights[name].dim():
         raise DrafterError(f"the weights lack {name}.")
     return int(weights[name].shape[0])
 
 
 def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
-    """Return the mapping under a key of a config.json; empty if the value is not a mapping."""
+    """Return the mapping under a key of config.json. It is empty if the value is not a mapping."""
     value = config.get(key)
     return dict(value) if isinstance(value, Mapping) else {}
 
 
 def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
-    """Read the ids of the target's layers, counted from 0.
+    """Read ids of target layers, and convert them to layers counted from 0.
 
     Args:
-        given: pairs of a list of ids and the id that the first layer has in it. The first list that
-            is not empty is used.
+        given: pairs of a list of ids, and the id that stands for the first layer in this list. The
+            first list that is not empty is used.
     """
     for ids, first in given:
         if ids:
@@ -252,7 +258,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers."
                 )
             return tuple(layer - first for layer in ids)
-    # Without ids, the layers could only be guessed from the number of the target's layers.
+    # Without these ids, the layers could only be guessed from the target's number of layers.
     raise DrafterError(
         "config.json does not say which layers of the target are read; restore the checkpoint's "
         "own, with target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -1,8 +1,8 @@
 """The layout of an independent drafter: an ordinary Llama checkpoint with tied embeddings.
 
-vLLM loads it with ``{"method": "draft_model", "model": FOLDER, ...}``. transformers loads it with
-``LlamaForCausalLM.from_pretrained`` for ``generate(assistant_model=...)``. The tokenizer is the
-target's.
+vLLM loads the folder with ``{"method": "draft_model", "model": FOLDER, ...}``. transformers loads
+it with ``LlamaForCausalLM.from_pretrained`` for ``generate(assistant_model=...)``. The drafter uses
+the target's tokenizer.
 """
 
 from typing import Any, Never

@@ -1,13 +1,13 @@
-"""Layouts of the Mixture of Attentions, for the authors' own code and for their fork of vLLM.
+"""Layouts of the Mixture of Attentions, for the MoA authors' own code and for their fork of vLLM.
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 
-- The authors' tensors: constructor and ``save_pretrained`` in
+- Tensors in the authors' own code: constructor and ``save_pretrained`` in
   ``moa_spec/models/train/{moa_spec,cross_attention}.py``.
-- vLLM's config.json: ``vllm/convert_checkpoint.py`` writes it, and
+- config.json for the fork of vLLM: ``vllm/convert_checkpoint.py`` writes it, and
   ``vllm/vllm/transformers_utils/configs/moa_spec.py`` reads it.
-- vLLM's tensors: ``load_weights`` in ``vllm/vllm/model_executor/models/moa_spec.py``, which fuses
-  q, k and v, and gate and up.
+- Tensors in the fork of vLLM: ``load_weights`` in
+  ``vllm/vllm/model_executor/models/moa_spec.py``, which fuses q, k and v, and gate and up.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from ..targets.families import parse_target_config
 from . import layout
 from .layout import Layout, Weights
 
-# Name of a block in the authors' weights and config.json -> its name in our sizes.
+# Name of a block in the MoA authors' weights and config.json -> its name in our sizes.
 _BLOCKS = {
     "self_attention": "self_attention",
     "cross_attention": "cross_attention",
@@ -30,7 +30,7 @@ _KEY = "layer_self_attention.self_attn.q_proj.weight"
 
 
 def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
-    """Infer a drafter's sizes from the shapes of official weights and the target's config."""
+    """Infer a drafter's sizes from shapes of the MoA authors' weights and the target's config."""
     base = MoASizes.from_target(target_config).to_dict()
     return _sizes(
         weights, {name: value for name, value in base.items() if "attention_" not in name}
@@ -38,8 +38,9 @@ def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
 
 
 def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
-    # Layer self-attention has as many heads as the target. Derive its head dim from q_proj, because
-    # the official code rounds the head dim down if the heads do not divide the KV width.
+    # Layer self-attention has the target's number of heads. Derive its head dim from q_proj,
+    # because the MoA authors' code rounds the head dim down if the number of heads does not divide
+    # the KV width.
     n_heads = facts["n_heads"]
     head_dim = facts["head_dim"]
     layer_head_dim = max(1, layout.rows(weights, _KEY) // n_heads)
@@ -50,13 +51,13 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
             layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
         )
         values[f"{our_name}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
-    # These are the sizes of the drafter in the paper.
+    # These settings are those of the drafter in the Mixture of Attentions paper.
     values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)
 
 
-# Sizes of the drafter in the paper.
+# Name of a size -> its value for the drafter in the Mixture of Attentions paper.
 _PAPER: dict[str, tuple[Any, ...]] = {
     "layer_attention": (True,),
     "cross_attention_drafts": (False,),
@@ -112,7 +113,7 @@ MOA = Layout(
     requires=_PAPER,
     unfit=_moa_unfit,
     notes=_moa_notes,
-    # The official code takes the drafter's sizes from its own settings, not from config.json.
+    # The MoA authors' code takes the drafter's sizes from its own settings, not from config.json.
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
@@ -159,7 +160,8 @@ MOA_VLLM = replace(
     name="moa-vllm",
     reader="the MoA authors' fork of vLLM",
     needs=(),
-    # The fork drops the biases of q, k and v, and does not run the target's last layers for drafts.
+    # The fork of vLLM ignores the biases of q, k and v, and does not run the target's last layers
+    # on drafts.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,
     notes=lambda sizes: [],

@@ -1,9 +1,9 @@
-"""Layouts of speculators (vllm-project/speculators 0.9), which vLLM loads too.
+"""Layouts of drafters for speculators (vllm-project/speculators 0.9). vLLM loads these layouts too.
 
-The drafters are EAGLE-3, DFlash and DSpark. In config.json, ``transformer_layer_config`` holds the
+The drafters are EAGLE-3, DFlash and DSpark. In config.json, ``transformer_layer_config`` has the
 sizes, and ``speculators_config`` names the target. ``from_pretrained`` of speculators takes the
-embeddings and the LM head from the model in ``verifier.name_or_path``. The id of a layer's output
-is the number of layers passed: 1 for the first layer.
+embeddings and the LM head from the target, whose name or path is in ``verifier.name_or_path``. The
+id of a layer's output counts the layers up to this output, so it is 1 for the first layer.
 
 Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and ``model.py``. With a
 reduced vocabulary, the LM head of DFlash and DSpark consists of rows of the target's LM head.
@@ -36,8 +36,9 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# The keys that are read for each type, with the values of absent keys. ``embed_requires_grad`` is
-# not among them, so a true value is refused: the embeddings are the target's only if it is false.
+# The keys that are read for each type of drafter, with the values that absent keys have.
+# ``embed_requires_grad`` is not listed, so a true value is refused: the drafter uses the target's
+# embeddings only if the value is false.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,
@@ -94,8 +95,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
 def _block_config(
     name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any
 ) -> dict[str, Any]:
-    # Omit ``sliding_window_non_causal``: if it is false, vLLM 0.32 makes the blocks of all layers
-    # causal.
+    # ``sliding_window_non_causal`` is left out, because vLLM 0.32 makes the blocks of all layers
+    # causal if the value is false.
     layers = [layer + 1 for layer in sizes.fused_layers]
     block_keys = zip(
         _BLOCK_KEYS,
@@ -121,7 +122,7 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
 
 
 def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """Merge the keys of a config.json and of its layer config, with the values of absent keys.
+    """Merge the keys of config.json and of its layer config, and fill in the values of absent keys.
 
     Raises:
         DrafterError: a key would change the computation in a way that is not implemented.
@@ -137,7 +138,8 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         }
         layers = AutoConfig.for_model(
             **layer_config
-        ).to_dict()  # This adds the values of absent keys.
+            # The conversion fills in the values of absent keys.
+        ).to_dict()
     merged = _OWN[kind] | dict(config) | layers
     merged["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
         "partial_rotary_factor"
@@ -151,7 +153,7 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     }
     wrong = [name for name, values in plain.items() if merged.get(name) not in values]
     for values, names in ((config, _OWN[kind].keys() | _SHARED), (layer_config, known | _SHARED)):
-        # A key that is null or false does not change the computation.
+        # Ignore keys that are null or false, because they do not change the computation.
         wrong += [name for name, value in values.items() if value and name not in names]
     if wrong:
         raise DrafterError(
@@ -175,8 +177,9 @@ def _read_block(weights: Weights, config: ForeignConfig) -> Any:
 def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     """Convert the weights of a drafter with a reduced vocabulary to the full vocabulary.
 
-    The Markov head's rows of draft tokens move to the rows of these tokens in the vocabulary. The
-    other rows are zero; the drafter cuts the logits of their tokens off.
+    In the Markov head, the rows of draft tokens move to the rows of the same tokens in the full
+    vocabulary. The other rows are zero. The drafter sets the logits of the tokens of these rows to
+    -inf.
     """
     weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
     unpacked = {name: value for name, value in weights.items() if name != "d2t"}
@@ -209,7 +212,8 @@ SPECULATORS_EAGLE3 = replace(
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [],
     config=_eagle3_config,
-    # Without embeddings in the file, from_pretrained makes random ones (transformers 5.19).
+    # If the file had no embeddings, from_pretrained would make random embeddings (transformers
+    # 5.19).
     needs=("config", layout.EMBEDDINGS),
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",
@@ -235,6 +239,6 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # Claim every other type too: reading then refuses the type by its name.
+    # Recognise every other type too. Then reading the folder raises an error that names the type.
     recognises=lambda names, config: _TYPE in config,
 )

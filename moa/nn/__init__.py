@@ -1,4 +1,4 @@
 """Building blocks of drafters: layers, masks, losses, and the KV cache.
 
-Nothing here depends on a specific drafter, a store or a training run.
+Nothing in this package depends on a specific drafter, on an activation store or on a training run.
 """

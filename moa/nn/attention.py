@@ -1,14 +1,14 @@
-"""Attention of queries to keys and values, with a choice of kernels.
+"""Attention of queries to keys and values. The kernel depends on the device and the mask.
 
 | device | mask | kernel |
 |---|---|---|
 | CPU | none, many short sequences | matrix products, :func:`attend_many_short` |
 | CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, skips masked blocks |
-| CUDA | any other mask | memory-efficient kernel, needs as many key heads as query heads |
+| CUDA | any other mask | memory-efficient kernel, needs equal numbers of key and query heads |
 | any other case | any | PyTorch's fused kernel, supports grouped heads and masks |
 
-Given a mask and grouped heads on CUDA, PyTorch falls back to its math kernel, which materializes
-all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads.
+With a mask and grouped heads on CUDA, PyTorch falls back to its math kernel. This kernel
+materializes all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads.
 
 Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head dim.
 """
@@ -26,24 +26,25 @@ from torch.nn.attention import flex_attention as flex
 from ...text import first_line
 from .masks import Mask
 
-_MIN_FLEX_QUERIES = 128  # Number of queries in a block of FlexAttention.
+_MIN_FLEX_QUERIES = 128  # Number of queries in a block of FlexAttention
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 _MAX_ERROR = 0.02
 """Largest allowed error of an attention result, relative to the norm of the expected result.
 
-Rounding to bfloat16 gives 0.003 (measured on an H100). One key too many or too few gives 0.3.
+Rounding to bfloat16 gives an error of 0.003 (measured on an H100). Attending to one key too many or
+too few gives an error of 0.3.
 """
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
-    """Compute scaled dot-product attention with a scale of 1/sqrt(d).
+    """Compute scaled dot-product attention, with scores scaled by 1/sqrt(d).
 
     Args:
         q: [B, H, Q, d].
-        k: [B, H_kv, S, d]; it is cast to the dtype of ``q``.
-        v: [B, H_kv, S, d]; it is cast to the dtype of ``q``.
-        mask: Which keys each query may attend to. A tensor has shape [B or 1, Q, S] and dtype bool.
-            None for no mask.
+        k: [B, H_kv, S, d]. The keys are cast to the dtype of ``q``.
+        v: [B, H_kv, S, d]. The values are cast to the dtype of ``q``.
+        mask: Which keys each query may attend to. A tensor has the shape [B or 1, Q, S] and the
+            dtype bool. None for no mask.
 
     Returns:
         [B, H, Q, d].
@@ -72,16 +73,16 @@ def attend_plainly(
 ) -> Tensor:
     """Compute :func:`attend` with soft-capped scores and attention sinks.
 
-    PyTorch's kernels support neither of the two.
+    PyTorch's kernels support neither soft caps nor sinks.
 
     Args:
         q: [B, H, Q, d].
         k: [B, H_kv, S, d].
         v: [B, H_kv, S, d].
         mask: [B or 1, Q, S] bool, or None for no mask.
-        cap: Bound of the scores, which a tanh enforces. None for no bound.
-        sinks: [H], one additional score per head (gpt-oss). A sink takes a share of the probability
-            and has no value. None for no sinks.
+        cap: Bound of the absolute scores, applied by a tanh. None for no bound.
+        sinks: [H], one additional score per head (gpt-oss). The sink takes a share of the softmax's
+            probability, but has no value to attend to. None for no sinks.
     """
     k, v = (expand_heads(x.to(q.dtype), q.shape[1]) for x in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
@@ -99,7 +100,7 @@ def attend_plainly(
 def needs_equal_heads(device: torch.device, dtype: torch.dtype, has_mask: bool) -> bool:
     """Whether grouped heads would make PyTorch fall back to its math kernel.
 
-    Flash attention has grouped heads, but supports neither masks nor float32.
+    Flash attention supports grouped heads, but neither masks nor float32.
     """
     return device.type == "cuda" and (has_mask or dtype == torch.float32)
 
@@ -113,12 +114,14 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend within many short sequences without a mask, as the self-attention over layers does.
+    """Attend within many short sequences without a mask.
 
-    The result equals that of PyTorch's fused kernel.
+    The self-attention over the target's layers needs this. The result equals that of PyTorch's
+    fused kernel.
+
     """
-    # On a CPU the fused kernel has a cost per sequence and head. Here all query heads of a group
-    # are rows of one matrix product.
+    # On a CPU the fused kernel has a fixed cost per sequence and head. Here one matrix product
+    # computes all query heads of a group.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
@@ -129,18 +132,19 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend with compiled FlexAttention, and with a block mask built from the mask's rule."""
+    """Attend with compiled FlexAttention. Its block mask is built from the rules of the mask."""
     rules = tuple(rule.__code__ for _, rule in mask.parts)
-    if mask.block_mask is None:  # Built once: all layers share the mask.
+    # Build the block mask only once, because all layers share it.
+    if mask.block_mask is None:
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # In full blocks the kernel passes the row of the input. A mask that all rows share has
-            # only row 0.
+            # Inside full blocks the kernel passes the row of the batch as ``row``. A mask that all
+            # rows share has only row 0.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        # The compiled function never materializes the dense mask and its intermediate tensors,
-        # which take 78 MB per row of 2,048 tokens.
+        # The compiled function does not materialize the dense mask and its intermediate tensors.
+        # They would take 78 MB per row of 2,048 tokens.
         create = _compiled(flex.create_block_mask, rules)
         mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
     kernel = _compiled(flex.flex_attention, rules)
@@ -154,11 +158,11 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
     """Compile a function of FlexAttention for masks with the given rules.
 
-    Calling the compiled function raises an error if these masks need too many graphs.
+    Calling the compiled function raises an error if it needs more graphs than torch.compile keeps.
     """
     # Each set of rules gets its own copy of the function, because torch.compile keeps at most 8
-    # graphs per function. Beyond this limit it would silently run the eager function, which
-    # materializes all scores.
+    # graphs per function. Beyond this limit torch.compile would silently run the eager function,
+    # which materializes all scores.
     code = function.__code__.replace(
         co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}"
     )
@@ -170,7 +174,8 @@ def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
 
 
 def _takes_flex(q: Tensor, mask: Mask) -> bool:
-    # Not for float32: how its products round depends on a setting of the process.
+    # FlexAttention is not used for float32: the rounding of its products depends on a global
+    # setting.
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
@@ -180,11 +185,11 @@ def _takes_flex(q: Tensor, mask: Mask) -> bool:
 def _flex_works(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> bool:
-    """Whether compiled FlexAttention gives right values and gradients on this machine.
+    """Whether compiled FlexAttention gives correct values and gradients on this machine.
 
     The reference is PyTorch's attention in float32.
     """
-    # This depends on the compiler and on versions of libraries, so the function tries it.
+    # The answer depends on the compiler and the versions of libraries, so run FlexAttention once.
     generator = torch.Generator(device).manual_seed(0)
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -213,7 +218,8 @@ def _flex_works(
                     error = float(
                         (got.float() - expected.float()).detach().norm() / expected.detach().norm()
                     )
-                    if not error <= _MAX_ERROR:  # Also true if the error is NaN.
+                    # The negated comparison is also true if the error is NaN.
+                    if not error <= _MAX_ERROR:
                         raise ValueError(f"its results are {error:.1%} off")
     except Exception as error:  # noqa: BLE001 - a compiler can raise any exception
         text = first_line(error)

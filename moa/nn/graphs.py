@@ -22,8 +22,8 @@ def recorded(
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Run a call once, then record its kernels as a CUDA graph.
 
-    The tensors that the call reads and writes must stay at the same addresses. Its shapes are the
-    only host values that the call may depend on.
+    The tensors that the call reads and writes must stay at the same addresses. Apart from the
+    shapes of these tensors, the call must not depend on values on the host.
 
     Returns:
         The graph, and the call's result. Each replay writes its result into the same tensors.
@@ -35,12 +35,13 @@ def recorded(
     here = torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        call()  # Warm-up: libraries initialize themselves in the first run.
+        # Warm up: some libraries initialize themselves in the first run.
+        call()
     here.wait_stream(side)
-    # cuBLAS keeps a workspace per stream. A workspace that is allocated while recording belongs to
-    # the graph. Clear it before recording: torch.compile frees an older workspace when it records a
-    # graph of its own, and this graph would still use it. Clear it after recording: otherwise later
-    # calls would share the graph's workspace.
+    # cuBLAS keeps a workspace per stream. A workspace that is allocated during recording belongs to
+    # the graph. Clear the workspaces before recording, because torch.compile frees an older
+    # workspace when it records its own graph, and this graph would still use it. Clear them after
+    # recording, because later calls would otherwise share this graph's workspace.
     torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, stream=side):
         result = call()

@@ -1,9 +1,10 @@
 """Fused decoder layers of the Llama architecture, for calls of a few tokens on a CPU.
 
-Such a call spends as much time between the matrix products as in them. So this module fuses Q, K
-and V into one product, fuses the gate and up projections into another one, rotates queries and keys
-together, and runs the code before and after attention with TorchScript. It does so only in float32:
-in other dtypes the fused operations would round intermediate results differently.
+A call over a few tokens spends as much time outside its matrix products as in them. So this module
+fuses Q, K and V into one product, and the gate and up projections into another product. It rotates
+queries and keys together, and runs the code before and after attention with TorchScript. Only
+float32 layers are fused: in other dtypes the fused operations would round intermediate results
+differently.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim,
 D = (H + 2 * H_kv) * d.
@@ -27,32 +28,34 @@ JOINED = (
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 Norm = tuple[Tensor, Tensor]
-"""A prepared RMS norm: the floor sqrt(E * eps) of a row's L2 norm, and the scale [E].
+"""A prepared RMS norm of width E: the floor sqrt(E * eps), and the scale [E].
 
-:func:`normed` adds the floor to the L2 norm in quadrature, divides the row by the result, and
-multiplies it by the scale.
+:func:`normed` divides each row by ``sqrt(l2_norm**2 + floor**2)``, and multiplies the result by the
+scale.
 """
 Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
 """Norms and packed weights of a layer.
 
-The norms are those of :func:`before_attention` and :func:`after_attention`. The packed weights are
-in the order of ``Joined.products``.
+The two norms belong to :func:`before_attention` and :func:`after_attention`. The packed weights
+have the same order as ``Joined.products``.
 """
 
 
 @dataclass
 class Joined:
-    """The fused weights of a layer."""
+    """The fused weights of a decoder layer."""
 
-    products: tuple[Laid, Laid, Laid, Laid]  # The two fused ones of JOINED, then those of PRODUCTS.
+    # The two fused products listed in JOINED, then the products listed in PRODUCTS.
+    products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
-    weights: list[Tensor]  # All weights and biases of the layer.
-    states: list[tuple[int, int]]  # States of the weights at the time of fusing.
+    weights: list[Tensor]  # All weights and biases of the layer
+    # State of each weight, see :func:`.packed.state_of`, at the time of fusing.
+    states: list[tuple[int, int]]
     # Keeps the weights alive, so that a freed address cannot be reused and mistaken for an
     # unchanged weight.
     held: list[Tensor]
-    # Other values that the layer needs. They are kept here because an attribute lookup on a module
-    # takes as long as a small operation.
+    # The next two fields are copies of attributes of the layer, because an attribute lookup on a
+    # module takes as long as a small tensor operation.
     attention: Any
     n_kv_heads: int
 
@@ -63,14 +66,14 @@ class Joined:
     def project(
         self, x: Tensor, cosines: Tensor, sines: Tensor, is_normed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run :func:`before_attention`, without its norm if ``x`` ``is_normed`` already."""
+        """Run :func:`before_attention`. If ``is_normed`` is true, skip the norm."""
         norm = None if is_normed else self.norms[0]
         return before_attention(
             x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim
         )
 
     def finish(self, attended: Tensor, x: Tensor, n_groups: int = 0) -> Tensor:
-        """Run :func:`after_attention`, or :func:`means_after_attention` if there are groups."""
+        """Run :func:`after_attention`, or :func:`means_after_attention` if ``n_groups`` > 0."""
         if n_groups:
             return means_after_attention(attended, x, self.norms[1], *self.products[1:], n_groups)
         return after_attention(attended, x, self.norms[1], *self.products[1:])
@@ -85,7 +88,7 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
         is_exact: See :func:`.packed.pack`.
 
     Returns:
-        None if the layer has another architecture, is not float32, or is not packed.
+        None if the layer has another architecture than Llama, is not float32, or is not packed.
     """
     try:
         products = [layer.get_submodule(name) for name in PRODUCTS]
@@ -136,8 +139,8 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
 def prepared_norm(norm: Any) -> Norm:
     """Convert an RMS norm to the form that :func:`normed` takes.
 
-    :func:`normed` divides by the root of the sum of squares. An RMS norm divides by the root of
-    their mean, so the scale contains a factor of sqrt(E).
+    :func:`normed` divides by the root of the sum of squares, but an RMS norm divides by the root of
+    the mean of squares. So the scale is multiplied by sqrt(E).
     """
     width = norm.weight.numel()
     epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
@@ -148,7 +151,7 @@ def prepared_norm(norm: Any) -> Norm:
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """Apply an RMS norm to rows [B, n, E].
 
-    PyTorch's implementation takes three times as many operations.
+    PyTorch's RMS norm takes three times as many operations.
     """
     floor, scale = norm
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -190,7 +193,7 @@ def _gated(attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid) -> tup
 
 @scripted
 def group_means(x: Tensor, n_groups: int) -> Tensor:
-    """Average groups of consecutive tokens: [B, T, E] -> [B, n_groups, E].
+    """Average groups of consecutive tokens: [B, T, E] becomes [B, n_groups, E].
 
     If T is not a multiple of ``n_groups``, the first groups are one token longer.
     """
@@ -201,10 +204,10 @@ def group_means(x: Tensor, n_groups: int) -> Tensor:
 def after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid
 ) -> Tensor:
-    """Compute the part of a layer that follows attention.
+    """Compute the operations of a layer after attention.
 
     Args:
-        attended: The output of attention [B, n, H * d], before its output projection.
+        attended: The output of attention [B, n, H * d], before the output projection.
         x: The input of the layer [B, n, E].
         norm: The norm before the MLP.
         gates: The fused gate and up projections.
@@ -219,9 +222,10 @@ def after_attention(
 def means_after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid, n_groups: int
 ) -> Tensor:
-    """Average :func:`after_attention` over groups of consecutive tokens: [B, n_groups, E].
+    """Average the result of :func:`after_attention` over groups of consecutive tokens.
 
-    See :func:`group_means` for the groups.
+    Returns:
+        [B, n_groups, E]. :func:`group_means` describes the groups.
     """
     x, gated = _gated(attended, x, norm, gates, o)
     return group_means(x, n_groups) + product(group_means(gated, n_groups), down)

@@ -1,12 +1,12 @@
-"""Keys and values: the packed layout of stores and drafters, and the growing KV cache of decoding.
+"""Keys and values: their packed layout in stores and drafters, and the KV cache of decoding.
 
 Shapes: B rows, T tokens, n positions, L layers, H_kv key/value heads, d head dim,
 D = 2 * H_kv * d, S slots.
 
-The packed layout holds, per token and layer, ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, with keys
-after RoPE (official ``moa_spec/models/train/moa_spec.py``, lines 117-119). The activation store's
-``kv`` field ``[T, L, H_kv, 2, d]`` is the same layout before the last three axes are merged, so
-packing this field is a view.
+For each token and layer, the packed layout is ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, with
+keys after RoPE (lines 117-119 of ``moa_spec/models/train/moa_spec.py`` in the MoA authors' code).
+The field ``kv`` of an activation store, ``[T, L, H_kv, 2, d]``, has the same order of values. So
+merging its last three axes into the packed layout is a view.
 """
 
 import copy
@@ -33,7 +33,7 @@ def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Undo :func:`pack_kv` for one layer [B, T, D].
+    """Split the packed KV [B, T, D] of one layer into keys and values, the inverse of packing.
 
     Returns:
         Views of the keys and of the values, each [B, H_kv, T, d].
@@ -46,7 +46,7 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the keys of packed KV [n, L, D] by cos and signed sin [n, d].
 
-    The inverse rotation undoes RoPE.
+    If the rotation is the inverse of RoPE, the result has the keys before RoPE.
     """
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
@@ -58,11 +58,11 @@ def new_cache(has_state: Sequence[bool] = ()) -> Cache:
     """Make an empty transformers cache that keeps all positions.
 
     Args:
-        has_state: Per layer, whether it has a recurrent state instead of keys and values. Empty if
-            no layer has one.
+        has_state: For each layer, whether it has a recurrent state instead of keys and values.
+            Empty if all layers have keys and values.
     """
-    # A cache that is built from the model's config drops keys outside the sliding window. A drafter
-    # needs all keys.
+    # A cache built from the model's config would drop keys outside the sliding window. A drafter
+    # needs the keys of all positions.
     if any(has_state):
         return Cache(
             layers=[
@@ -76,9 +76,9 @@ def new_cache(has_state: Sequence[bool] = ()) -> Cache:
 def cache_layers(
     cache: Cache, chosen: Sequence[int] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """List keys and values of layers of a transformers cache, each [B, H_kv, T, d], without a copy.
+    """List the keys and the values of layers of a transformers cache, without copying them.
 
-    The default for ``chosen`` is all layers.
+    Each tensor is [B, H_kv, T, d]. The default for ``chosen`` is all layers.
     """
     every: list[Any] = list(cache.layers)
     layers = every if chosen is None else [every[layer] for layer in chosen]
@@ -88,10 +88,10 @@ def cache_layers(
 class KVBuffer:
     """A KV cache of L layers and B rows of different ``lengths``.
 
-    All keys and values are in one tensor, which grows by doubling its number of slots. Slot i of a
-    row holds the token at position i. The content of slots at or beyond a row's length is
-    undefined, and the next call overwrites it. So the cost of dropping rejected drafts does not
-    depend on the length of the context.
+    All keys and values are in one tensor. If it is full, its number of slots is doubled. Slot i of
+    a row holds the token at position i. The slots at or beyond a row's length hold undefined
+    values, and the next call overwrites them. So the cost of dropping rejected drafts does not
+    depend on the length of the sequence.
     """
 
     def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
@@ -99,8 +99,8 @@ class KVBuffer:
         self._n_layers = n_layers
         self._initial_slots = n_slots
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
-        # Views of the buffer, [B, H_kv, S, d] per layer. They are made once, because the cost of a
-        # draft step is the number of its tensor operations.
+        # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because the time
+        # of a draft step is proportional to its number of tensor operations.
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -118,12 +118,13 @@ class KVBuffer:
     def append(
         self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values to each row of the only layer.
+        """Append keys and values to each row of a cache with a single layer.
 
         Args:
             keys: [B, H_kv, n, d].
             values: [B, H_kv, n, d].
-            counts: Per row, how many of the n tokens are not padding. None if all are real.
+            counts: For each row, how many of the n tokens are not padding. None if no token is
+                padding.
 
         Returns:
             All keys and values, [B, H_kv, max(lengths), d].
@@ -146,10 +147,10 @@ class KVBuffer:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Add some of the tokens that were written after each row to the row, and drop the others.
+        """Keep some of the tokens that were written after each row, and drop the others.
 
         Args:
-            kept: Per row, the ascending indices of the tokens to keep.
+            kept: For each row, the ascending indices of the tokens to keep.
         """
         for row, indices in enumerate(kept):
             start = self.lengths[row]
@@ -169,13 +170,13 @@ class KVBuffer:
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row as :func:`pack_kv` does: [B, n, L, D].
 
-        The layers before ``first_layer`` are left out.
+        Layers before ``first_layer`` are left out.
         """
         return self._positions(starts, n_tokens, slice(first_layer, None)).flatten(3)
 
     def _positions(self, starts: Sequence[int], n_tokens: int, layers: slice) -> Tensor:
-        """Take n positions of each row, of some layers: [B, n, L, H_kv, 2, d]."""
-        # Positions beyond a row's length hold undefined values, which the caller drops.
+        """Take the KV of n positions of each row in some layers: [B, n, L, H_kv, 2, d]."""
+        # Positions beyond a row's length give undefined values, which the caller drops.
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, layers]
@@ -184,12 +185,12 @@ class KVBuffer:
             return part.permute(2, 4, 1, 3, 0, 5)
         slots = positions_from(starts, n_tokens, buffer.device)
         rows = torch.arange(len(starts), device=buffer.device)[:, None]
-        # [B, n, 2, L, H_kv, d]: torch puts indexed axes first.
+        # [B, n, 2, L, H_kv, d]: PyTorch puts the indexed axes first.
         picked = buffer[:, :, rows, :, slots]
         return picked.permute(0, 1, 3, 4, 2, 5)
 
     def take_rows(self, rows: Sequence[int]) -> Self:
-        """Copy some rows, in the given order, to a new buffer."""
+        """Copy the given rows, in the given order, to a new cache."""
         taken = copy.copy(self)
         taken.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
@@ -197,7 +198,7 @@ class KVBuffer:
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
-        """Append the rows of another buffer with the same shape of heads."""
+        """Append the rows of another cache with the same number and size of heads."""
         sides = (self, other)
         full = next((side._buffer for side in sides if side._buffer is not None), None)
         if full is not None:
@@ -206,7 +207,8 @@ class KVBuffer:
             parts = []
             for side in sides:
                 buffer = side._buffer
-                if buffer is None:  # It has no keys yet, so all of its slots are padding.
+                # This cache has no keys yet, so all of its slots are padding.
+                if buffer is None:
                     buffer = full.new_zeros(
                         2, self._n_layers, len(side.lengths), heads, 0, head_dim
                     )
@@ -219,7 +221,8 @@ class KVBuffer:
 
         Args:
             n_slots: Number of slots needed.
-            like: A tensor [B, H_kv, n, d] with the dtype, device and shape of heads of the buffer.
+            like: A tensor [B, H_kv, n, d] with the dtype, device, number and size of heads of the
+                buffer.
         """
         if self._buffer is not None and n_slots <= self._buffer.shape[4]:
             return
@@ -229,9 +232,9 @@ class KVBuffer:
         self.resize(capacity, like)
 
     def resize(self, n_slots: int, like: Tensor, into: Tensor | None = None) -> None:
-        """Move to a buffer of ``n_slots`` slots, or to the buffer ``into``.
+        """Move to a new buffer of ``n_slots`` slots, or to the buffer ``into``.
 
-        New slots are zero, because a masked slot must not hold NaN.
+        New slots are filled with zeros, because masked slots must not hold NaN.
         """
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], n_slots, like.shape[3])
         grown = self._allocate(shape, like) if into is None else into
@@ -245,8 +248,8 @@ class KVBuffer:
         self._buffer = None
         self._layers = []
 
-    # Caches that CUDA graphs write to override the next two methods, because the address of their
-    # buffer must not change.
+    # Subclasses whose buffer is used by CUDA graphs override the next two methods, because the
+    # address of the buffer must not change.
 
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(shape)
@@ -257,10 +260,11 @@ class KVBuffer:
 
 
 def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> int | Tensor:
-    """Find the slots of n new tokens after each row.
+    """Find the slots of n new tokens after each row's tokens.
 
     Returns:
-        The first slot if all rows have the same length, otherwise all slots, [B, n] int64.
+        The first slot if all rows have the same length, otherwise the slots of all tokens, [B, n]
+        int64.
     """
     return lengths[0] if are_alike(lengths) else positions_from(lengths, n_tokens, device)
 
@@ -268,9 +272,10 @@ def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> 
 def write_slots(
     view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor
 ) -> None:
-    """Write keys and values [B, H_kv, n, d] into slots of a layer's ``view``, each [B, H_kv, S, d].
+    """Write keys and values [B, H_kv, n, d] into slots of a layer's ``view``.
 
-    ``slots`` are in the form that :func:`slots_after` returns.
+    ``view`` is the layer's keys and values, each [B, H_kv, S, d]. ``slots`` have the form that
+    :func:`slots_after` returns.
     """
     all_keys, all_values = view
     if isinstance(slots, int):

@@ -1,8 +1,8 @@
 """The Llama decoder block in plain torch.
 
-Drafters, frozen target layers and decoding all use this definition. A block does self-attention if
-its keys come from its own input, and cross-attention if they come from encoded KV. Both inputs pass
-through the same norm (official ``train/cross_attention.py``, lines 139-203).
+Drafters, frozen target layers and decoding all use this definition. A block computes self-attention
+if its keys come from its own input, and cross-attention if they come from encoded KV. The same norm
+is applied to both inputs (lines 139-203 of ``train/cross_attention.py`` in the MoA authors' code).
 
 Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads,
 d head dim, G groups.
@@ -29,9 +29,9 @@ Rotation = tuple[Tensor, Tensor]
 """cos and signed sin (negative in the first half), each [..., d], float32."""
 
 AppendKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Appends keys and values of new tokens, each [B, H_kv, Q, d], to a cache.
+"""A function that appends keys and values of new tokens, each [B, H_kv, Q, d], to a cache.
 
-Returns those of all tokens, each [B, H_kv, S, d].
+The function returns the keys and values of all tokens in the cache, each [B, H_kv, S, d].
 """
 
 
@@ -50,24 +50,25 @@ class BlockSizes:
     mlp_bias: bool = False
     query_key_norm: bool = False
     input_norm: bool = True
-    # Input width of the query, key and value projections. None for the width of the block.
+    # Input width of the query, key and value projections. None if it equals the width of the block.
     input_width: int | None = None
 
 
-# Up to this many tokens, one fused QKV product costs less than two products (KV and Q).
+# Up to this many tokens, one fused product for Q, K and V takes less time than two products (K with
+# V, and Q).
 _FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported types: their angles do not depend on the input's length, so cached keys stay valid."""
+"""Supported RoPE types. Their angles do not depend on the length, so cached keys stay valid."""
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding in the half-split form.
+    """Rotary position embedding that rotates the two halves of a head.
 
     The frequencies are always float32, because bfloat16 would round them.
     """
 
-    frequencies: Tensor  # [d], radians per position, negative in the first half.
+    frequencies: Tensor  # [d], radians per position, negative in the first half
 
     def __init__(
         self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
@@ -120,7 +121,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Compute cos and signed sin [..., d] of integer positions [...] in float32, then cast."""
+        """Compute cos and signed sin [..., d] of integer positions [...], in float32, then cast."""
         angles = positions[..., None] * self.frequencies
         cos = angles.cos()
         sin = angles.sin()
@@ -130,7 +131,7 @@ class Rotary(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def inverse(self, positions: Tensor) -> Rotation:
-        """Compute the rotation that undoes :meth:`forward` and its scaling at these positions."""
+        """Compute the rotation at these positions that undoes :meth:`forward` and its scaling."""
         cos, sin = self(-positions)
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
@@ -153,14 +154,14 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         # The type is ignored because torch's apply is not typed.
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
-    # A draft step has few tokens, so its cost is the number of kernel launches.
+    # A draft step has few tokens, so its time is proportional to the number of kernel launches.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class _Rotate(torch.autograd.Function):
     """Computes x * cos + rotate_half(x) * sin in three passes over memory.
 
-    The gradient is the inverse rotation.
+    The gradient is rotated back by the inverse rotation.
     """
 
     @staticmethod
@@ -171,7 +172,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # The transpose of the rotation is the rotation by the negative angle.
+        # The transpose of a rotation is the rotation by the negative angle.
         cos, sin = ctx.saved_tensors
         return _rotated(grad_outputs[0], cos, sin, -1), None, None
 
@@ -185,15 +186,15 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm, with a custom autograd function for training on a CPU.
+    """Root-mean-square norm, with its own autograd function for training on a CPU.
 
-    PyTorch's own norm makes many passes over memory there.
+    On a CPU, PyTorch's norm makes many passes over memory.
     """
 
     __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., E] over E: [..., E]."""
+        """Normalise x [..., E] over the last axis."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
         if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             # The type is ignored because torch's apply is not typed.
@@ -230,17 +231,18 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
-    """Apply a linear layer to ``x * scale``, with the scale [E] folded into the weight.
+    """Apply a linear layer to ``x * scale``.
 
-    This is for an x that needs no gradient.
+    The scale [E] is multiplied into the columns of the weight. Use this only for an x that needs no
+    gradient.
     """
     return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a scale of 1/sqrt(d).
+    """Grouped-query attention, with scores scaled by 1/sqrt(d).
 
-    The weights have the names of a Llama layer in transformers.
+    The weights have the same names as in a Llama layer of transformers.
     """
 
     def __init__(self, sizes: BlockSizes) -> None:
@@ -260,7 +262,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Project [B, T, E] to heads that are not rotated: [B, H or H_kv, T, d].
+        """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
         ``name`` is ``"q"``, ``"k"`` or ``"v"``.
         """
@@ -278,7 +280,7 @@ class Attention(nn.Module):
 
         Args:
             normed: [B, Q, E], the output of the norm.
-            rotation: The rotation of the queries; None for none.
+            rotation: The rotation of the queries; None for no rotation.
             scale: See :func:`_project`.
         """
         heads = self._heads("q", normed, scale)
@@ -287,9 +289,9 @@ class Attention(nn.Module):
     def keys_values(
         self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Project [B, S, E] to rotated keys, and to values, each [B, H_kv, S, d].
+        """Project [B, S, E] to rotated keys and to values, each [B, H_kv, S, d].
 
-        See :func:`_project` for ``scale``.
+        ``scale`` is as in :func:`_project`.
         """
         return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
 
@@ -297,14 +299,14 @@ class Attention(nn.Module):
         """Project [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # A draft step has few tokens, so its cost is the number of kernel launches. Rotate queries
-        # and keys together.
+        # A draft step has few tokens, so its time is proportional to the number of kernel launches.
+        # To save launches, queries and keys are rotated together.
         q, k, v = (self._heads(name, normed) for name in "qkv")
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
-        """Attend, and apply the output projection: [B, Q, E].
+        """Attend, and apply the output projection.
 
         Args:
             q: [B, H, Q, d].
@@ -326,12 +328,12 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(mlp_width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP: [..., E] -> [..., E]."""
+        """Apply the MLP to x [..., E]."""
         out: Tensor = self.down_proj(self.gated(x))
         return out
 
     def gated(self, x: Tensor) -> Tensor:
-        """Compute the input of the down projection: [..., E] -> [..., MLP width]."""
+        """Compute the input of the down projection, [..., MLP width], from x [..., E]."""
         gated: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return gated
 
@@ -349,11 +351,11 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
     def normed(self, x: Tensor) -> Tensor:
-        """Normalise the input of the QKV projections: [..., E] -> [..., E]."""
+        """Normalise the input [..., E] of the QKV projections."""
         return self.input_layernorm(x)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the residual that the attention's output is added to: [..., E] -> [..., E]."""
+        """Return the tensor [..., E] to which the output of attention is added."""
         return x
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -361,9 +363,9 @@ class DecoderBlock(nn.Module):
         return self.self_attn.queries(self.normed(x), rotation)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Normalise a source [B, S, E] and project it to rotated keys, and to values.
+        """Normalise a source [B, S, E] and project it to rotated keys and to values.
 
-        Both have the shape [B, H_kv, S, d].
+        Keys and values have the shape [B, H_kv, S, d].
         """
         return self.self_attn.keys_values(self.normed(source), rotation)
 
@@ -375,7 +377,7 @@ class DecoderBlock(nn.Module):
         values: Tensor,
         mask: Mask | Tensor | None,
     ) -> Tensor:
-        """Run the block on x, which attends to given keys and values: [B, Q, E].
+        """Run the block on x [B, Q, E], whose queries attend to the given keys and values.
 
         Args:
             x: [B, Q, E], the source of the queries.
@@ -391,7 +393,8 @@ class DecoderBlock(nn.Module):
     ) -> Tensor:
         """Run :meth:`forward` on x [B, Q, E], which attends to the KV cache and to itself.
 
-        ``append`` adds the keys and values of x to the cache, and returns those of all tokens.
+        ``append`` adds the keys and values of x to the cache, and returns the keys and values of
+        all tokens.
         """
         if (joined := self._current(x)) is not None:
             return self._attend_joined(joined, x, rotation, append, mask)
@@ -399,9 +402,9 @@ class DecoderBlock(nn.Module):
         return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
 
     def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
-        """Compute :meth:`attend_cached` without a mask, and only for the last token.
+        """Compute :meth:`attend_cached` for the last token of x [B, Q, E] only, without a mask.
 
-        The shape changes from [B, Q, E] to [B, 1, E].
+        The result has the shape [B, 1, E].
         """
         joined = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
         if joined is not None:
@@ -413,7 +416,7 @@ class DecoderBlock(nn.Module):
     def join(self) -> None:
         """Use fused products (:mod:`.joined`) for drafting if the weights are packed.
 
-        The fused products need not be exact.
+        The fused products may round the weights, because drafts need not be exact.
         """
         known: Joined | None = vars(self).get("joined")
         if known is not None and known.is_current():
@@ -440,7 +443,8 @@ class DecoderBlock(nn.Module):
         append: AppendKV,
         mask: Mask | Tensor | None,
         n_groups: int = 0,
-        n_last: int = 0,  # How many of the last tokens to compute; 0 for all.
+        # Number of last tokens to compute; 0 computes all tokens.
+        n_last: int = 0,
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
         block_input = self.normed(x) if has_own_norms else x
@@ -454,35 +458,36 @@ class DecoderBlock(nn.Module):
         return joined.finish(attended, self.residual(x[:, -n_last:]), n_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the fused products, because they cannot be copied."""
+        """Return the state without the fused products, because they cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "joined"}
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, T, E] attend to itself.
 
         The result equals that of :meth:`forward` with the keys and values of x. This method
-        normalises x once, where those take two norms.
+        normalises x once, whereas separate calls of :meth:`queries` and :meth:`keys_values` would
+        normalise it twice.
         """
         return self.finish(x, self._self_attention(x, rotation, mask))
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Average :meth:`attend_self` without a mask over G groups of consecutive tokens.
+        """Average :meth:`attend_self`, without a mask, over G groups of consecutive tokens.
 
-        The shape changes from [B, T, E] to [B, G, E].
+        x [B, T, E] becomes [B, G, E].
         """
         if (joined := self._current(x)) is not None:
             return self._attend_joined(
                 joined, x, rotation, lambda keys, values: (keys, values), None, n_groups
             )
-        # The down projection and the residual sums are linear, so they are computed once per group,
-        # on the mean, instead of once per token.
+        # The down projection and the residual sums are linear. So they are applied to the mean of
+        # each group instead of to each token.
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run the part of the block that follows attention: [B, Q, E].
+        """Run the operations of the block after attention: [B, Q, E].
 
         Args:
             x: [B, Q, E], the input of the block.
@@ -501,8 +506,8 @@ class DecoderBlock(nn.Module):
             and type(self).normed is DecoderBlock.normed
         )
         if isinstance(norm, RMSNorm) and reads_data:
-            # x holds stored activations. With the norm's weight folded into the projections, the
-            # normalised x needs no gradient.
+            # The input x is read from a store, so it needs no gradient. If the norm's weight is
+            # folded into the projections, the normalised x needs no gradient either.
             normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
             scale = norm.weight
         else:

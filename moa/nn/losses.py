@@ -1,12 +1,12 @@
-"""Distillation losses per position. The caller reduces them.
+"""Distillation losses of each position. The caller sums or averages them.
 
 A loss needs the LM head, the largest matrix of a model: 1 GB for 128,256 tokens of width 4,096 in
-bfloat16. So positions are processed in chunks whose logits are limited in bytes. There are at most
-``MAX_CHUNKS`` chunks, because each of them reads the head once. If the dtype of the features is
-wider than that of a frozen head, a small head is cast once, and a large head block by block.
+bfloat16. To limit the memory for logits, positions are processed in chunks. Each chunk reads the
+head once, so there are at most ``MAX_CHUNKS`` chunks. If the features have a wider dtype than a
+frozen head, a small head is cast once, and a large head is cast piece by piece.
 
-Shapes: N positions, n positions of a chunk, J draft steps, K loss terms, E hidden width,
-V vocabulary, V_d draft vocabulary, r rank of a correction of the logits.
+Shapes: N positions, n positions of one chunk, J draft steps, K loss terms, E hidden width, V
+vocabulary, V_d draft vocabulary, r rank of a low-rank correction of the logits.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Divergence:
-    """Divergence of a draft's distribution q from the target's p.
+    """Divergence of the drafter's distribution q from the target's distribution p.
 
-    It is the forward KL or an LK loss (arXiv 2602.23881). With a = sum_v min(p_v, q_v), the
+    It is the forward KL or an LK loss (arXiv 2602.23881). Let ``a = sum_v min(p_v, q_v)`` be the
     probability that sampling accepts a draft::
 
         kl           the forward KL
@@ -30,13 +30,13 @@ class Divergence:
         lk-hybrid    s * KL + (1 - s) * (1 - a), where s = exp(-decay * a) has no gradient
         tv           0.1 * KL + 0.9 * (1 - a), where 1 - a is the total variation
 
-    The KL is computed as the cross-entropy to the target's soft labels at temperature 1, without
-    their entropy (official ``train/moa_spec.py``, lines 253-262). The less likely a draft is
-    accepted, the more weight the hybrid gives to the KL.
+    The KL is computed as the cross-entropy to the target's probabilities at temperature 1, without
+    subtracting their entropy (lines 253-262 of ``train/moa_spec.py`` in the MoA authors' code).
+    ``lk-hybrid`` gives the KL more weight if a draft is less likely to be accepted.
     """
 
-    # Each position has its own s, so that a batch may be split into micro-batches and among
-    # devices. The paper computes one s from the batch's mean of a.
+    # The LK paper computes one s from the mean of a over the batch. Here each position has its own
+    # s, so that a batch can be split into micro-batches and among devices.
     kind: str = "kl"
     decay: float = 3.0
 
@@ -48,11 +48,12 @@ class Divergence:
         Args:
             kl: [...], the forward KL.
             l1: [...], the L1 distance of the two distributions.
-            mass: [...], the target's probability of all compared tokens together; 1 if all tokens
-                of the vocabulary are compared.
+            mass: [...], the target's total probability of all compared tokens; 1 if the whole
+                vocabulary is compared.
 
         Returns:
-            The divergence, its derivative with respect to ``kl``, and that with respect to ``l1``.
+            The divergence, its derivative with respect to ``kl``, and its derivative with respect
+            to ``l1``.
         """
         if self.kind == "kl":
             return kl, torch.ones_like(kl), torch.zeros_like(kl)
@@ -64,21 +65,23 @@ class Divergence:
 
 
 KL = Divergence()
-# Lower bound of the acceptance probability, so that its logarithm and gradient stay finite.
+# Lower bound of the acceptance probability, which keeps its logarithm and gradient finite.
 _LEAST_ACCEPTED = 1e-6
 
-# Bytes of the float32 logits of one chunk. Chunks are larger if there were more than MAX_CHUNKS.
+# Bytes of the float32 logits of one chunk. Chunks are larger if there would be more than
+# MAX_CHUNKS.
 LOGITS_BYTES = 1 << 26
-MAX_CHUNKS = 8  # How often the loss of one forward reads an LM head at most.
-# Bytes of an LM head that are cast at once, or of its gradient that are computed at once.
+# Maximum number of times that the loss of one forward pass reads an LM head.
+MAX_CHUNKS = 8
+# Maximum bytes of an LM head that are cast at once, or of its gradient that are computed at once.
 _CAST_BYTES = 1 << 28
 
 
 def chunk_rows(n_rows: int, n_logits: int) -> int:
-    """Choose the number of positions of a chunk.
+    """Choose the number of positions in one chunk.
 
     Args:
-        n_rows: Number of all positions.
+        n_rows: Total number of positions.
         n_logits: Number of float32 logits of each position.
     """
     return max(1, LOGITS_BYTES // (4 * n_logits), -(-n_rows // MAX_CHUNKS))
@@ -90,7 +93,7 @@ def _blocks(head: Tensor) -> Iterator[slice]:
 
 
 def logits_of(x: Tensor, head: Tensor) -> Tensor:
-    """Compute the logits [..., V] of x [..., E] by a head [V, E], in the dtype of x."""
+    """Multiply x [..., E] by an LM head [V, E] to get logits [..., V] in the dtype of x."""
     if x.dtype == head.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, head)
     logits = x.new_empty(*x.shape[:-1], head.shape[0])
@@ -100,12 +103,12 @@ def logits_of(x: Tensor, head: Tensor) -> Tensor:
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Limit logits to the range (-cap, cap) by a tanh, as their model does; None for no limit."""
+    """Limit logits to the range (-cap, cap) by a tanh, as the model does; None for no limit."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """Choose the dtype to compute in, and cast a frozen head to it if autocast is enabled."""
+    """Return the dtype to compute in, and the frozen head, cast to this dtype under autocast."""
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head
     dtype = torch.get_autocast_dtype(features.device.type)
@@ -113,7 +116,7 @@ def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tenso
 
 
 def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the gradient of features [..., E] from that of logits [..., V], in ``dtype``."""
+    """Turn a gradient of logits [..., V] into one of features [..., E], in ``dtype``."""
     if dtype == head.dtype:
         return error.to(dtype) @ head
     parts = (error[..., block].to(dtype) @ head[block].to(dtype) for block in _blocks(head))
@@ -130,11 +133,11 @@ def _log_draft(
     code: Tensor | None,
     correction: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log probabilities of a draft.
+    """Compute the drafter's log probabilities of all tokens.
 
     Returns:
         The log probabilities, and the derivative of the capped logits with respect to the uncapped
-        ones, both of the shape of the logits. The derivative is None without a cap.
+        logits, both with the shape of the logits. The derivative is None without a cap.
     """
     logits = logits_of(features, head).float()
     slope = None
@@ -159,16 +162,16 @@ def _terms_and_error(
 
     Args:
         kl: [n, J].
-        log_draft: [n, J, V], log probabilities of the drafter. They are overwritten.
+        log_draft: [n, J, V], log probabilities of the drafter. This tensor is overwritten.
         probability: [n, 1, V], probabilities of the target.
-        weights: [n, J, K], of the terms.
-        labels: [n, J]; None for none.
+        weights: [n, J, K], weights of the loss terms.
+        labels: [n, J], token ids; None without labels.
         mass: Sum of ``probability`` over V; None if it is 1.
         divergence: The divergence to compute.
 
     Returns:
-        The terms [n, J, K], the gradient [n, J, V], and a factor [n, J, 1] that the gradient must
-        still be multiplied by, None for 1.
+        The loss terms [n, J, K], the gradient [n, J, V], and a factor [n, J, 1] or None. The caller
+        still has to multiply the gradient by this factor.
     """
     label_loss = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
@@ -181,7 +184,7 @@ def _terms_and_error(
     difference = draft - probability
     l1 = difference.abs().sum(dim=-1)
     sign = difference.sign_()
-    # Gradient of the L1 distance through the softmax q: q * (sign - mean of sign under q).
+    # Gradient of the L1 distance through the softmax: ``q * (sign - mean of sign under q)``.
     l1_gradient = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
     total_mass: Tensor | float = 1.0 if mass is None else mass
     divergence_parts = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
@@ -202,9 +205,9 @@ def _terms_and_error(
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Computes the weighted sum of :func:`chunked_losses`.
+    """Computes the weighted sum of the losses of :func:`chunked_losses`.
 
-    The forward pass computes the gradients too, so that it need not save logits.
+    The forward pass computes the gradients too, so that no logits need to be saved.
     """
 
     @staticmethod
@@ -216,14 +219,14 @@ class _ChunkedLosses(torch.autograd.Function):
         dtype = features.dtype
         terms = torch.empty_like(weights, dtype=torch.float32)
         grads: Any = torch.empty_like(features), None if code is None else torch.empty_like(code)
-        # Gradients of the drafter's own head and of the correction, summed over all chunks. Each is
-        # as large as a head.
+        # Gradients of the drafter's own head and of the correction, summed over all chunks. Each
+        # gradient is as large as an LM head.
         sums: Any = [
             None if x is None else torch.zeros_like(x, dtype=torch.float32)
             for x in (own_head, correction)
         ]
         n_logits = features.shape[1] * len(draft_head)
-        # A KL through the frozen head needs the fewest buffers of logits.
+        # A KL through the frozen head alone needs fewer buffers for logits than the other losses.
         is_plain = own_head is None and labels is None
         n_rows = chunk_rows(len(features), n_logits if is_plain else n_logits + len(head))
         for first in range(0, len(features), n_rows):
@@ -236,15 +239,17 @@ class _ChunkedLosses(torch.autograd.Function):
             if tokens is not None:
                 probability = probability[..., tokens]
             if dtype == torch.float16:
-                # Only in float16 can products overflow to -inf. Always mask: checking for -inf
-                # first would synchronize with the GPU.
+                # Only in float16 can products overflow to -inf. Always apply this mask, because
+                # checking for -inf first would synchronize with the GPU.
                 probability = probability * ~torch.isinf(log_draft)
                 log_draft.clamp_(min=torch.finfo(torch.float32).min)
             if tokens is not None or dtype == torch.float16:
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1)
-            else:  # A matrix product avoids a third buffer of the logits of all draft steps.
+            # A matrix product needs no additional buffer with the size of the logits of all draft
+            # steps.
+            else:
                 kl = -(log_draft @ probability.mT).squeeze(-1)
             terms[part], error, factor = _terms_and_error(
                 kl,
@@ -255,7 +260,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass,
                 divergence,
             )
-            # Apply the weights to the features, which are narrower than the logits.
+            # The loss weights are applied to the features instead of the logits, because features
+            # are narrower.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
@@ -278,7 +284,8 @@ class _ChunkedLosses(torch.autograd.Function):
             None if grad is None else grad * grad_outputs[0].to(grad.dtype)
             for grad in ctx.saved_tensors
         )
-        # These gradients are as large as a head, so they are scaled in place, and can be used once.
+        # These gradients are as large as a head, so they are scaled in place. Therefore the
+        # backward pass can run only once.
         own_head, correction = ctx.sums
         ctx.sums = None
         for grad in (own_head, correction):
@@ -303,35 +310,37 @@ def chunked_losses(
 ) -> tuple[Tensor, Tensor]:
     """Compute losses of drafts without materializing all logits.
 
-    The logits of the drafter are ``features @ own_head.T + code @ correction.T``, and those of the
-    target ``hidden @ head.T``. Without labels there is K = 1 term, the divergence. With labels
-    there are K = 3 terms: the divergence, the L1 distance of the two distributions (twice their
-    total variation), and the cross-entropy to the label. Values and gradients equal those of a
-    computation with all logits.
+    The logits of the drafter are ``features @ own_head.T + code @ correction.T``. The logits of the
+    target are ``hidden @ head.T``. Without labels there is K = 1 loss term, the divergence. With
+    labels there are K = 3 terms: the divergence, the L1 distance of the two distributions (twice
+    their total variation), and the cross-entropy to the label. Values and gradients equal those of
+    a computation that materializes all logits.
 
     Args:
-        features: [N, J, E], of the drafter, for J draft steps at each position.
+        features: [N, J, E], features of the drafter, for J draft steps at each position.
         hidden: [N, E], hidden states of the target after its final norm.
         head: [V, E], the target's LM head. It is frozen, and may have any dtype.
-        weights: [N, J, K], weights of the terms, at least 0.
+        weights: [N, J, K], weights of the loss terms, at least 0.
         own_head: [V_d, E], the drafter's own LM head, which is trained. The backward pass can run
             only once. None to use ``head``.
-        tokens: [V_d] int64, the draft vocabulary. All other tokens of the target contribute 0. None
-            for the whole vocabulary.
-        labels: [N, J] int64, tokens of the text; None for no labels.
-        code: [N, J, r]; None for no correction of the drafter's logits.
-        correction: [V, r], which is trained; None for no correction.
+        tokens: [V_d] int64, token ids of the draft vocabulary. All other tokens of the target
+            contribute 0 to the loss. None for the whole vocabulary.
+        labels: [N, J] int64, the actual next tokens of the training sequences; None for no labels.
+        code: [N, J, r], the input of the correction; None for no correction of the drafter's
+            logits.
+        correction: [V, r], a trained matrix; None for no correction of the drafter's logits.
         divergence: The divergence to compute.
-        cap: Limit of the logits of the frozen head (:func:`capped`), for the target and the
-            drafter. It is applied before the correction. None for no limit.
+        cap: Limit of the logits that the frozen head computes (:func:`capped`), for the target and
+            the drafter. It is applied before the correction is added. None for no limit.
 
     Returns:
-        The weighted sum of the terms in nats, and the terms [N, J, K], both float32. Only the
+        The weighted sum of the loss terms in nats, and the terms [N, J, K], both float32. Only the
         weighted sum has gradients.
     """
     dtype, head = _autocast(features, head)
     if head.numel() * 4 <= _CAST_BYTES:
-        head = head.to(dtype)  # Cast once here, instead of in each product of each chunk.
+        # Cast the head once here, so that not each product of each chunk has to cast it.
+        head = head.to(dtype)
     own_head, code, correction = (
         None if x is None else x.to(dtype) for x in (own_head, code, correction)
     )
@@ -353,9 +362,10 @@ def chunked_losses(
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
-    """Compute the smooth-L1 loss (beta 1) to hidden states, averaged over the width.
+    """Compute the smooth-L1 loss (beta 1) of features to hidden states, averaged over the width.
 
-    The shape changes from [..., E] to [...] (official line 266).
+    Features and hidden states [..., E] give losses [...] (line 266 of ``train/moa_spec.py`` in the
+    MoA authors' code).
     """
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
 
@@ -369,7 +379,7 @@ def chunked_cross_entropy(
     correction: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Compute only the cross-entropy to labels of :func:`chunked_losses`, without gradients.
+    """Compute the cross-entropy to labels as :func:`chunked_losses` does, without gradients.
 
     Returns:
         [N] float32, in nats.
@@ -386,17 +396,18 @@ def chunked_cross_entropy(
 
 
 def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
-    """Weigh the K drafts of blocks by their share of the expected acceptance length.
+    """Compute D-PACE weights (arXiv 2605.18810) for the K drafts of each block.
 
-    This is D-PACE (arXiv 2605.18810). A draft of probability q = exp(-cross-entropy) has the
-    smoothed probability s = (1 - smoothing) * q + smoothing. The weight of draft k is the sum over
-    all j >= k of s_1 * ... * s_j.
+    A block is a sequence of K drafts. The weight of a draft is its share of the expected acceptance
+    length. A draft of probability ``q = exp(-cross_entropy)`` has the smoothed probability ``s = (1
+    - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j`` over all
+    j >= k.
 
     Args:
-        cross_entropy: [..., K], to the text's tokens.
-        supervised: [..., K] bool. All other drafts have weight 0 and a smoothed probability of 1.
-        smoothing: The smoothing. A lower value gives later drafts less weight while earlier drafts
-            are uncertain.
+        cross_entropy: [..., K], cross-entropy of each draft to the actual token.
+        supervised: [..., K] bool. All other drafts have the weight 0, and count as s = 1 in the
+            products.
+        smoothing: A lower value gives later drafts less weight while earlier drafts are uncertain.
     """
     smoothed = (1 - smoothing) * torch.exp(-cross_entropy.detach()) + smoothing
     reached = torch.where(supervised, smoothed, 1.0).cumprod(dim=-1) * supervised

@@ -1,8 +1,9 @@
 """Heads of block-parallel drafters (DSpark, arXiv 2607.05147).
 
-All slots of a block are computed at once, so the backbone of a slot does not know the token x that
-was drafted before it. A Markov head adds a term of x to the slot's logits, through two narrow
-matrices. A confidence head predicts whether a draft is accepted::
+A block-parallel drafter computes all slots of a block at once. A slot is an input position of the
+block. So the hidden state of a slot does not depend on the token x that was drafted before it. A
+Markov head adds a bias computed from x to the slot's logits, through two narrow matrices. A
+confidence head predicts whether a draft is accepted::
 
     e = W1[x]        x is the anchor for the first slot, and the previous draft for later slots
     vanilla    logits += W2 e
@@ -13,11 +14,11 @@ matrices. A confidence head predicts whether a draft is accepted::
     product    logits += W2 (Wh h * e)       the scores of DFlash 2's candidate selector, for all
                                              tokens of the vocabulary
 
-The state s is 0 in the first slot. The *memory* [..., M] of a slot is e; for rnn it is e and s side
-by side. Weights have the names of the official code (deepseek-ai/DeepSpec). The product head does
-not exist there.
+The state s is 0 in the first slot. The *memory* [..., M] of a slot is e; for ``rnn`` it is e and s,
+concatenated. The weights have the same names as in deepseek-ai/DeepSpec, which has no product head.
 
-Shapes: E width, V vocabulary, r rank, M size of a head's memory; ``...`` is any shape.
+Shapes: E width, V vocabulary, r rank, M size of a head's memory, K slots of a block; ``...`` is any
+shape.
 """
 
 import torch
@@ -28,7 +29,8 @@ from typing_extensions import override
 class MarkovHead(nn.Module):
     """The vanilla head: a bias that depends only on the previous token."""
 
-    n_states = 0  # Width of the recurrent state in the memory, as a multiple of the rank.
+    # Width of the recurrent state s in the memory, as a multiple of the rank.
+    n_states = 0
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__()
@@ -37,34 +39,34 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Compute the memory [..., M] of first slots from their anchors [...]."""
+        """Compute the memory [..., M] of the first slots from the anchor tokens [...]."""
         return nn.functional.pad(self.markov_w1(tokens), (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Compute the memory [..., M] of the next slots.
 
         Args:
-            memory: [..., M], of the previous slots.
-            hidden: [..., E], of the previous slots.
-            tokens: [...], the drafts of the previous slots.
+            memory: [..., M], memory of the previous slots.
+            hidden: [..., E], hidden states of the previous slots.
+            tokens: [...], tokens drafted in the previous slots.
         """
         embedded: Tensor = self.markov_w1(tokens)
         return embedded
 
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the input [..., r] of ``markov_w2``, whose output is the bias of the logits.
+        """Compute the input [..., r] of ``markov_w2``, whose output is added to the logits.
 
         Args:
-            memory: [..., M].
-            hidden: [..., E].
+            memory: [..., M], memory of the slots.
+            hidden: [..., E], hidden states of the slots.
         """
         return memory
 
     def read(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the memories [..., K, M] of all K slots of blocks.
+        """Compute the memories [..., K, M] of all K slots of each block.
 
         Args:
-            hidden: [..., K, E].
+            hidden: [..., K, E], hidden states of the slots.
             tokens: [..., K], the token before each slot.
         """
         if not self.n_states:
@@ -76,7 +78,7 @@ class MarkovHead(nn.Module):
 
 
 class GatedMarkovHead(MarkovHead):
-    """The gated head: a gate, computed from the slot's hidden state, scales the embedding."""
+    """The gated head: a gate computed from the slot's hidden state scales the token's embedding."""
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__(vocab_size, rank, width)
@@ -89,7 +91,7 @@ class GatedMarkovHead(MarkovHead):
 
 
 class ProductMarkovHead(MarkovHead):
-    """The product head: the slot's hidden state scales the embedding elementwise."""
+    """The product head: the slot's hidden state is multiplied by the token's embedding."""
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__(vocab_size, rank, width)
@@ -102,7 +104,7 @@ class ProductMarkovHead(MarkovHead):
 
 
 class RecurrentMarkovHead(MarkovHead):
-    """The rnn head: a recurrent state is updated by each token of the block."""
+    """The rnn head: each token of the block updates a recurrent state."""
 
     n_states = 1
 
@@ -126,7 +128,7 @@ class RecurrentMarkovHead(MarkovHead):
 
     @override
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        # The output is computed from the state before this slot updates it.
+        # The output of a slot is computed from the state before this slot updates the state.
         return self._joint(memory, hidden)[2].tanh()
 
 
@@ -142,7 +144,7 @@ MARKOV_HEADS: dict[str, type[MarkovHead] | None] = {
 class ConfidenceHead(nn.Module):
     """Predicts the probability that a slot's draft is accepted.
 
-    Its input is the slot's hidden state and the embedding of the previous token.
+    The input of this head is the slot's hidden state and the embedding of the previous token.
     """
 
     def __init__(self, width: int) -> None:
@@ -150,6 +152,6 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits [...] of the acceptance probability from [..., width]."""
+        """Compute logits [...] of the acceptance probability from inputs [..., width]."""
         logits: Tensor = self.proj(x)
         return logits[..., 0]

@@ -1,8 +1,9 @@
 """Attention masks as pure functions: rules over indices for training, tensors for decoding.
 
-A *drafted* position has no target KV when the drafter reaches it. All other positions are
-*context*. With a step bound e, every e-th position of a response becomes context again, as it does
-after a verification. For e = 4 and a response that starts at position 3::
+During training, the positions of a sequence simulate draft rounds. A *drafted* position has no
+target KV at the time when the drafter computes it. All other positions are *context*. With a step
+bound e, every e-th position of a response is context, as if a verification ended there. For e = 4
+and a response that starts at position 3::
 
     position       0 1 2 3 4 5 6 7 8        s(i) = last context position <= i
     drafted        . . . x . x x x .        (offset 0: 4 and 8 are context)
@@ -11,11 +12,13 @@ after a verification. For e = 4 and a response that starts at position 3::
     cross-attention of 6: keys 0..4
     self-attention of 6:  keys 0..6, or 5..6 in a staircase row
 
-The arguments ``queries`` are positions, ``last_context_of_query`` is s(i) of each query, both
+In a *staircase row* of the batch, self-attention sees only the drafted positions of its own round.
+
+In the functions, ``queries`` are positions, ``last_context_of_query`` is s(i) of each query, both
 [B, Q] int64, and ``n_keys`` is T.
 
-Shapes: B batch, T tokens, Q query rows, S keys or cache slots, P pending tokens. Masks are bool;
-True means that a query may attend to a key.
+Shapes: B batch, T tokens, Q queries, S keys or cache slots, P pending tokens of a decoding call.
+Masks are bool; True means that a query may attend to a key.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,20 +34,19 @@ from torch import Tensor
 class Chunk(int):
     """The chunk size of chunked attention, in which a token sees only tokens of its own chunk.
 
-    Each multiple of this number starts a chunk. Elsewhere in this module, a window that is a plain
-    int is a sliding window.
+    Chunks start at the multiples of this number. A window that is a plain int, in contrast, is the
+    size of a sliding window.
     """
 
 
 def to_device(
     values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Copy numbers of the host, such as lengths, to a device without synchronizing with it."""
+    """Copy numbers, such as lengths, from the host to a device without synchronizing with it."""
     if isinstance(values, DeviceLengths):
         return values.real
     made = torch.tensor(values, dtype=dtype)
-    # A copy from memory that is not pinned would wait for all work that was queued on the device
-    # before.
+    # Copying from memory that is not pinned would wait for all work that is queued on the device.
     return (
         made.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
@@ -53,9 +55,9 @@ def to_device(
 
 
 class DeviceLengths(list[int]):
-    """Lengths of B rows that only the device knows, in ``real``.
+    """Lengths of B rows that only the device knows. The tensor :attr:`real` holds them.
 
-    The values of the list are upper bounds, which are used for shapes only.
+    The values of the list are upper bounds of the lengths, and are used for shapes only.
     """
 
     def __init__(self, most: int, real: Tensor) -> None:
@@ -66,7 +68,7 @@ class DeviceLengths(list[int]):
 def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
     """Compute ``lengths + sign * more`` for each row.
 
-    ``more`` is one number for all rows, or a number per row.
+    ``more`` is one number for all rows, or a list with a number per row.
     """
     if isinstance(lengths, DeviceLengths):
         upper_bound, real = (
@@ -87,15 +89,15 @@ def are_alike(lengths: Sequence[int]) -> bool:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions, see above: [B, T] bool.
+    """Find the drafted positions that the module describes: [B, T] bool.
 
-    The official code is ``train/moa_spec.py``, lines 123-131.
+    See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
-        step_bound: [B] integer e. Positions with (i - offset) % e == 0 are context. None for no
-            bound.
-        offset: [B] integer. None for zeros.
+        step_bound: [B] integer, the step bound e of each row. Positions with ``(i - offset) % e ==
+            0`` are context. None for no bound.
+        offset: [B] integer, offset of the context positions in each row. None for zeros.
     """
     drafted = response_mask.bool()
     if step_bound is None:
@@ -109,7 +111,8 @@ def drafted_positions(
 def last_context(drafted: Tensor) -> Tensor:
     """Find s(i), the last context position at or before i: [B, T] int64.
 
-    It is 0 if no such position exists (official lines 157-162).
+    The result is 0 if no such position exists (lines 157-162 of ``train/moa_spec.py`` in the MoA
+    authors' code).
     """
     index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
     return torch.where(drafted, 0, index).cummax(dim=1).values
@@ -117,23 +120,24 @@ def last_context(drafted: Tensor) -> Tensor:
 
 @dataclass
 class Mask:
-    """An attention mask, defined by a rule that tells whether a query sees a key.
+    """An attention mask, defined by rules that decide whether a query sees a key.
 
-    A rule takes indices of a row, a query and a key, which broadcast, and returns bool. The same
-    rule serves the dense mask and the kernels that evaluate it block by block. The keys of a mask
-    are the keys of its parts, one part after the other. Each part counts its keys from 0.
+    The keys of a mask are a concatenation of one or more parts. Each part has a rule for its own
+    keys, which are counted from 0. A rule takes indices of a row, a query and a key, which
+    broadcast, and returns bool. The same rule serves the dense mask and the kernels that evaluate
+    the mask block by block.
     """
 
     n_rows: int
     n_queries: int
-    # Number of keys, and rule, of each part.
+    # For each part, its number of keys and its rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
     device: torch.device
-    block_mask: Any = None  # FlexAttention's block mask, which is created when it is needed.
+    block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """Let each query see the keys up to a position, such as s(i) (official line 210).
+        """Let each query see the keys up to a position, such as s(i).
 
         Args:
             last_seen: [B or 1, Q] int64, the last key that each query sees.
@@ -148,11 +152,11 @@ class Mask:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, queries and keys."""
+        """The numbers of rows, queries and keys."""
         return self.n_rows, self.n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key, with keys counted over all parts."""
+        """Whether a query sees a key. The index of the key counts over all parts."""
         (n_keys, rule), *others = self.parts
         seen = rule(row, query, key.clamp(max=n_keys - 1)) & (key < n_keys)
         for n_more, rule in others:
@@ -176,9 +180,10 @@ class Mask:
 def self_attention_mask(
     queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int
 ) -> Mask:
-    """Make the causal mask of self-attention (official lines 169-193).
+    """Make the causal mask of self-attention.
 
-    Queries with ``staircase`` see only their drafted block and themselves.
+    Queries with ``staircase`` see only the drafted positions of their own round and themselves. See
+    lines 169-193 of ``train/moa_spec.py`` in the MoA authors' code.
     """
     staircase = staircase.expand_as(queries)
 
@@ -200,21 +205,22 @@ def round_mask(
 ) -> Mask:
     """Let drafted queries see the verified positions, and earlier queries of the same round.
 
-    The keys are the T positions, then the Q queries. A query also sees itself.
+    The keys are the T positions, followed by the Q queries. Each query also sees itself.
 
     Args:
-        queries: See the module.
-        last_context_of_query: See the module.
-        pass_index: [Q] int64. Queries of different passes do not see each other. None for one pass.
-        n_keys: See the module.
-        window: Number of positions that a sliding-window layer sees, the query's own included, or a
-            :class:`Chunk`. None for no limit.
+        queries: See the docstring of the module.
+        last_context_of_query: See the docstring of the module.
+        pass_index: [Q] int64. Queries of different passes over the batch do not see each other.
+            None for a single pass.
+        n_keys: T, the number of verified keys.
+        window: Number of positions that a sliding-window layer sees, including the query's own
+            position, or a :class:`Chunk`. None for no limit.
     """
     context = last_context_of_query
 
     def verified(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # A context query already sees itself among the drafted keys, so it must not see its
-        # verified position too.
+        # A context query already sees itself among the drafted keys. So it must not see its own
+        # position among the verified keys too.
         position = queries[row, query]
         seen = (key <= context[row, query]) & (key != position)
         return seen if window is None else seen & _reaches(position, key, window)
@@ -229,7 +235,7 @@ def round_mask(
         )
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
-        # Padding queries see themselves too, because the softmax of an empty row would be NaN.
+        # Padding queries see themselves too, because the softmax over no keys would be NaN.
         seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
 
@@ -238,22 +244,24 @@ def round_mask(
 
 
 def staircase_drop_probability(progress: float) -> float:
-    """Compute the probability that a row is NOT a staircase row.
+    """Compute the probability that a row of the batch is NOT a staircase row.
 
-    It grows linearly from 0 to 1, which it reaches at ``progress`` 0.5 (official lines 137-140).
+    The probability grows linearly from 0 to 1. It reaches 1 at a ``progress`` of 0.5 (lines 137-140
+    of ``train/moa_spec.py`` in the MoA authors' code).
     """
     return min(1.0, 2.0 * progress)
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """Let pending tokens of a decoding call see their row's committed slots and their ancestors.
+    """Let pending tokens see the committed slots of their row and their ancestors.
 
-    The P pending tokens are in the slots after the committed ones.
+    The tokens are those of a decoding call. The P pending tokens of a row are in the slots after
+    its committed tokens.
 
     Args:
-        lengths: Number of committed slots of each of B rows.
-        seen: [B, Q, P] bool. For the last Q pending tokens, which pending tokens each of them sees,
-            itself included.
+        lengths: Number of committed slots of each of the B rows.
+        seen: [B, Q, P] bool. For each of the last Q pending tokens, the pending tokens that it
+            sees, including itself.
         window: See :func:`round_mask`.
 
     Returns:
@@ -271,10 +279,10 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
 def tree_mask_after(
     lengths: Tensor, seen: Tensor, n_slots: int, window: int | None = None
 ) -> Tensor:
-    """Compute :func:`tree_mask` for lengths that are on the device: [B, Q, n_slots] bool.
+    """Compute :func:`tree_mask`, [B, Q, n_slots] bool, for lengths that are on the device.
 
     Args:
-        lengths: [B, 1] int64.
+        lengths: [B, 1] int64, number of committed slots of each row.
         seen: See :func:`tree_mask`.
         n_slots: Number of slots of the mask.
         window: See :func:`round_mask`.
@@ -289,12 +297,12 @@ def tree_mask_after(
 def _within(window: int | None, mask: Tensor) -> Tensor:
     if window is None:
         return mask
-    # The position of a token is the number of tokens that it sees, without itself.
+    # The position of a token is the number of other tokens that the mask lets it see.
     return mask & _reaches(mask.sum(dim=2, keepdim=True) - 1, mask.cumsum(dim=2) - 1, window)
 
 
 def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> Tensor:
-    """Make the causal mask of tokens at positions [B, Q] in a cache: [B, Q, n_slots].
+    """Make the causal mask [B, Q, n_slots] of tokens at positions [B, Q] in a KV cache.
 
     Slot i of the cache holds the token at position i.
     """

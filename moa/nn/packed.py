@@ -1,11 +1,12 @@
 """Linear layers with constant weights, packed once into the layouts of fast CPU kernels.
 
-In PyTorch's layout of a weight, a product of six rows takes two to four times as long as a product
-of one row. In oneDNN's layout it takes about as long as one row, so that verifying a chain of
-drafts costs little more than a plain decoding step. A float32 weight that float16 can represent
-(because the model was stored in bfloat16 or float16) is also packed for FBGEMM. FBGEMM reads half
-the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The packed copies
-take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures them.
+With PyTorch's layout of a weight, a product of six rows takes two to four times as long as a
+product of one row. With oneDNN's layout it takes about as long as one row, so verifying a chain of
+drafts costs little more than a plain decoding step. If float16 can represent a float32 weight,
+because the model was stored in bfloat16 or float16, the weight is also packed for FBGEMM. FBGEMM
+reads half the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The packed
+copies take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures the
+products.
 """
 
 import functools
@@ -22,22 +23,22 @@ from typing_extensions import override
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 
-# Smallest weight to pack, in values. A product with fewer values takes no longer than choosing a
-# kernel for it.
+# Number of values of the smallest weight that is packed. A product with a smaller weight takes no
+# longer than choosing a kernel for it.
 _FEWEST_VALUES = 1 << 15
-# Number of rows that oneDNN's layout is optimized for. Fewer or more rows are nearly as fast.
+# Number of rows for which oneDNN optimizes its layout. Fewer or more rows are nearly as fast.
 _ROWS = 8
-# Smallest normal number of float16. Smaller numbers have fewer digits.
+# Smallest normal number of float16. float16 stores smaller numbers with fewer digits.
 _SMALLEST_NORMAL = 2.0**-14
-# Largest allowed float16 rounding error of a row, relative to the largest row norm. The first one
-# is the rounding error of float32 in a product of some thousand values. The second one, for drafts,
-# allows rounding to float16's eleven binary digits.
+# Largest allowed float16 rounding error of a row of a weight, relative to the largest row norm.
+# ``_MAX_ERROR`` is the rounding error of float32 in a product of some thousand values.
+# ``_MAX_DRAFT_ERROR`` is for drafters and allows rounding to float16's eleven binary digits.
 _MAX_ERROR = 2.0**-19
 _MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 try:
     _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
-# This PyTorch has no FBGEMM. The functions then run without TorchScript.
+# This PyTorch has no FBGEMM. The functions below then run without TorchScript.
 except (RuntimeError, AttributeError):
     _HALVES = object
 _LOG = logging.getLogger(__name__)
@@ -47,11 +48,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def scripted(function: _Function) -> _Function:
     """Compile a function with TorchScript, or return it unchanged if that fails.
 
-    TorchScript takes a third of Python's time to call an operation.
+    TorchScript needs only a third of the time that Python needs to call an operation.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns that TorchScript is deprecated.
+            # Ignore PyTorch's warning that TorchScript is deprecated.
+            warnings.simplefilter("ignore")
             compiled: _Function = torch.jit.script(function)
             return compiled
     except Exception:  # noqa: BLE001 - TorchScript can raise any exception
@@ -61,7 +63,8 @@ def scripted(function: _Function) -> _Function:
 class Laid(NamedTuple):
     """A packed weight and its bias."""
 
-    blocked: Tensor  # The weight in oneDNN's layout, which only oneDNN can read.
+    # The weight in oneDNN's layout. Only oneDNN can read it.
+    blocked: Tensor
     bias: Tensor | None
     # Weight and bias for FBGEMM; None if float16 cannot represent the weight.
     halves: Optional[_HALVES]  # noqa: UP045 - TorchScript classes do not support `|`
@@ -71,7 +74,8 @@ class PackedLinear(nn.Linear):
     """A linear layer with packed copies of its weight, for products that need no gradient."""
 
     packed: Laid | None
-    packed_state: list[tuple[int, int]]  # States of weight and bias at the time of packing.
+    # States of weight and bias, see :func:`state_of`, at the time of packing.
+    packed_state: list[tuple[int, int]]
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -79,14 +83,14 @@ class PackedLinear(nn.Linear):
         packed = vars(self).get("packed")
         if packed is None or torch.is_grad_enabled() or x.ndim < 2 or not x.numel():
             return F.linear(x, weight, self.bias)
-        # With one row PyTorch's own product is as fast as oneDNN's.
+        # With one row, PyTorch's own product is as fast as oneDNN's product.
         is_faster = packed.halves is not None or x.numel() > x.shape[-1]
         if not is_faster or x.dtype != weight.dtype or self.packed_state != _states(self):
             return F.linear(x, weight, self.bias)
         return product(x, packed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the packed copies, because they can be neither pickled nor copied."""
+        """Leave out the packed copies of weights, which can be neither pickled nor copied."""
         return {name: value for name, value in vars(self).items() if not name.startswith("packed")}
 
 
@@ -94,14 +98,14 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
     """Pack the large weights of linear layers for decoding on a CPU with AVX2.
 
     Nothing is packed if less than twice the memory of the weights is free. The weights should not
-    change any more. If a weight has changed in place, its packed copy is not used, and the next
-    call of this function replaces it. Changes that PyTorch does not track (``weight.data``, fused
-    optimizers) are not detected.
+    change afterwards. If a weight has changed in place, its packed copy is not used, and the next
+    call of this function replaces the copy. Changes that PyTorch does not track (``weight.data``,
+    fused optimizers) are not detected.
 
     Args:
         module: A module with linear layers.
-        is_exact: Whether to keep weights in float32 if float16 cannot represent them. This is not
-            necessary for drafts.
+        is_exact: If true, weights that float16 cannot represent stay in float32. Drafts do not need
+            this.
     """
     linears = (child for child in module.modules() if isinstance(child, nn.Linear))
     layers = [
@@ -137,7 +141,7 @@ def as_layer(weight: Tensor) -> nn.Linear:
 def rows_of(weight: Tensor, rows: Tensor, is_packed: bool) -> nn.Linear:
     """Copy some rows [n] of a weight [out, in] to a new linear layer.
 
-    The layer is packed for drafting if ``is_packed``.
+    The new layer is packed for drafting if ``is_packed`` is true.
     """
     with torch.inference_mode(False), torch.no_grad():
         layer = as_layer(weight[rows])
@@ -159,21 +163,22 @@ def _states(layer: nn.Linear) -> list[tuple[int, int]]:
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """Return the address and version of a weight, which differ after the weight has changed."""
+    """Return the address and the version of a weight. One of them differs after a change."""
     return weight.data_ptr(), weight._version
 
 
 @torch.no_grad()
 def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Laid:
-    """Pack a weight [out, in] and its bias; see :func:`pack` for ``is_exact``."""
+    """Pack a weight [out, in] and its bias. ``is_exact`` is as in :func:`pack`."""
     bias = None if bias is None else bias.contiguous()
     is_held = weight.dtype == torch.float32 and _halves_work() and _holds(weight, is_exact)
     return Laid(_blocked(weight), bias, _halves(weight, bias) if is_held else None)
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 can represent a weight, see :func:`pack` for ``is_exact``."""
-    if not weight.abs().max() <= torch.finfo(torch.float16).max:  # Also true if a value is NaN.
+    """Whether float16 can represent a weight. ``is_exact`` is as in :func:`pack`."""
+    # The negated comparison is also true if a value is NaN.
+    if not weight.abs().max() <= torch.finfo(torch.float16).max:
         return False
     missed = weight.half().float() - weight
     if is_exact and bool(missed[weight.abs() >= _SMALLEST_NORMAL].any()):
@@ -196,7 +201,8 @@ def _halves(weight: Tensor, bias: Tensor | None) -> Any:
 @scripted
 def product(x: Tensor, laid: Laid) -> Tensor:
     """Multiply x [..., in] by a packed weight, and add its bias: [..., out]."""
-    halves, most_rows = laid.halves, 24  # For more rows oneDNN is faster.
+    # With more rows than this, oneDNN is faster than FBGEMM.
+    halves, most_rows = laid.halves, 24
     n_rows = x.numel() // x.shape[-1]
     if halves is not None and n_rows <= most_rows:
         few: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, halves)
@@ -204,29 +210,29 @@ def product(x: Tensor, laid: Laid) -> Tensor:
     shape = x.shape[:-1]
     if n_rows > most_rows:
         # Pad the number of rows to a multiple of 8 or 16. oneDNN caches one kernel per number of
-        # rows. These small allocations stay between large ones that are freed, and fragment the
-        # memory: calls with each of 2 to 299 rows leave 1.2 GB allocated, and 0.1 GB with multiples
-        # of 16. Multiples of 8 keep the padding of small calls, such as verifications of several
-        # sequences, below one fifth.
+        # rows. These small allocations lie between large freed ones and fragment the memory.
+        # Without padding, calls with each of 2 to 299 rows leave 1.2 GB allocated; with multiples
+        # of 16 they leave 0.1 GB. Multiples of 8 keep the padding of small calls, such as
+        # verifications of several sequences, below one fifth.
         step = 8 if n_rows <= 128 else 16
         x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % step])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")
     return many[:n_rows].view(shape + many.shape[-1:]) if n_rows > most_rows else many
 
 
-# Both packed formats are internal to PyTorch and may change with its version. So the next functions
-# test whether they work.
+# Both packed formats are internal to PyTorch and may change between versions. So the next functions
+# test whether the formats work.
 
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's layout is fast on this CPU, and gives right results with this PyTorch."""
+    """Whether oneDNN's layout is fast on this CPU and gives correct results with this PyTorch."""
     return _is_right(lambda weight, bias: Laid(_blocked(weight), bias, None), dtype)
 
 
 @functools.cache
 def _halves_work() -> bool:
-    """Whether this PyTorch has FBGEMM's products, and their results are right."""
+    """Whether this PyTorch has FBGEMM's products and they give correct results."""
     return _is_right(
         lambda weight, bias: Laid(_blocked(weight), bias, _halves(weight, bias)), torch.float32
     )

@@ -1,4 +1,4 @@
-"""The target: frozen weights for training, the live model for extraction and decoding, its cache.
+"""The target: frozen weights for training, a live model for extraction and decoding, a KV cache.
 
 Nothing in this package depends on drafters.
 """

@@ -1,12 +1,12 @@
 """The bundle of a target: its config, its tokenizer, and the frozen weights that training needs.
 
-A bundle (``STORE/target/``) is part of a store. It has config.json, generation_config.json,
-tokenizer files, and frozen.safetensors with ``embed_tokens.weight``, ``norm.weight``,
-``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the target's dtype. This
-module also computes the hashes that identify a target.
+A bundle is the folder ``target/`` of a store. It has config.json, generation_config.json, tokenizer
+files, and frozen.safetensors. This file has ``embed_tokens.weight``, ``norm.weight``,
+``lm_head.weight`` and ``layers.{i}.*`` in the target's dtype (i is the layer's index in the
+target). This module also computes the hashes that identify a target.
 
-Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N layers in the
-bundle.
+Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N decoder layers
+in the bundle.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Cache a digest only if the file is at least this old. A younger file could change again within one
-# tick of the file system's clock, and its time stamp would not show it.
+# Cache the digest of a file only if the file is at least this old. A younger file could change
+# again within one tick of the file system's clock, and its time stamp would stay the same.
 _SETTLED_S = 2.0
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
-    """Return the token ids that end a generation, from the first ``eos_token_id`` that is set."""
+    """Return the token ids that end a generation: the first ``eos_token_id`` that is set."""
     for eos in values:
         if eos is not None:
             ids = eos if isinstance(eos, list | tuple) else [eos]
@@ -66,12 +66,13 @@ def load_eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List a model's safetensors files, sorted by name; refuse a folder without weights."""
+    """List a model's safetensors files, sorted by name; raise TargetError if there are none."""
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise TargetError(
             f"{folder} has no *.safetensors weights; save the model with safe serialization."
         )
-    # A consolidated.safetensors next to other files holds the same weights in another layout.
+    # A consolidated.safetensors next to other files holds the same weights in another layout, so
+    # skip it.
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
@@ -80,23 +81,27 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
 
     Args:
         folder: the model folder.
-        progress: is called with the bytes of weights that were hashed.
+        progress: is called with the number of bytes of weights that were hashed.
 
     Returns:
-        ``weights_sha256`` over the names and bytes of all weight files, and ``config_sha256`` over
-        config.json. A folder made from a GGUF file has only ``weights_sha256``, the file's hash.
+        ``weights_sha256``, the hash of the names and bytes of all weight files, and
+        ``config_sha256``, the hash of config.json. For a folder made from a GGUF file there is only
+        ``weights_sha256``, the hash of the GGUF file.
     """
     folder = Path(folder)
-    families.load_target_config(folder)  # Refuses a folder that is not a target.
+    # This raises TargetError for a folder that is not a target.
+    families.load_target_config(folder)
     if folder.parent == cache_folder("gguf"):
-        # The files of a converted folder may differ between releases of transformers.
+        # Use the hash of the GGUF file, because releases of transformers may convert it to
+        # different files.
         return {"weights_sha256": folder.name}
     weights = weight_files(folder)
     digest = hashlib.sha256()
     n_bytes = sum(file.stat().st_size for file in weights)
     n_done = 0
     for number, file in enumerate(weights, start=1):
-        read_header(file, TargetError)  # Refuses a damaged file.
+        # This raises TargetError for a damaged file.
+        read_header(file, TargetError)
         digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
         n_done += file.stat().st_size
         if progress:
@@ -110,10 +115,11 @@ def file_sha256(path: Path) -> str:
 
     The result is cached, so an unchanged file is read only once.
     """
-    # The user's cache folder keeps the digest under the file's path, size, times and inode. Every
-    # change of a file changes one of them, because the status change time (ctime) cannot be set.
+    # The digest is cached in the user's cache folder under the file's path, size, times and inode.
+    # Every change of a file changes one of these values, because no program can set the status
+    # change time (ctime).
     real = path.resolve()
-    # Files of the Hub's cache are links to blobs that are named by their sha256.
+    # Files in the Hub's cache are links to files that are named by their sha256.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -136,7 +142,7 @@ def file_sha256(path: Path) -> str:
         after = os.fstat(stream.fileno())
     is_unchanged = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == state[1:4]
     if is_unchanged and time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED_S:
-        # Best effort: if the digest cannot be saved, it is computed again next time.
+        # If the digest cannot be saved, it is computed again next time.
         with contextlib.suppress(OSError):
             digest_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(digest_file, digest.encode())
@@ -146,8 +152,8 @@ def file_sha256(path: Path) -> str:
 def cache_folder(name: str) -> Path:
     """Return a folder of the user's cache, which may not exist yet.
 
-    ``sha256`` holds digests of files. ``gguf`` holds model folders, each named after the digest of
-    its GGUF file.
+    The folder ``sha256`` holds digests of files. The folder ``gguf`` holds model folders, each
+    named after the digest of its GGUF file.
     """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base).absolute() / "moa-data" / name
@@ -164,15 +170,16 @@ def save_target_bundle(
 
     Args:
         model: the loaded target.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the target.
         path: the new folder.
-        n_layers_kept: the number of decoder layers to save, counted from the last one.
+        n_layers_kept: the number of decoder layers to save, counted from the last layer.
         dtype: the dtype of the weights; None for the model's dtype.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.config.get_text_config(decoder=True))
-    vars(config).pop("auto_map", None)  # It names code that is not in the bundle.
+    # ``auto_map`` names code that is not in the bundle.
+    vars(config).pop("auto_map", None)
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)
     if model.generation_config is not None:
@@ -185,7 +192,7 @@ def save_target_bundle(
 
 
 def held_layers(path: str | Path) -> int:
-    """Count the decoder layers in a bundle; 0 for a folder that is not a bundle."""
+    """Count the decoder layers in a bundle. The count is 0 for a folder that is not a bundle."""
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
@@ -195,7 +202,7 @@ def held_layers(path: str | Path) -> int:
 
 
 def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
-    """Make the tensors that a bundle with the last N layers must have, on the meta device."""
+    """Create, on the meta device, the tensors that a bundle with the last N layers must contain."""
     n_total = config.num_hidden_layers
     with torch.device("meta"):
         norm = torch.empty(config.hidden_size)
@@ -208,10 +215,10 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
 
 
 def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, Tensor]:
-    """Return a live target's weights under the names of a bundle, without copying them.
+    """Return a live target's weights under the names of a bundle. The weights are not copied.
 
     Raises:
-        TargetError: drafters do not support the embeddings or the LM head.
+        TargetError: drafters do not support the target's embeddings or LM head.
     """
     body: Any = families.text_model(model)
     n_layers = body.config.num_hidden_layers
@@ -221,7 +228,7 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
         "lm_head.weight": scaled_head(model),
     }
     size = body.config.vocab_size, body.config.hidden_size
-    # In OPT-350m, for example, the embeddings have another width.
+    # In some models, such as OPT-350m, the embeddings have another width than the hidden states.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
             f"the embeddings and the LM head of this {body.config.model_type} are not both of "
@@ -236,7 +243,7 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
 
 
 def _embeddings(model: PreTrainedModel) -> Tensor:
-    """Return the embeddings of all tokens, scaled as the embedding layer does: [V, E]."""
+    """Return the embeddings [V, E] of all tokens, multiplied by the embedding layer's scale."""
     table: Any = model.get_input_embeddings()
     scale = getattr(table, "embed_scale", None)
     weight: Tensor = table.weight
@@ -248,7 +255,7 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of a text model; an identity if it has none."""
+    """Return the norm after the last layer of a text model; an identity if there is none."""
     return next(
         (norm for name in _FINAL_NORMS if (norm := getattr(body, name, None)) is not None),
         nn.Identity(),
@@ -256,7 +263,7 @@ def final_norm(body: nn.Module) -> nn.Module:
 
 
 def _norm_factors(body: nn.Module, config: Any) -> Tensor:
-    """Return the factors [E] of the norm after the last layer; ones if it has none."""
+    """Return the factors [E] of the norm after the last layer; ones if there is no such norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -267,7 +274,7 @@ def _norm_factors(body: nn.Module, config: Any) -> Tensor:
 
 
 def scaled_head(model: PreTrainedModel) -> Tensor:
-    """Return the LM head, [V, E], multiplied by the scale of its outputs."""
+    """Return the LM head [V, E], multiplied by the scale that the model applies to logits."""
     head = cast(Any, model).get_output_embeddings()
     config = families.text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
@@ -281,17 +288,20 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
 
 
 class FrozenTarget(nn.Module):
-    """Embeddings, final norm, LM head and the last N decoder layers of a target; never trained."""
+    """Embeddings, final norm, LM head and the last N decoder layers of a target.
+
+    They are not trained.
+    """
 
     def __init__(self, config: Any, weights: dict[str, Tensor], n_layers: int) -> None:
         super().__init__()
         self.config = config
         self.n_layers = n_layers
         windows = families.layer_windows(config)
-        # The attention window of each layer in tokens; None for full attention.
+        # Attention window of each of the last N layers, in tokens; None for full attention.
         self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
-        # The dtype of the results of `embed` and `logits`; None for the dtype of the weights.
+        # dtype of the results of `embed` and `logits`; None if it is the dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
             weights["embed_tokens.weight"], freeze=True
@@ -299,8 +309,8 @@ class FrozenTarget(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
-        # The LM head's weight as a packed layer. It is in a tuple, so that torch does not register
-        # it as a submodule.
+        # The LM head as a packed layer. The tuple prevents PyTorch from registering it as a
+        # submodule.
         self._laid_head: tuple[nn.Linear, ...] = ()
         self.logit_cap = families.logit_cap(config)
         sizes = families.target_sizes(config)
@@ -333,10 +343,10 @@ class FrozenTarget(nn.Module):
 
         Args:
             path: the folder of the bundle.
-            n_layers: the number of decoder layers to load, counted from the last one.
+            n_layers: the number of decoder layers to load, counted from the last layer.
             dtype: the dtype of the weights; None for the stored dtype.
-            sizes: the result of :func:`target_sizes` that the store of the bundle has recorded;
-                None without a store.
+            sizes: the target's sizes (see :func:`target_sizes`) that the store with this bundle has
+                recorded; None if the bundle is not part of a store.
 
         Raises:
             TargetError: the bundle is incomplete, damaged, or belongs to another target.
@@ -379,7 +389,7 @@ class FrozenTarget(nn.Module):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
-        """Make the frozen target from a live one, sharing its weights."""
+        """Make the frozen target from a live target. Both use the same weights in memory."""
         weights = frozen_weights(model, n_layers)
         frozen = cls(families.text_model(model).config, weights, n_layers).to(
             weights["lm_head.weight"].device
@@ -394,14 +404,18 @@ class FrozenTarget(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The typed :attr:`layers`."""
+        """The :attr:`layers` with their type."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
-        """Compute in a wider dtype than the weights have; keep embeddings and LM head unchanged."""
+        """Compute in a wider dtype than that of the weights.
+
+        Embeddings and LM head are not cast.
+        """
         self.compute_dtype = dtype
         for module in self.modules():
-            # Under autocast (`casts_itself`) torch casts the matrices of the decoder layers itself.
+            # Under autocast (`casts_itself`), PyTorch casts the matrices of the decoder layers
+            # itself.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
@@ -414,16 +428,16 @@ class FrozenTarget(nn.Module):
         pack(self._laid_head[0], is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """Return the LM head of some tokens [n] as a layer; packed if the whole head is packed."""
+        """Return the LM head of tokens [n] as a layer. It is packed if the whole head is packed."""
         return rows_of(self.lm_head_weight, tokens, is_packed=bool(self._laid_head))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed token ids: [B, T] -> [B, T, E]."""
+        """Look up the embeddings [B, T, E] of token ids [B, T]."""
         embedded: Tensor = self.embed_tokens(tokens)
         return embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to features after the final norm: [..., E] -> [..., V]."""
+        """Apply the LM head to features [..., E] after the final norm: logits [..., V]."""
         for head in self._laid_head if not torch.is_grad_enabled() else ():
             if (
                 hidden.dtype == head.weight.dtype

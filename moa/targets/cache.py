@@ -1,13 +1,15 @@
-"""The target's KV cache for decoding: rows of different lengths, drafts after committed tokens.
+"""The target's KV cache for decoding.
 
-Shapes: B rows, L target layers, N layers whose KV is kept, H_kv key/value heads, d head dim,
-D = 2 * H_kv * d, n tokens of one call, S slots, K watched layers.
+Rows have different lengths, and drafts follow committed tokens.
 
-A call writes its tokens after the committed tokens of each row. They are *pending* until
-``commit``, which moves the accepted tokens next to the committed ones and forgets the others. The
-cost of a commit does not depend on the length of the context. In this example two rows with 5 and 3
-committed tokens verify a root r and three drafts x, y, z. The first row accepts x and z, the second
-row accepts none::
+Shapes: B rows, L target layers, N layers whose KV is kept, H_kv key/value heads, d head dim, D = 2
+* H_kv * d, n tokens of one target call, S slots of the cache, K watched layers.
+
+A target call writes its tokens into the slots after the committed tokens of each row. The tokens
+are *pending* until ``commit``, which moves the accepted tokens next to the committed tokens and
+drops the other tokens. The cost of a commit does not depend on the length of the sequence. In this
+example, two rows with 5 and 3 committed tokens verify a root r and three drafts x, y, z. The first
+row accepts x and z, the second row accepts no draft::
 
     slot                        0 1 2 3 4 5 6 7 8
     row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
@@ -17,11 +19,11 @@ row accepts none::
     row 0 after the commit      a b c d e r x z z     commit([[0, 1, 3], [0]]): lengths [8, 4],
     row 1                       f g h r x y z . .     n_pending 0
 
-The next call overwrites the slots at or beyond a row's length.
+The next target call overwrites the slots at or beyond a row's length.
 
 No committed token is dropped, even in models with a sliding window. In a static call
-(``live.StaticCalls``) a layer attends to all slots of the buffer, and only tensors say at which
-slots the call's tokens are.
+(``live.StaticCalls``) a layer attends to all slots of the buffer under a mask. Only tensors say in
+which slots the tokens of the call are.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,29 +44,36 @@ _INITIAL_SLOTS = 256
 
 
 class KVSource(Protocol):
-    """The target's KV of B rows as drafters read it: from a live target, or from a remote one."""
+    """The target's KV of B rows, as drafters read it.
 
-    lengths: list[int]  # The number of positions of each row whose KV is available.
+    The target may be live or on another machine.
+    """
+
+    lengths: list[int]  # number of positions of each row whose KV is available
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row, [B, n, L, D]; see :meth:`.KVBuffer.packed`."""
+        """Pack the KV of n positions of each row: [B, n, L, D]; see :meth:`.KVBuffer.packed`."""
         ...
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         """Return views of a layer's keys and values, [B, H_kv, n_slots, d].
 
-        Slots at or beyond the length of a row may be written to.
+        The caller may write to slots at or beyond the length of a row.
         """
         ...
 
 
 def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first: int = 0) -> Tensor:
-    """Pack the KV of layers with different shapes, [..., L, D]; narrow layers get zeros as padding.
+    """Pack the KV of layers with different shapes, [..., L, D].
+
+    Narrow layers are padded with zeros.
 
     Args:
-        groups: the layers that have KV of their own, with their shapes.
-        take: returns the KV of a target layer, [..., H_kv, 2, d], in the widest layer's shape.
-        first: index of the first layer to pack, among the layers that have KV.
+        groups: groups of layers that have KV of their own. The layers of a group have the same
+            shape.
+        take: returns the KV of a target layer, [..., H_kv, 2, d], with the shape of the widest
+            layer.
+        first: index of the first layer to pack. It counts only layers that have KV of their own.
     """
     layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
     packed = []
@@ -78,16 +87,16 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     return torch.stack(packed, dim=-2)
 
 
-# Released buffers by shape. The next cache of the same shape reuses them: a CUDA graph uses fixed
-# addresses, so with a new buffer each generation would record all graphs again.
+# Released buffers by shape. The next cache of the same shape reuses them. CUDA graphs use fixed
+# addresses, so with new buffers each generation would have to record all graphs again.
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
-# mypy objects that both bases have a `crop`. transformers never calls its own.
+# mypy objects that both base classes have a method `crop`. transformers never calls its own `crop`.
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
-    """The KV cache of L layers and B rows, to which transformers writes.
+    """The KV cache of L layers and B rows. transformers writes to it.
 
-    With ``buffers`` it uses released buffers.
+    If ``buffers`` is given, the cache reuses a released buffer.
     """
 
     def __init__(
@@ -99,29 +108,35 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         shapes: Sequence[KVShape | None] | None = None,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        # ``shapes`` and ``groups`` are given only if layers differ. A shape is None for a layer
-        # that carries a state instead of KV. ``groups`` has the layers with KV of their own.
+        # ``shapes`` and ``groups`` are given only if the layers differ. The shape of a layer that
+        # carries a recurrent state instead of KV is None. ``groups`` has the layers with KV of
+        # their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self.stays_in_place = buffers is not None
-        # The allocated buffer. `buffer` is a view of it with the remaining rows.
+        # The whole allocated buffer. `buffer` is a view of its remaining rows.
         self._whole: Tensor | None = None
-        # Tokens per row that the last call wrote, over all its chunks, and that are not committed.
+        # Number of tokens per row that the last target call wrote, over all its chunks, and that
+        # are not committed yet.
         self.n_pending = 0
-        self._n_before = 0  # The number of pending tokens that earlier chunks of the call wrote.
+        # Number of pending tokens that earlier chunks of the current call wrote.
+        self._n_before = 0
         self._is_static = False
         self._shapes = shapes
         self._groups = groups
-        # Decoder layers whose outputs each call stores in this cache.
+        # Decoder layers whose outputs each target call stores in this cache.
         self.watched_layers: tuple[int, ...] = ()
-        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] for each chunk of a call.
-        # The slots of a call or chunk from `slots_after`; for a static call the lengths [B, 1].
+        self._layer_outputs: list[Tensor] = []  # one tensor [B, n, K * E] per chunk of a call
+        # The slots of the current call or chunk, as `slots_after` returns them. For a static call,
+        # the lengths [B, 1].
         self._slots: int | Tensor = 0
-        # If layers carry a state: the states before the last call, for a roll back.
+        # If layers carry a state: the states before the last call, to which they can be rolled
+        # back.
         self._before: list[list[Tensor]] = []
         # If layers carry a state: the tokens of the last call, [1, n].
         self._tokens = torch.empty(0)
-        # Accepted tokens whose states were rolled back. The next call runs them again.
+        # Number of accepted tokens whose states were rolled back. The next call runs these tokens
+        # again.
         self._n_again = 0
         stateful = [shapes is not None and shapes[layer] is None for layer in range(n_layers)]
         layers: list[Any] = [
@@ -133,25 +148,25 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
     @property
     def n_slots(self) -> int:
-        """Slots that a query may attend to: the committed and pending ones of the longest row."""
+        """Number of slots that queries may attend to: all committed and pending slots."""
         return max(self.lengths) + self.n_pending
 
     @property
     def n_seen(self) -> int:
-        """Tokens of the longest row before the current call, or before its current chunk."""
+        """Number of tokens of the longest row before the current call or chunk of a call."""
         return max(self.lengths) + self._n_before
 
     @property
     def home(self) -> tuple[Any, ...]:
-        """Address, shape and strides of the buffer; if they change, CUDA graphs become invalid."""
+        """Address, shape and strides of the buffer. If they change, CUDA graphs become invalid."""
         return self.buffer.data_ptr(), self.buffer.shape, self.buffer.stride()
 
     def take_up(self, tokens: Tensor) -> Tensor:
-        """Return the tokens [1, n] of a call, preceded by accepted tokens that it must run again.
+        """Return the tokens [1, n] of a call, preceded by accepted tokens that must be run again.
 
-        Layers that carry a state cannot forget rejected drafts. So if some drafts of a call are
-        rejected, the states are rolled back to before the call, and the next call begins with the
-        accepted tokens.
+        Layers that carry a recurrent state cannot drop rejected drafts. So if a call's drafts are
+        partly rejected, the states are rolled back to those before the call, and the next call
+        starts with the accepted tokens.
         """
         if not self._states:
             return tokens
@@ -163,13 +178,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         return tokens
 
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
-        """Reserve slots for a call of n tokens per row.
+        """Reserve slots for a target call of n tokens per row.
 
         Args:
-            n_tokens: tokens per row.
-            device: the device of the slots.
-            goes_on: whether this is a further chunk of a call. Then the tokens follow the pending
-                tokens and attend to them. Otherwise the pending tokens are forgotten.
+            n_tokens: n, the number of tokens per row.
+            device: the device of the slot indices.
+            goes_on: True for a further chunk of the same call. Its tokens follow the pending tokens
+                and attend to them. If false, the pending tokens are dropped.
         """
         self._n_before = self.n_pending if goes_on else 0
         self._layer_outputs = self._layer_outputs if goes_on else []
@@ -178,9 +193,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self._is_static = False
 
     def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
-        """Reserve slots for a call by a graph, which works for rows of any lengths [B, 1].
+        """Reserve slots for a call that a CUDA graph replays, for rows of any lengths [B, 1].
 
-        It is used only after a prefill.
+        Such a call must follow a prefill.
         """
         self._n_before = 0
         self.n_pending = n_tokens
@@ -190,11 +205,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self.reserve(self.n_slots, self.buffer[0, 0])
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Store the outputs of the :attr:`watched_layers` for a chunk or call: K of [B, n, E]."""
+        """Store the outputs [B, n, E] of each of the :attr:`watched_layers` in a call or chunk."""
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
-        """Take the outputs of the :attr:`watched_layers` in the last call, [B, n, K * E]."""
+        """Return and clear the last call's outputs of the :attr:`watched_layers`, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError(
                 "the target's last call stored no layer outputs; begin with the proposer before "
@@ -224,9 +239,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     @override
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack as :meth:`.KVBuffer.packed`.
+        """Pack the KV as :meth:`.KVBuffer.packed` does.
 
-        If layers differ, only those with KV are packed, and narrow layers are padded.
+        If layers differ, only layers with KV are packed, and narrow layers are padded.
         """
         if self._shapes is None:
             return super().packed(starts, n_tokens, first_layer)
@@ -238,15 +253,16 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order, at the beginning of the same buffer."""
-        # A batch shrinks step by step. A new buffer for each step would take many times the memory.
+        """Keep only the given rows, in this order, and move them to the start of the buffer."""
+        # Keep the buffer: a batch loses rows one by one, and a new buffer for each step would take
+        # many times the memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         super()._place(fewer)
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
-        """Return the buffer to ``buffers``; the cache must not be used afterwards."""
+        """Return the buffer to ``buffers``. The cache must not be used afterwards."""
         if self._whole is not None and self._free is not None:
             self._free.setdefault(tuple(self._whole.shape), []).append(self._whole)
         self._whole = None
@@ -254,13 +270,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self._layers = []
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values [B, H_kv, n, d] of a layer's pending tokens.
+        """Write the keys and values [B, H_kv, n, d] of a layer's pending tokens into the cache.
 
-        Returns the keys and values of all slots, [B, H_kv, S, d].
+        Returns the layer's keys and values in all slots, [B, H_kv, S, d].
         """
         if self._is_static:
-            # This path is separate, because a graph must not depend on Python values such as
-            # lengths.
+            # Static calls have their own path, because a graph must not depend on Python values
+            # such as lengths.
             view = self.buffer[0, layer], self.buffer[1, layer]
             write_slots(
                 view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device)
@@ -307,7 +323,7 @@ def _tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer of the cache as transformers sees it."""
+    """One layer of the cache, with the interface that transformers expects."""
 
     is_sliding = False
 
@@ -318,7 +334,8 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass  # The cache allocates one buffer for all layers.
+        # There is nothing to do, because the cache allocates one buffer for all layers.
+        pass
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -332,14 +349,15 @@ class _Layer(CacheLayerMixin):
         return self._cache.n_slots, 0  # The offset of the first slot is 0.
 
     def get_max_length(self) -> int:
-        return -1  # The length has no bound.
+        # -1 means that the length has no limit.
+        return -1
 
 
 class ContextCache(KVBuffer):
-    """The KV of some layers of a remote target for one sequence, filled as contexts arrive.
+    """The KV of some layers of a remote target for one sequence. Arriving contexts fill it.
 
-    Its only length is the number of positions whose contexts have arrived, even if it keeps no
-    layer.
+    The cache has a single length: the number of positions whose contexts have arrived. It is
+    counted even if the cache stores no layer.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -347,7 +365,7 @@ class ContextCache(KVBuffer):
         self._kept = list(layers)
 
     def extend(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
-        """Add the next n positions, with packed KV [n, N, D] of the kept layers; None if N is 0."""
+        """Add the next n positions, with packed KV [n, N, D] of N stored layers; None if N is 0."""
         start = self.lengths[0]
         if packed is not None:
             keys, values = unpack_kv(packed.transpose(0, 1), n_kv_heads)  # [N, H_kv, n, d]
@@ -362,9 +380,9 @@ class ContextCache(KVBuffer):
 
 
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
-    """Refuse a round if the KV, or a context, of a row's positions before its stop is missing."""
+    """Raise DrafterError if KV or contexts are missing for positions before a row's stop."""
     for have, stop in zip(cache.lengths, stops, strict=True):
-        # Graphs, which use DeviceLengths, run only next to the target, so all KV is there.
+        # Skip DeviceLengths: CUDA graphs use them only on the target's machine, so all KV is there.
         if have < stop and not isinstance(stops, DeviceLengths):
             raise DrafterError(
                 f"the contexts of positions {have} to {stop - 1} have not arrived; begin the round "

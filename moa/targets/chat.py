@@ -1,8 +1,8 @@
-"""Parses rows of a dataset into chats (messages and tools), or rejects them with a reason.
+"""Parses rows of a dataset into chats (messages and tools), or rejects rows with a reason.
 
 This module handles every key of a row, of a message and of a content part. It keeps each piece of
-the chat or rejects the row, so nothing is dropped silently. chat_tokens.py then checks that the
-chat template shows each piece.
+the chat or rejects the row, so nothing is dropped silently. The module chat_tokens.py then checks
+that the chat template shows each piece.
 """
 
 import json
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-# A parser of one list item. The text is the item's name in messages.
+# A function that parses an item of a list. Its second argument is the item's name in error
+# messages.
 _Parse = Callable[[Any, str], _T | "Rejection"]
 
 ROLES = {
@@ -24,9 +25,9 @@ ROLES = {
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Keys that belong to a chat but are not read: other turns, template arguments, documents, media,
+# Keys that belong to a chat but are not read: earlier turns, template arguments, documents, media,
 # and annotations of an answer such as its reasoning. Few templates render such a key of a message,
-# and no template declares which ones it renders.
+# and no template declares which of these keys it renders.
 _UNREAD = re.compile(
     r"history|chat_template_kwargs|documents|attachments?"
     r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
@@ -34,13 +35,15 @@ _UNREAD = re.compile(
     r"|tool_call|function_calls|tool_results?|available_tools"
     r"|refusal|train_detail|think|scratch_?pad|inner_monologue"
     r"|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
-    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summar(?:y|ies)|trajector(?:y|ies)))?",
+    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summar(?:y|ies)"
+    r"|trajector(?:y|ies)))?",
     re.IGNORECASE,
 )
-# Values of these keys that only switch thinking on or off, or set how much the assistant thinks.
+# Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
+# They are ignored.
 _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
-# Keys that mark whether to train on a message, as named by OpenAI, axolotl, ms-swift, xtuner and
-# others. A message is trained on if its train mark is true, or if its skip mark is false.
+# Keys that mark whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner
+# and others. Training uses a message if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
     r"|.+_mask|requires_grad",
@@ -52,10 +55,10 @@ _SKIP_MARK = re.compile(
     r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
     re.IGNORECASE,
 )
-# The start of a word inside a name such as isTrainable.
+# Matches the start of a word inside a name such as isTrainable.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
-# Columns that mark a whole row. The pattern is narrower than for messages, because many columns
-# with other purposes have similar names.
+# Keys of columns that mark a whole row. This pattern is narrower than the pattern for messages,
+# because many columns with other purposes have similar names.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)"
@@ -75,7 +78,7 @@ _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_cal
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS, "finish_reason"}
-# Keys whose values are the chat itself. Inside them, names such as "weight" are not marks.
+# Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
     *_TOOL_COLUMNS,
@@ -85,14 +88,14 @@ _CHAT_KEYS = {
     "function_call",
     "arguments",
 }
-# Keys under which some datasets keep the arguments of a call.
+# Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
 _TEXT_TYPES = ("text", "input_text", "output_text", None)
 
 
 class RejectReason(StrEnum):
-    """Reasons for rejecting a row; the values are shown to the user."""
+    """Reasons for rejecting a row. The values are shown to the user."""
 
     MALFORMED_ROW = "the row is not a JSON object"
     NO_COLUMN = "the row lacks a column that --columns names"
@@ -124,7 +127,7 @@ class RejectReason(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected row: the reason, which is counted, and a detail, shown with an example."""
+    """A rejected row. The reason is counted, and the detail is shown with an example."""
 
     reason: RejectReason
     detail: str = ""
@@ -141,29 +144,30 @@ class UnreadableRow:
 class Chat:
     """The chat of one row.
 
-    A message has a role (system, user, assistant or tool) and a content: the text unchanged, or the
-    list of its text parts. A message that calls tools may have no content. If the row has tool
-    calls, the message has tool_calls, whose arguments are objects or the JSON of objects. A message
-    also keeps the other keys that the row has.
+    A message has a role (system, user, assistant or tool) and a content. The content is either the
+    unchanged text, or a list of text parts. A message that calls tools may have no content. If the
+    message in the row has tool calls, ``tool_calls`` lists them. The arguments of each call are an
+    object or the JSON of an object. A message also keeps its other keys of the row.
     """
 
     messages: list[Message]
-    # JSON schemas of the tools that the assistant may call. Some templates treat an empty list and
-    # None differently.
+    # JSON schemas of the tools that the assistant may call; None without tools. Some templates
+    # distinguish an empty list from None.
     tools: list[dict[str, Any]] | None = None
-    asks_each: bool = False  # Whether each message is answered before the next one is sent.
+    # Whether each message is answered before the next message is sent.
+    asks_each: bool = False
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
-    """Parse the chat of one row as training data, which needs a message of the assistant.
+    """Parse the chat of one row as training data. It must contain a message of the assistant.
 
     Unknown keys of a message are kept, because the chat template may show them. A content that is a
-    list of parts stays one.
+    list of parts stays a list.
 
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
-            ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be lists
-            or the JSON of lists.
+            ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
+            lists, or lists encoded as JSON.
     """
     chat = _parse(row)
     if isinstance(chat, Rejection):
@@ -185,8 +189,8 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     """Parse the chat of one row as a prompt.
 
     A row of Spec-Bench, ``{"turns": ["...", ...]}``, gives one user message for each question. A
-    prompt needs no message of the assistant. Contents become texts, and of the other keys messages
-    keep only name, tool_call_id and tool_calls, because a prompt may be sent to a server.
+    prompt does not need a message of the assistant. Contents become texts. Messages lose all other
+    keys except name, tool_call_id and tool_calls, because a prompt may be sent to a server.
     """
     if (
         isinstance(row, Mapping)
@@ -223,13 +227,13 @@ def _plain(message: Message) -> Message:
 
 
 def content_texts(message: Message) -> list[str]:
-    """Return the texts of a message's content, one for each part."""
+    """Return the texts of a message's content, one text per content part."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    """Return a copy of a message in which ``change`` is applied to the function of each call.
+    """Return a copy of a message with ``change`` applied to the function of each tool call.
 
     A function is an object with a name and arguments.
     """
@@ -265,9 +269,9 @@ def _parse(row: Any) -> Chat | Rejection:
 
 
 def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the values that an item has under several names for the same thing.
+    """Return the values of an item under several alternative names of the same key.
 
-    Empty values are left out, unless all are empty: then the first one is returned.
+    Empty values are left out. If all values are empty, only the first value is returned.
     """
     values = [item[name] for name in names if item.get(name) is not None]
     return [value for value in values if value] or values[:1]
@@ -280,7 +284,7 @@ def _parse_columns(
     item_name: str,
     malformed: RejectReason,
 ) -> list[_T] | Rejection | None:
-    """Parse the list that a row has under one of several names; None if it has none."""
+    """Parse the list that a row has under one of several names; None if there is no list."""
     values = [_unpacked(value) for value in _values(row, names) if value not in ("", {})]
     parsed = [_parse_list(value, parse, item_name, malformed) for value in values]
     for items in parsed:
@@ -306,7 +310,7 @@ def _parse_list(
 
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
-    """Put the text of the system column first, unless a system message has the same text."""
+    """Put the text of the system column first, unless a system message already has this text."""
     column_texts = [row[name] for name in _SYSTEM_COLUMNS if row.get(name)]
     for text in column_texts:
         if not isinstance(text, str):
@@ -326,7 +330,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
 
 
 def _parse_message(item: Any, where: str) -> Message | Rejection:
-    """Parse a message with all of its keys."""
+    """Parse a message with all of its keys into a message of a chat."""
     if not isinstance(item, Mapping):
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
@@ -390,13 +394,13 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a value has content. Null does not, nor does an object whose values are all null."""
+    """Whether a value has content. Null has none, and neither has an object of null values."""
     values = value.values() if isinstance(value, Mapping) else [value]
     return any(isinstance(item, (bool, int, float)) or bool(item) for item in values)
 
 
 def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a row or a message at every depth, except inside the chat."""
+    """Yield the keys and values of a row or message at every depth, except inside the chat."""
     pending: list[Any] = [item]
     while pending:
         value = pending.pop()
@@ -410,7 +414,7 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _find_unread(item: Mapping[Any, Any]) -> str:
-    """Return the first key of a row or a message that holds unread content, or an empty text."""
+    """Return the first key of a row or message with unread content; empty if there is none."""
     for key, value in _fields(item):
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
         if (
@@ -456,7 +460,7 @@ def names_beside_chat(row: Any, template_text: str) -> list[str]:
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
-    """Return the mark that excludes a message or a row from training, or an empty text."""
+    """Return the mark that excludes a message or row from training; empty if there is none."""
     for key, value in _fields(item):
         values = value if isinstance(value, (list, tuple)) else [value]
         words = [
@@ -465,7 +469,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
             if isinstance(element, (bool, int, float, str))
         ]
         name = _snake_case(key)
-        # A float column named "loss" is the loss of some model on this row.
+        # A float column named "loss" is not a mark: it is the loss of some model on this row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
@@ -492,7 +496,7 @@ def _is_no(word: str) -> bool:
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
-    """Parse the JSON schema of a tool: an object, or the text of one."""
+    """Parse the JSON schema of a tool: an object, or an object encoded as JSON."""
     tool = _unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
         return Rejection(
@@ -502,10 +506,10 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
 
 
 def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
-    """Parse the tool calls of a message, or the single call of OpenAI's earlier format."""
+    """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls") or [])
     old_call = _unpacked(item.get("function_call"))
-    # Some libraries write an object of null values in place of null.
+    # Some libraries write an object of null values instead of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
@@ -525,13 +529,13 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
     is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
     others = [function.get(key) for key in _OTHER_ARGUMENTS]
     if function is not call and isinstance(call, Mapping):
-        # Templates read only the inner function, so arguments outside it would be lost.
+        # Templates read only the inner function, so arguments outside the function would be lost.
         others += [call.get(key) for key in ("arguments", *_OTHER_ARGUMENTS)]
     if not is_call or any(others):
         return Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
-    # The object around the function is optional.
+    # The item may be the function itself, without an object around the function.
     outer = {
         key: value for key, value in call.items() if key not in ("function", "name", "arguments")
     }
@@ -545,7 +549,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
 def tool_name(value: Mapping[str, Any]) -> str:
     """Return the name of a tool or of a call, with or without a `function` around it.
 
-    Returns an empty text if it has no name.
+    The result is an empty text if the tool or call has no name.
     """
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -553,7 +557,7 @@ def tool_name(value: Mapping[str, Any]) -> str:
 
 
 def _unpacked(value: Any) -> Any:
-    """Parse a text that is JSON; return any other value unchanged."""
+    """Return the JSON value that a text encodes; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -563,7 +567,10 @@ def _unpacked(value: Any) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object; raises ValueError for a repeated key, because one value would be lost."""
+    """Make a JSON object.
+
+    A repeated key raises ValueError, because one of its values would be lost.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a key comes twice")
@@ -571,12 +578,12 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the items whose values are JSON and not null."""
+    """Return the entries whose values are valid JSON and not null."""
     return {key: value for key, value in values.items() if value is not None and _is_json(value)}
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value can be written as JSON: no NaN, bytes or dates, and not nested too deeply."""
+    """Whether a value can be encoded as JSON: no NaN, bytes or dates, and no deep nesting."""
     try:
         json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):

@@ -1,19 +1,19 @@
 """Turns chats into token ids and response masks.
 
 A chat is rendered ONCE and encoded ONCE, because encoding its parts separately would move token
-borders. The assistant's characters are located in the rendered text, and the tokenizer's offsets
-map those spans to tokens. There are two ways to locate a response:
+borders. The assistant's responses are located in the rendered text as spans of characters. The
+tokenizer's offsets map these spans to tokens. There are two ways to locate a response:
 
-1. By prefixes. The chat before the response, rendered with the generation prompt, must be a prefix
-   of the whole rendering.
-2. Otherwise by its text. The chat is rendered with this response replaced by a placeholder, which
-   shows the text before and after the response.
+1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
+   prefix of the rendering of the whole chat.
+2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
+   placeholder. This rendering shows the text before and after the response.
 
 A template's ``{% generation %}`` tags are not used, because in some templates they also enclose
-headers or questions. The end-of-turn token belongs to the response, the white space after it does
-not.
+headers or questions. The end-of-turn token belongs to the response. The white space after this
+token does not.
 
-The tokens are the same as from ``apply_chat_template`` of transformers. Before they are used,
+The tokens are the same as from ``apply_chat_template`` of transformers. Before the tokens are used,
 :func:`_find_hidden_piece` checks that the rendering shows each piece of the chat exactly once.
 """
 
@@ -35,8 +35,8 @@ from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Matches the end of a text placeholder (moaPiece7300001end, from its digits on), or the placeholder
-# of a number (7300001). Both begin with the same digits, which makes the search fast.
+# Matches the placeholder of a number (7300001), or the end of the placeholder of a text (73 and all
+# after it in moaPiece7300001end). Both start with the same digits, which makes the search fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -44,23 +44,26 @@ _PLACEHOLDER = re.compile(
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """The tokens and the mask of one sequence."""
+    """The tokens and the response mask of one chat."""
 
     tokens: np.ndarray  # int32 [n_tokens]
-    # uint8 [n_tokens]. It is 1 for tokens of the assistant, including the end-of-turn token.
+    # uint8 [n_tokens], 1 for tokens of the assistant, including the end-of-turn token, otherwise 0.
     response_mask: np.ndarray
-    truncated: bool  # Whether tokens beyond max_length were cut off.
+    # Whether tokens beyond max_length were cut off.
+    truncated: bool
     # Columns and keys of messages that the row has besides; see :func:`.chat.names_beside_chat`.
     beside: tuple[str, ...] = ()
 
 
 class _Piece(NamedTuple):
-    """A text, a number or a key of a chat that the rendering must show."""
+    """A text, number or key of a chat. The rendering must show each piece."""
 
-    message: int  # Index of the piece's message; -1 for a piece of a tool.
-    kind: str  # A role, a part of a call, or the name of a tool.
-    # All spellings that a template may use. They have no white space at the ends, because templates
-    # may strip it.
+    # Index of the message with this piece; -1 for a piece of a tool.
+    message: int
+    # A role, a part of a tool call, or the name of a tool.
+    kind: str
+    # All spellings that a template may use for this piece. They have no white space at the ends,
+    # because templates may strip white space.
     forms: Collection[str]
     is_number: bool
 
@@ -68,12 +71,13 @@ class _Piece(NamedTuple):
 class _MarkedChat:
     """A chat with a placeholder for each of its pieces.
 
-    Pieces are the texts of contents; the names, keys and values of calls; and the names,
+    Pieces are the texts of contents; the names, keys and values of tool calls; and the names,
     descriptions and parameters of tools. Blank texts are not pieces.
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        # The keys are the parts of placeholders that _PLACEHOLDER matches.
+        # Part of a placeholder that _PLACEHOLDER matches -> the piece that the placeholder
+        # replaces.
         self.pieces: dict[str, _Piece] = {}
         self.messages = [
             self._mark_message(index, message) for index, message in enumerate(messages)
@@ -102,9 +106,9 @@ class _MarkedChat:
 
         Args:
             value: a JSON value.
-            message: index of its message; -1 for a tool.
-            kind: the kind of its pieces.
-            key: the key of the value. None inside the arguments of a call, where each key and each
+            message: index of the value's message; -1 for a value of a tool.
+            kind: kind of the pieces in this value.
+            key: key of the value. None inside the arguments of a tool call, where each key and each
                 value is a piece.
         """
         if isinstance(value, (list, tuple)):
@@ -114,8 +118,8 @@ class _MarkedChat:
             for name, item in value.items():
                 inner = None if key is None else name
                 if key in (None, "properties"):
-                    # The placeholder comes after the name, so that a template that sorts the names
-                    # gives the same order.
+                    # The placeholder follows the name, so that a template that sorts the names
+                    # produces the same order as without placeholders.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""
                 marked[name] = self._mark(item, message, kind, inner)
@@ -127,12 +131,15 @@ class _MarkedChat:
         )
 
     def _add(self, value: Any, message: int, kind: str) -> Any:
-        """Add a piece and return its placeholder: a number for a number, else a text."""
+        """Add a piece and return its placeholder.
+
+        The placeholder is a number if the piece is a number, otherwise a text.
+        """
         text = value.strip() if isinstance(value, str) else json.dumps(value)
         if not text:
             return value
         forms = {text}
-        # Templates must show a response unchanged. They may write other pieces as JSON or as Python
+        # Templates must show a response unchanged. Other pieces may be shown as JSON or as Python
         # literals.
         if kind != "assistant":
             forms |= {
@@ -160,12 +167,12 @@ def tokenize_chat(
 
     Args:
         template: the chat template with its tokenizer.
-        messages: roles, contents and tool calls as in :class:`.chat.Chat`; no system message is
+        messages: roles, contents and tool calls as in :class:`.chat.Chat`. No system message is
             added.
-        max_length: the largest number of tokens to keep.
+        max_length: maximum number of tokens. Further tokens are cut off.
         tools: JSON schemas of the tools.
-        is_cut: whether the last response, if it has no calls, was cut off before its end. Then the
-            text ends with it, without an end-of-turn token.
+        is_cut: True if the last response was cut off before its end. If this response has no tool
+            calls, the text then ends with the response, without an end-of-turn token.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -181,7 +188,8 @@ def tokenize_chat(
             return spans
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
-            # This is the text as it was generated. The template might add to a complete response.
+            # Take the prompt and the response as they were generated. The template might add text
+            # to a complete response.
             prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
             text = prompt + "".join(content_texts(messages[-1]))
             spans[-1] = len(prompt), len(text)
@@ -205,11 +213,12 @@ def prompt_tokens(
         template: the chat template with its tokenizer.
         messages: roles, contents and tool calls.
         tools: JSON schemas of the tools.
-        is_open: whether to add the generation prompt, after which the assistant writes.
+        is_open: whether to add the generation prompt, which starts the assistant's response.
 
     Raises:
-        TemplateError: the template refuses the chat, or leaves out a part of it other than an
-            earlier response. Some templates leave out the reasoning of earlier responses.
+        TemplateError: the template refuses the chat, or does not show one of its pieces. A hidden
+            earlier response is allowed, because some templates omit the reasoning of earlier
+            responses.
         PromptUnusable: a text contains control tokens, or cannot be encoded.
     """
     template = template.for_tools(tools)
@@ -233,18 +242,18 @@ def prompt_tokens(
 
 
 def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -> Rejection | None:
-    """Find a piece of a chat that its rendering does not show, or shows twice.
+    """Find a piece of a chat that its rendering does not show, or shows more than once.
 
-    The chat is rendered once more, with the placeholders. That shows how often and in which order
-    the template writes the pieces. Then each piece is searched for in the rendering ``text``, after
-    the piece before it. Pieces of tools may be anywhere, any number of times: some templates
-    describe a tool both in words and by its schema. A hidden response is returned only if nothing
-    else is hidden.
+    The chat is rendered once more with placeholders. This shows how often and in which order the
+    template writes the pieces. Then each piece is searched for in the rendering ``text``, after the
+    previous piece. Pieces of tools may be anywhere, any number of times, because some templates
+    describe a tool both in words and by its schema. A hidden response is returned only if no other
+    piece is hidden.
     """
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
     except RENDER_ERRORS:
-        # The template refuses the placeholders. Expect the pieces in the order of the chat.
+        # If the template refuses the placeholders, expect the pieces in the order of the chat.
         shown = list(marked.pieces)
     counts = Counter(shown)
     order = {placeholder: position for position, placeholder in enumerate(counts)}
@@ -258,14 +267,16 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        # Some templates repeat the name of a call next to its result, so count up to the call.
+        # Some templates repeat the name of a call next to the result of the call. So count the name
+        # only up to the message with the call.
         elif piece.kind == _CALL_NAME and n_shown > 1:
             n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
                 placeholder
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # Gemma 4 writes the results of tools before the response.
+        # Gemma 4 writes tool results before the response, so the response is not at its expected
+        # place.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:
@@ -278,7 +289,7 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:
-    """Find a piece in a rendering; returns the index of its end, or -1 if it is missing."""
+    """Find a piece in a rendering. Returns the index of its end, or -1 if the piece is missing."""
     if piece.is_number:
         numbers = _NUMBER.finditer(text, start)
         return next((number.end() for number in numbers if number.group() in piece.forms), -1)
@@ -291,7 +302,7 @@ def _find(text: str, piece: _Piece, start: int) -> int:
 def _response_spans(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str, marked: _MarkedChat
 ) -> list[Span] | Rejection:
-    """Find the character spans of the responses and their tool calls in the rendered text."""
+    """Find the character spans of the responses, with their tool calls, in the rendered text."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -308,21 +319,22 @@ def _response_spans(
 def _prefix_span(
     template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
 ) -> Span | None:
-    """Locate a response by rendering the chat before it and the chat up to it.
+    """Locate a response by rendering the chat before the response and the chat up to the response.
 
-    Returns None if these renderings are not prefixes of the text.
+    Returns None if one of these two renderings is not a prefix of the text.
     """
     before = messages[:index]
     if not before:
         return None
     prompt = template.render(before, tools, add_generation_prompt=True)
     if not template.has_generation_prompt and prompt == template.render(before, tools):
-        # Without a generation prompt the header of the response would count as response.
+        # Without a generation prompt, the header of the response would be counted as part of the
+        # response.
         return None
     up_to_response = messages[: index + 1]
     turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
-    # Harmony ends the last response with <|return|>, and any earlier one with <|end|>.
+    # Harmony ends the last response with <|return|>, but any earlier response with <|end|>.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))
@@ -335,7 +347,7 @@ def _prefix_span(
 def _located_span(
     template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
 ) -> Span | None:
-    """Locate a response by the text before and after its placeholder; None if that is ambiguous."""
+    """Locate a response by the text before and after its placeholder; None if this is ambiguous."""
     message = messages[index]
     other = [
         *messages[:index],
@@ -358,7 +370,7 @@ def _located_span(
 
 
 def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
-    """Extend a span to its end-of-turn token, without the white space that follows it."""
+    """Extend a span to include the end-of-turn token, without the white space after the token."""
     start, end = span
     eot = template.end_of_turn
     if not eot:
@@ -372,10 +384,10 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
 
 
 def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a rendered chat and mark the tokens of the spans."""
-    # Byte-level tokenizers report offsets that exclude white space, or that are empty. So a token
-    # is taken to begin at the end of the token before it. A token that begins before a span counts
-    # as response if it has only white space before the span.
+    """Encode a rendered chat, and mark the tokens that belong to the spans."""
+    # Byte-level tokenizers report offsets that exclude white space, or that are empty. So each
+    # token is assumed to begin where the previous token ends. A token that begins before a span
+    # counts as response if it contains only white space before the span.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)

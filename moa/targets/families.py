@@ -1,9 +1,9 @@
 """Facts about targets by their transformers config: family, sizes, KV shapes and attention windows.
 
-Any causal LM of transformers gives hidden states if its LM head is a plain matrix. Most drafters
-learn from hidden states alone. What else a family supports is data: an entry of :data:`FAMILIES`.
-These entries, and the assumptions about families without an entry, are checked on the loaded model
-before they are used (:mod:`.proof`).
+Any causal LM of transformers gives hidden states if its LM head is a plain matrix, and hidden
+states are enough for most drafters. :data:`FAMILIES` lists further properties of each family as
+data. These entries, and the assumptions about families without an entry, are checked on the loaded
+model before they are used (:mod:`.proof`).
 
 | level | features | targets |
 |---|---|---|
@@ -38,21 +38,23 @@ from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Facts about a model type that its config does not state."""
+    """Properties of a model type that its config does not state."""
 
-    # Whether the KV shape of each layer follows from the config.
+    # Whether the config determines the KV shape of each layer.
     keeps_kv: bool = True
-    # Whether the model uses ``layer_types``. If not, all layers use the window of the config.
+    # Whether the model reads ``layer_types`` of the config. If not, all layers use the window of
+    # the config.
     mixes_layers: bool = False
-    # Whether all keys are rotated as in drafters: in pairs of dimensions (i, i + d / 2).
+    # Whether all keys are rotated as in drafters, that is in pairs of dimensions (i, i + d / 2).
     rotates_halves: bool = True
-    # Whether all layers that have keys rotate them.
+    # Whether keys are rotated in all layers that have keys.
     rotates_all: bool = True
     # Whether some layers carry a recurrent state instead of KV.
     carries_state: bool = False
-    # Whether ``layers.DecoderBlock`` computes the same as the layers of this family.
+    # Whether the layers of this family compute the same as ``layers.DecoderBlock``.
     has_llama_layers: bool = False
-    # The attention implementation of transformers that supports all features of this family.
+    # Name of the attention implementation in transformers that supports all features of this
+    # family.
     attention: str = "sdpa"
     # The constant that norms add to their weights.
     norm_offset: float = 0.0
@@ -62,23 +64,26 @@ class KVShape(NamedTuple):
     """The shape of the keys and values that a layer caches for one token."""
 
     n_heads: int
-    key_width: int  # Per head.
-    value_width: int  # Per head.
+    # Width of a key of one head.
+    key_width: int
+    # Width of a value of one head.
+    value_width: int
 
     @property
     def width(self) -> int:
-        """Numbers per token, over all heads."""
+        """Number of values per token, keys and values of all heads together."""
         return self.n_heads * (self.key_width + self.value_width)
 
 
 class KVGroup(NamedTuple):
-    """Layers whose KV has the same shape, stored as one field of a store."""
+    """Layers whose KV has the same shape. A store has one field for the KV of these layers."""
 
-    # "kv" if the group holds all layers of the target, else a name such as "kv/full_attention".
+    # Name of the field: "kv" if the group holds all layers of the target, else e.g.
+    # "kv/full_attention".
     field: str
     layers: tuple[int, ...]  # Layer indices of the target, ascending.
     shape: KVShape
-    is_rotated: bool = True  # Whether all layers of the target rotate their keys.
+    is_rotated: bool = True  # Whether all layers of the target rotate their keys
 
 
 _MIXED = Family(mixes_layers=True)
@@ -100,7 +105,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _ROTATED_IN_SOME,
     "cohere2": _ROTATED_IN_SOME,
     "gemma2": Family(mixes_layers=True, attention="eager", norm_offset=1.0),
-    # Gemma 3 has two rotations: one for sliding layers, one for full attention.
+    # Gemma 3 has two kinds of rotation: one for sliding-window layers, one for full attention.
     "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),
     "gpt_oss": Family(mixes_layers=True, attention="eager"),
     "llama4_text": _ROTATED_IN_SOME,
@@ -111,26 +116,28 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(rotates_halves=False),
     "glm4_moe_lite": Family(rotates_halves=False),
 }
-"""Model type of the text model -> the facts about it."""
-# Assumptions about model types without an entry.
+"""Model type of the text model -> the properties of its family."""
+# Assumed properties of model types that have no entry in FAMILIES.
 OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 
 
-# Upper limits of the sizes in a config.json, far above those of the largest models.
+# Upper limits of the sizes in a config.json. They are far above the sizes of the largest models.
 _LARGEST = {
     "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
 }  # fmt: skip
-_MANY_POSITIONS = 1 << 20  # Maximum positions of a target whose config states none.
+# Maximum number of positions of a target if the config does not state it.
+_MANY_POSITIONS = 1 << 20
 
 
 def load_target_config(folder: Path, with_weights: bool = True) -> Any:
-    """Load the transformers config of a folder's text model, and check its sizes.
+    """Load the transformers config of a folder's text model, and check the sizes in it.
 
     Args:
         folder: the model folder.
-        with_weights: whether the weights will be used. If so, quantised weights are refused.
+        with_weights: whether the weights will be used. If true, quantised weights raise
+            TargetError.
     """
     folder, values = Path(folder), read_config(Path(folder))
     check_model_folder(folder)
@@ -144,9 +151,10 @@ def parse_target_config(
 
     Args:
         values: the content of config.json.
-        source: the name of the file, for messages.
-        folder: the folder that holds it, if there is one.
-        with_weights: whether the weights will be used. If so, quantised weights are refused.
+        source: name of the config file in error messages.
+        folder: the folder that holds the config file; None if there is no folder.
+        with_weights: whether the weights will be used. If true, quantised weights raise
+            TargetError.
 
     Raises:
         TargetError: the config is not supported, or its sizes are not plausible.
@@ -155,7 +163,8 @@ def parse_target_config(
     if with_weights and (problem := quantisation_problem(values, folder)):
         raise TargetError(f"{source}: {problem}.")
     text_config = values.get("text_config")
-    # Check the counts first, because transformers allocates lists of these lengths.
+    # Check the number of layers and the like first, because transformers allocates lists of these
+    # lengths.
     _check_counts(text_config if isinstance(text_config, dict) else values, source)
     with parsing(f"cannot read {source}", TargetError):
         config = transformers_config(values, folder)
@@ -177,16 +186,19 @@ def parse_target_config(
 
 
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
-    """Make the transformers config from the values of a config.json, whose folder is optional."""
+    """Make the transformers config from the values of a config.json. Its folder is optional."""
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # transformers writes special floats such as infinity as objects.
+    # Decode special floats such as infinity, because transformers writes them as objects.
     return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(plain))
 
 
 def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``torch.bfloat16`` as ``bfloat16``, and ``auto`` as None. AutoConfig reads neither."""
+    """Replace ``torch.bfloat16`` by ``bfloat16``, and ``auto`` by None.
+
+    AutoConfig reads neither ``torch.bfloat16`` nor ``auto``.
+    """
     plain = dict(values)
     for key in ("dtype", "torch_dtype"):
         if isinstance(name := plain.get(key), str):
@@ -197,7 +209,7 @@ def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Return the reason why quantised weights cannot be used; empty if they are not quantised."""
+    """Return why quantised weights cannot be used; empty if the weights are not quantised."""
     method = quantised_by(values, folder)
     return method and (
         f"the weights are quantised by {method!r}. Give the folder that they were made from, or "
@@ -206,7 +218,7 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 
 def model_loader(folder: Path) -> Any:
-    """Return the auto class that loads a target: for text, or for images and text."""
+    """Return transformers' auto class for a target: for text, or for images and text."""
     is_text = (
         read_config(folder).get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
@@ -214,20 +226,20 @@ def model_loader(folder: Path) -> Any:
 
 
 def attention_of(config: Any) -> str:
-    """Return the attention implementation of transformers that supports a target's attention."""
+    """Return the attention implementation of transformers that supports a target fully."""
     model_class: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # Older families support eager attention only.
+    # Older model classes support only eager attention.
     is_plain = model_class is not None and not model_class._supports_sdpa
     return "eager" if is_plain else family_of(config).attention
 
 
 def family_of(config: Any) -> Family:
-    """Return the facts about the family of a target."""
+    """Return the properties of a target's family."""
     return FAMILIES.get(config.model_type, OTHER)
 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
-    """Refuse a model type that transformers loads neither as a causal LM nor with images."""
+    """Raise TargetError if transformers can load a model type neither for text nor for images."""
     model_type = values.get("model_type")
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -250,7 +262,8 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
     for name, largest in _LARGEST.items():
         value = values.get(name)
         of_layers = value if name == "intermediate_size" and isinstance(value, list) else [value]
-        least = 0 if name == "sliding_window" else 1  # A window of 0 means that no layer slides.
+        # A window of 0 means that no layer has a sliding window.
+        least = 0 if name == "sliding_window" else 1
         if any(
             count is not None and (type(count) is not int or not least <= count <= largest)
             for count in of_layers
@@ -260,7 +273,10 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 
 def _check_config(config: Any, source: object) -> None:
-    """Refuse sizes that do not fit together, including the defaults that transformers fills in."""
+    """Raise TargetError if sizes do not fit together.
+
+    This includes defaults filled in by transformers.
+    """
     needed = ("hidden_size", "num_hidden_layers", "vocab_size")
     if lacking := [name for name in needed if getattr(config, name, None) is None]:
         raise TargetError(
@@ -297,9 +313,9 @@ def _check_config(config: Any, source: object) -> None:
 def target_sizes(config: Any) -> dict[str, Any]:
     """Return the sizes of a target from its transformers config.
 
-    If layers differ, the sizes of heads are those of the first layer, and ``kv_width`` is the
-    number of values per token in the widest layer's KV. If no layer has attention, drafters get
-    heads with about 64 dimensions.
+    If layers differ, the head sizes are those of the first layer, and ``kv_width`` is the number of
+    KV values per token in the widest layer. If no layer has attention, drafters get heads with
+    about 64 dimensions.
     """
     layer_config = _a_layer(config)
     n_heads = getattr(layer_config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
@@ -322,9 +338,9 @@ def _a_layer(config: Any) -> Any:
 
 
 def count_weights(config: Any) -> int:
-    """Count the weights of a text model; tied matrices count once.
+    """Count the weights of a text model. Tied matrices count once.
 
-    For families with Llama's layers the count leaves out biases and norms.
+    For families with Llama's layers, biases and norms are not counted.
     """
     if not family_of(config).has_llama_layers:
         return sum(weight.numel() for weight in empty_model(config).parameters())
@@ -335,7 +351,10 @@ def count_weights(config: Any) -> int:
 
 
 def empty_model(config: Any) -> Any:
-    """Make a causal LM from the config of a text model, on the meta device; raises TargetError."""
+    """Make a causal LM on the meta device from a text model's config.
+
+    Raises TargetError on failure.
+    """
     trouble = f"transformers cannot make a causal LM from the config of {config.model_type}"
     with parsing(trouble, TargetError, "Choose another target."), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -345,8 +364,8 @@ def text_model(model: Any) -> Any:
     """Return the text model of a causal LM, which computes hidden states and has no LM head."""
     decoder = model.get_decoder()
     is_found = decoder is not model and hasattr(decoder, "config")
-    # ``get_decoder`` returns the model itself in Llama 4, and the LM head in models that name it
-    # "decoder".
+    # In Llama 4 ``get_decoder`` returns the model itself, and in models whose LM head is named
+    # "decoder" it returns the LM head. Use ``model.model`` in these cases.
     return decoder if is_found else model.model
 
 
@@ -362,10 +381,11 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def _n_positions(config: Any) -> int:
-    """Return the sequence length up to which cached keys stay valid while the sequence grows."""
+    """Return the sequence length up to which cached keys stay valid when the sequence grows."""
     n_positions: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    # longrope uses another rotation for sequences beyond the original length.
+    # For sequences beyond the original length, longrope uses another rotation, which changes cached
+    # keys.
     if rope.get("rope_type") == "longrope":
         n_positions = int(rope.get("original_max_position_embeddings") or n_positions)
     return n_positions
@@ -382,32 +402,33 @@ def norm_eps(config: Any) -> float:
 def mlp_width(config: Any) -> int:
     """Return the width of a target's dense MLPs, by default four times the hidden size."""
     width = getattr(config, "intermediate_size", None)
-    # Some configs list the width of each layer.
+    # Some configs have a list with the width of each layer. Use the largest width.
     width = max(width) if isinstance(width, list) else width
     return width if isinstance(width, int) else 4 * int(config.hidden_size)
 
 
 def embedding_scale(config: Any) -> float:
-    """Return the factor that a target's embedding layer applies, such as Gemma's; 1 without one."""
+    """Return the factor that an embedding layer applies, as in Gemma; 1 if there is none."""
     table = empty_model(config).get_input_embeddings()
     return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
 
 
 def logit_scale(config: Any) -> float:
     """Return the factor that a target applies to the outputs of its LM head."""
-    divisor = getattr(config, "logits_scaling", None)  # Granite divides by this.
+    # Granite divides the logits by this value.
+    divisor = getattr(config, "logits_scaling", None)
     return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
 
 
 def logit_cap(config: Any) -> float | None:
-    """Return the soft cap of a target's logits, which a tanh enforces; None without one."""
-    # The second name is RecurrentGemma's, the third one xLSTM's.
+    """Return the soft cap of a target's logits, which a tanh applies; None if there is no cap."""
+    # The second name is used by RecurrentGemma, the third name by xLSTM.
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
 
 def check_kv(config: Any) -> None:
-    """Refuse a target whose keys and values cannot be stored."""
+    """Raise TargetError for a target whose keys and values cannot be stored."""
     if not family_of(config).keeps_kv:
         raise TargetError(
             f"moa-data does not know what the layers of {config.model_type} cache, so it cannot "
@@ -417,7 +438,7 @@ def check_kv(config: Any) -> None:
 
 
 def rotates_as_llama(config: Any) -> bool:
-    """Whether all layers of a target have keys of one shape, rotated as in drafters."""
+    """Whether all layers of a target have keys of the same shape, rotated as in drafters."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
     is_known = family_of(config).rotates_halves and rope.get("rope_type", "default") in ROPE_TYPES
@@ -425,9 +446,9 @@ def rotates_as_llama(config: Any) -> bool:
 
 
 def check_rotation(config: Any) -> None:
-    """Refuse a target whose keys are not rotated as in drafters.
+    """Raise TargetError for a target whose keys are not rotated as in drafters.
 
-    It is called for drafters whose queries attend to the target's own keys.
+    Drafters whose queries attend to the target's own keys need this check.
     """
     if not rotates_as_llama(config):
         raise DrafterError(
@@ -438,7 +459,7 @@ def check_rotation(config: Any) -> None:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the kind of attention of each decoder layer, as transformers names it."""
+    """Return the kind of attention of each decoder layer, with the names of transformers."""
     slides = getattr(config, "sliding_window", None) is not None
     kinds = getattr(config, "layer_types", None) if family_of(config).mixes_layers else None
     return list(
@@ -449,7 +470,7 @@ def layer_kinds(config: Any) -> list[str]:
 def layer_windows(config: Any) -> list[int | None]:
     """Return the attention window of each decoder layer; None for full attention.
 
-    A window counts tokens and includes the query.
+    A window is a number of tokens and includes the query's own token.
     """
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
@@ -472,7 +493,7 @@ def kv_shapes(config: Any) -> list[KVShape | None]:
             or (n_heads := getattr(layer_config, "num_attention_heads", None)) is None
         ):
             shapes.append(None)
-        # Multi-head latent attention caches a latent, and one rotated key that all heads share.
+        # Multi-head latent attention caches a latent, and one rotated key for all heads.
         elif (rank := getattr(layer_config, "kv_lora_rank", None)) is not None:
             shapes.append(KVShape(1, rank, layer_config.qk_rope_head_dim))
         else:
@@ -484,7 +505,7 @@ def kv_shapes(config: Any) -> list[KVShape | None]:
 
 
 def kv_groups(config: Any) -> list[KVGroup]:
-    """Group the layers that have a KV cache of their own, in the order of their first layers."""
+    """Group the layers with a KV cache of their own by kind and shape, ordered by first layer."""
     shapes = kv_shapes(config)
     shared = getattr(config, "kv_sharing_modes", None) or [None] * len(shapes)
     is_latent = getattr(_a_layer(config), "kv_lora_rank", None) is not None
@@ -492,7 +513,7 @@ def kv_groups(config: Any) -> list[KVGroup]:
     for layer, (kind, shape, mode) in enumerate(
         zip(layer_kinds(config), shapes, shared, strict=True)
     ):
-        # A layer with mode "reuse" reads the KV cache of an earlier layer.
+        # A layer with the mode "reuse" reads the KV cache of an earlier layer.
         if shape is not None and mode != "reuse":
             layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
     kinds = {shape for _, shape in layers_of}
@@ -506,7 +527,7 @@ def kv_groups(config: Any) -> list[KVGroup]:
         return [KVGroup("kv", tuple(range(n_layers)), kinds.pop(), is_rotated)]
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
-        # Earlier groups of the same kind have another shape.
+        # Number the groups of the same kind, because they have different shapes.
         n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
         groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
@@ -514,14 +535,14 @@ def kv_groups(config: Any) -> list[KVGroup]:
 
 
 def has_uniform_kv(config: Any) -> bool:
-    """Whether the KV of all layers has one shape, with keys as wide as values."""
+    """Whether the KV of all layers has the same shape, with keys as wide as values."""
     return [group.field for group in kv_groups(config)] == ["kv"]
 
 
 def attention_sizes(config: Any) -> dict[str, int]:
-    """Return the largest number of KV heads, and the largest head dim, that attention works with.
+    """Return the largest number of KV heads and the largest head dim that attention computes with.
 
-    For latents these are the sizes of the keys and values that they expand to.
+    For latents, these are the sizes of the keys and values to which a latent is expanded.
     """
     if getattr(config, "kv_lora_rank", None) is not None:
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -536,8 +557,8 @@ def attention_sizes(config: Any) -> dict[str, int]:
 def rope_parameters(config: Any) -> dict[str, Any]:
     """Return the RoPE parameters of a target's drafters: ``rope_theta``, ``rope_type`` and others.
 
-    Drafters use the parameters of the target's layers with full attention. If drafters do not
-    support that type of rotation, they use the default rotation with the target's ``rope_theta``.
+    They are the parameters of the target's layers with full attention. If drafters do not support
+    this type of rotation, they use the default rotation with the target's ``rope_theta``.
     """
     by_kind = getattr(config, "rope_parameters", None) or {}
     parameters = {
@@ -555,10 +576,10 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def layer_sizes(config: Any) -> BlockSizes:
-    """Return the block sizes of the target's decoder layers.
+    """Return the sizes of the target's decoder layers as block sizes.
 
     Raises:
-        TargetError: drafts cannot pass through these layers.
+        TargetError: the drafter cannot run these layers on its features.
     """
     if not family_of(config).has_llama_layers:
         raise TargetError(

@@ -1,6 +1,6 @@
-"""Computes a target's decoder layers in fewer operations, for decoding on a CPU.
+"""Runs a target's decoder layers with fewer operations, for decoding on a CPU.
 
-See :mod:`..nn.joined`.
+The fused operations are in :mod:`..nn.joined`.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim.
 """
@@ -19,30 +19,35 @@ from ..nn.joined import JOINED, Joined, Weights, join, normed, prepared_norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
-# Allowed error, relative to the largest value. Another order of float32 operations gives an error
-# of about 1e-6, and a layer with another formula gives an error of about 1.
+# Maximum error relative to the largest value. The fused layers execute float32 operations in
+# another order, which gives an error of about 1e-6. A layer that computes another formula gives an
+# error of about 1.
 _MAX_ERROR = 1e-4
-# A position at which layers that scale attention by the position have a scale other than 1.
+# A large test position. Some layers scale attention by the position; here their scale is not 1.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
 
 RunLayers = Callable[[Tensor, Tensor, Tensor, list[Weights]], list[Tensor]]
-"""Takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and the weights of all layers.
+"""A function that takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and the weights of all
+layers.
 
-Returns the output [B, n, E] of each layer.
+It returns the output [B, n, E] of each layer.
 """
 
 
 class _FusedLayer(nn.Module):
-    """A decoder layer with the same results as its base class while its weights are unchanged."""
+    """A decoder layer that computes the same as its base class, with fused weights.
+
+    If the weights have changed since they were fused, the layer runs the code of its base class.
+    """
 
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         joined: Joined | None = vars(self).get("joined")
         if joined is None or args or torch.is_grad_enabled() or not joined.is_current():
             return super().forward(hidden_states, *args, **kwargs)
-        # Layers that rotate only a part of each head are not fused.
+        # Layers that rotate only a part of each head run without fused operations.
         if kwargs["position_embeddings"][0].shape[-1] != joined.attention.head_dim:
             return super().forward(hidden_states, *args, **kwargs)
         kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
@@ -50,7 +55,7 @@ class _FusedLayer(nn.Module):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle as a layer of the model's own class; joined weights cannot be pickled."""
+        """Copy and pickle as a layer of the base class, because fused weights cannot be pickled."""
         state = {name: value for name, value in vars(self).items() if name != "joined"}
         return object.__new__, (type(self).__bases__[1],), state
 
@@ -58,8 +63,8 @@ class _FusedLayer(nn.Module):
 def fuse(model: nn.Module) -> None:
     """Pack a model's weights with :func:`.pack`, and fuse the operations of layers like Llama's.
 
-    A layer is fused only if its results for random inputs stay the same. The weights must not
-    change afterwards, as for :func:`.pack`: a weight that is replaced by another tensor is not
+    A layer is fused only if its results for random inputs stay the same. As for :func:`.pack`, the
+    weights must not change afterwards. If a weight is replaced by another tensor, this is not
     noticed.
     """
     pack(model)
@@ -89,10 +94,10 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedBody:
-    """The text model of a target whose layers are all fused, without the overhead of transformers.
+    """The text model of a target with only fused layers, without the overhead of transformers.
 
-    It makes no masks. The attention function gets its arguments from the caller and decides which
-    tokens attend to which.
+    It builds no masks. The caller passes the arguments of the attention function, and they decide
+    which tokens attend to which tokens.
     """
 
     def __init__(self, model: Any) -> None:
@@ -105,9 +110,9 @@ class FusedBody:
             (fused.n_kv_heads, fused.attention.head_dim, fused.attention.scaling)
             for fused in self._layers
         }
-        # The widths of ``o_proj`` are equal only if the numbers of query heads are.
+        # Layers with the same shape of ``o_proj`` have the same number of query heads.
         is_alike = len({fused.attention.o_proj.weight.shape for fused in self._layers}) == 1
-        # H_kv, d and the scale of attention scores; None if layers differ.
+        # (H_kv, d, scale of attention scores) of all layers; None if layers differ.
         self.heads = head_sizes.pop() if is_alike and len(head_sizes) == 1 else None
         self._weights = [(joined.norms, joined.products) for joined in self._layers]
         self._last_norm = prepared_norm(self._norm)
@@ -146,9 +151,9 @@ class FusedBody:
             tokens: [B, n] token ids.
             positions: [B, n] positions.
             watched_layers: layers whose outputs are returned.
-            wanted: [m] int64, indices of the tokens whose hidden states [B, m, E] are needed; None
-                for all. If given, the last layer must not be watched.
-            run_layers: computes all layers at once, in place of the attention function; see
+            wanted: [m] int64, indices of the tokens whose hidden states are needed. The result is
+                then [B, m, E]. None for all tokens. If given, the last layer must not be watched.
+            run_layers: computes all layers at once instead of using the attention function; see
                 :data:`RunLayers`.
             **kwargs: arguments of the attention function.
 
@@ -196,7 +201,7 @@ def _is_right(layer: Any, joined: Joined) -> bool:
 
 
 def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepare cosines and sines [B or 1, n, d] for heads with swapped halves: [B or 1, n, 1, d]."""
+    """Prepare cosines and sines [B or 1, n, d] for swapped halves of heads: [B or 1, n, 1, d]."""
     left, right = sines.chunk(2, dim=-1)
     return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)
 
@@ -209,7 +214,8 @@ def _forward(
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
-    # [m] int64, indices of the tokens whose output is needed. Of the others only the KV is needed.
+    # [m] int64, indices of the tokens whose output is needed. For the other tokens only KV is
+    # computed.
     wanted: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:

@@ -1,7 +1,9 @@
-"""GGUF files as targets: transformers dequantises a file once, into a folder of the user's cache.
+"""GGUF files as targets.
 
-The folder is named after the file's SHA-256, and gets that name only when it is complete. All other
-code reads it like any other model folder.
+transformers dequantises each file once, into a folder of the user's cache.
+
+The folder is named after the SHA-256 of the file. It gets this name only when it is complete. All
+other code reads the folder like any other model folder.
 """
 
 import logging
@@ -31,7 +33,7 @@ _ADVICE = (
 def model_folder(path: Path) -> Path:
     """Return the model folder of a path, which may be a GGUF file or a folder that holds one.
 
-    A GGUF file is converted into a folder of the user's cache. Any other folder is returned
+    A GGUF file is converted into a folder of the user's cache. Any other model folder is returned
     unchanged.
     """
     files = sorted(path.glob("*.gguf"))
@@ -51,19 +53,23 @@ def model_folder(path: Path) -> Path:
     folder = cache_folder("gguf") / file_sha256(files[0])
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Only one process converts at a time, because memory may not suffice for two.
+        # Only one process converts at a time, because two conversions might not fit into memory.
         with open(lock_file(folder.parent / "lock", waits=True)):
-            # Killed processes leave partial folders behind.
+            # Delete partial folders that killed processes have left behind.
             for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):
                 shutil.rmtree(leftover)
-            if not folder.is_dir():  # Another process may have made it meanwhile.
+            # Another process may have made the folder while this one waited for the lock.
+            if not folder.is_dir():
                 _convert(files[0], folder)
     return folder
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the model folder of a GGUF file; refuse a file that transformers reads only in part."""
-    import accelerate  # noqa: F401  # transformers needs it to load a GGUF file.
+    """Convert a GGUF file to a model folder.
+
+    Raises TargetError if transformers reads only a part of the file.
+    """
+    import accelerate  # noqa: F401  # transformers needs accelerate to load a GGUF file.
     import gguf
     from transformers import GgufConfig
 
@@ -76,12 +82,13 @@ def _convert(file: Path, folder: Path) -> None:
         types = {tensor.tensor_type.name for tensor in reader.tensors}
         dtype = torch.float16 if "F16" in types else torch.float32
         if types - {"F16", "F32"}:
-            # The rounding to bfloat16 is smaller than the error of the quantisation.
+            # Rounding to bfloat16 gives a smaller error than the quantisation.
             dtype = torch.bfloat16
         n_values = sum(tensor.n_elements for tensor in reader.tensors)
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        # Single tensors are float32 for a moment, so a quarter more memory is required.
+        # During loading, single tensors are float32 for a moment, so a quarter more memory is
+        # required.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
@@ -91,7 +98,8 @@ def _convert(file: Path, folder: Path) -> None:
             folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk."
         )
         _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
-        # Link the file into an empty folder, because transformers also reads the other files there.
+        # Link the file into an empty folder, because transformers also reads other files in the
+        # file's folder.
         link = Path(scratch) / "model.gguf"
         link.symlink_to(file.resolve())
         tokenizer = AutoTokenizer.from_pretrained(

@@ -1,6 +1,6 @@
-"""The live target: a loaded causal LM of transformers, with the few calls that decoding needs.
+"""The live target: a loaded causal LM of transformers, with the calls that decoding needs.
 
-Shapes: B rows, n tokens of a call, P tokens of a padded call, S slots of the cache, E width.
+Shapes: B rows, n tokens of a target call, P tokens of a padded call, S slots of the cache, E width.
 """
 
 import importlib.metadata
@@ -30,24 +30,26 @@ from .loading import load_target_model
 from .model_files import check_model_folder, read_config
 from .template import ChatTemplate
 
-# Files of a snapshot that hold the same weights in the layouts of other programs.
+# Files of a Hub snapshot that contain the same weights in layouts of other programs.
 _FOREIGN = ["consolidated*", "original/*"]
-# Chunk size of causal calls that need a mask. With one mask for each chunk, the memory for masks
-# grows linearly with the context, not quadratically.
+# Number of tokens in a chunk of a causal call that needs a mask. Each chunk has its own mask, so
+# the memory for masks grows linearly with the sequence length instead of quadratically.
 _CHUNK_TOKENS = 1024
-# Token counts of static calls. A chain of 5 drafts with its root takes 8, the widest tree 64.
+# Numbers of tokens to which static calls are padded. A chain of 5 drafts with its root is padded to
+# 8, the largest tree to 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# A linear layer with fewer weights than this multiplies a few rows no faster with several threads.
+# If a linear layer has fewer weights than this, several threads do not speed up its products of a
+# few rows.
 _FEWEST_SHARED = 1 << 21
-# Sequence length for which the first CUDA graphs are recorded. A longer sequence doubles the
-# length, and the graphs are recorded again.
+# Sequence length for which the first CUDA graphs are recorded. For a longer sequence the length is
+# doubled, and the graphs are recorded again.
 _GRAPH_SLOTS = 1024
 
 
 def resolve_model_folder(
     path_or_id: str, with_weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return a local model folder, convert a GGUF file, or download a snapshot from the Hub.
+    """Return a local model folder; convert a GGUF file or download a Hub snapshot if necessary.
 
     The folder of a snapshot is named after its commit.
     """
@@ -74,7 +76,7 @@ def resolve_model_folder(
                 path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN
             )
         )
-    # The Hub client raises many unrelated types if the Hub cannot be reached.
+    # The Hub client raises errors of many unrelated types if the Hub cannot be reached.
     except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
@@ -85,7 +87,7 @@ def resolve_model_folder(
 
 
 def load_target_tokenizer(folder: Path) -> Any:
-    """Load the fast tokenizer of a model folder, running no code of the folder."""
+    """Load the fast tokenizer of a model folder without running code from this folder."""
     if not any(
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     ):
@@ -94,7 +96,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # The class of a tokenizer may depend on config.json.
+    # transformers may choose the class of the tokenizer by config.json.
     if (folder / "config.json").is_file():
         families.load_target_config(folder, with_weights=False)
         config = families.transformers_config(read_config(folder), folder)
@@ -106,9 +108,10 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        # transformers validates some settings only on first use.
+        # Use the tokenizer once, because transformers validates some settings only on first use.
         tokenizer.decode(tokenizer("a")["input_ids"])
-        # A saved tokenizer must not name code (auto_map), nor record where it was loaded from.
+        # Remove these settings. A saved tokenizer must not name code (auto_map), and must not
+        # record where it was loaded from.
         for name in ("auto_map", "is_local", "local_files_only"):
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
@@ -119,20 +122,20 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Return the missing packages for reading a tokenizer.model without tokenizer.json."""
+    """Return the missing packages for a tokenizer.model that has no tokenizer.json."""
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []
     with file.open("rb") as content:
-        # SentencePiece files are protobuf messages whose first byte is the tag 0x0a. tiktoken files
-        # are text.
+        # The first byte of a SentencePiece file is 0x0a, because the file is a protobuf message.
+        # tiktoken files are text.
         needed = ["sentencepiece", "protobuf"] if content.read(1) == b"\n" else ["tiktoken"]
     installed = {package.name for package in importlib.metadata.distributions()}
     return [package for package in needed if package not in installed]
 
 
 def pick_device(device: str) -> str:
-    """Resolve ``auto`` to cuda, mps or cpu, and refuse a device that this machine does not have."""
+    """Resolve ``auto`` to cuda, mps or cpu; refuse a device that this machine does not have."""
     if device != "auto":
         try:
             torch.empty(0, device=device)
@@ -155,14 +158,15 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.folder = folder
-        self.body: Any = families.text_model(model)  # The text model without the LM head.
+        # The text model without the LM head.
+        self.body: Any = families.text_model(model)
         self._head = model.get_output_embeddings()
         self.config = self.body.config
         self.sizes = families.target_sizes(self.config)
-        # Families with Llama's layers are known to decode correctly, so they need no check.
+        # Families with Llama's layers always decode correctly, so they need no check.
         self.is_llama = families.family_of(self.config).has_llama_layers
-        # Llama 4 scales attention by the position from ``floor_scale`` on. Its layers count
-        # positions themselves, which is wrong for drafts, so sequences must end before that
+        # From the position ``floor_scale`` on, Llama 4 scales attention by the position. Its layers
+        # count positions by themselves, and count drafts wrongly. So sequences must end before this
         # position.
         bound = (
             getattr(self.config, "floor_scale", None)
@@ -176,7 +180,7 @@ class Target:
             getattr(source, "eos_token_id", None)
             for source in (model.generation_config, model.config, self.config)
         )
-        # Kind of layer -> its sliding window in tokens; None for full attention.
+        # Kind of layer -> sliding window in tokens; None for full attention.
         self._windows = dict(
             zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True)
         )
@@ -185,7 +189,8 @@ class Target:
         self._decodes_with_one_thread = False
         self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
         self._kv_shapes = families.kv_shapes(self.config)
-        self.has_states = None in self._kv_shapes  # Some layers carry a state instead of KV.
+        # Whether some layers carry a recurrent state instead of KV.
+        self.has_states = None in self._kv_shapes
         self.has_uniform_kv = families.has_uniform_kv(self.config)
 
     @classmethod
@@ -210,28 +215,31 @@ class Target:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """The content hashes of the target's files (:func:`.bundle.hash_target`).
+        """The hashes of the target's files, as :func:`.bundle.hash_target` computes them.
 
-        Empty without a folder.
+        Empty for a target that was not loaded from a folder.
         """
         return bundle.hash_target(self.folder) if self.folder else {}
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template without arguments. A caller may replace it by one with arguments."""
+        """The chat template without extra arguments.
+
+        A caller may set a template with arguments instead.
+        """
         return ChatTemplate(self.tokenizer)
 
     @cached_property
     def decoding_problem(self) -> str:
-        """The reason why drafts cannot be verified; empty if they can."""
+        """The reason why drafts cannot be verified; empty if they can be verified."""
         return "" if self.is_llama else proof.decoding_problem(self)
 
     def prepare(self, uses_graphs: bool = True) -> None:
         """Optimize decoding for the device. The weights must not change afterwards.
 
-        On a CPU this packs the weights (:func:`.fused.fuse`), and lets a small target decode with
-        one thread (:meth:`threads`). On a CUDA device the calls after a prefill become CUDA graphs
-        if the layers are Llama's. A second call changes nothing.
+        On a CPU this packs the weights (:func:`.fused.fuse`), and a small target decodes with one
+        thread (:meth:`threads`). On a CUDA device, calls after a prefill run as CUDA graphs if the
+        target has Llama's layers. Calling this method again has no effect.
         """
         fuse(self.model)
         largest = max(
@@ -243,8 +251,8 @@ class Target:
             default=0,
         )
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
-        # Other layers, such as experts, decide on the host what to compute, which graphs do not
-        # allow.
+        # CUDA graphs need layers without decisions on the host. Some layers, such as experts,
+        # decide on the host what to compute.
         takes_graphs = self.device.type == "cuda" and self.is_llama and self.has_uniform_kv
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
@@ -253,8 +261,8 @@ class Target:
     def threads(self) -> Iterator[None]:
         """Decode with one thread if the target is prepared and small.
 
-        Threads synchronize after each matrix product, which costs a small target more than it
-        gains. The number of threads of the process is restored at the end.
+        Threads synchronize after each matrix product. For a small target, this costs more time than
+        several threads save. At the end, the process gets back its number of threads.
         """
         n_before = torch.get_num_threads()
         if self._decodes_with_one_thread:
@@ -265,9 +273,9 @@ class Target:
             torch.set_num_threads(n_before)
 
     def use_static_calls(self, n_slots: int) -> None:
-        """Use static shapes for the calls after a prefill, with a cache for ``n_slots`` tokens.
+        """Use static shapes for calls after a prefill, with a cache for ``n_slots`` tokens.
 
-        A longer sequence makes the cache grow, and then the shapes change.
+        If a sequence is longer, the cache grows and the shapes change.
         """
         self._static = StaticCalls(n_slots)
 
@@ -280,19 +288,19 @@ class Target:
         Args:
             tokens: [B, n] token ids.
             cache: the KV cache of the rows.
-            seen: [B, n, n] bool: which of the new tokens each new token attends to, itself
-                included. None for causal attention.
+            seen: [B, n, n] bool, whether each new token attends to each of the new tokens,
+                including itself. None for causal attention.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        # A causal call never builds a mask of all tokens by all tokens. A prefill with full
-        # attention needs no mask, and any other call is computed in chunks.
+        # No mask of all tokens by all tokens is built for causal attention: a prefill with full
+        # attention needs no mask, and any other causal call runs in chunks.
         n_given = tokens.shape[1]
         tokens = cache.take_up(tokens)
         n_tokens = tokens.shape[1]
         device = tokens.device
-        # Static calls are short calls after a prefill.
+        # Short calls after a prefill are static calls.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
         if seen is not None and self.has_states:
@@ -305,12 +313,13 @@ class Target:
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
             mask = self.attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
-        # Rows of equal length share their positions.
+        # Rows of equal length have the same positions, so one row of positions suffices.
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
-        # A prefill needs no mask: padding comes last, so the kernel's own causal masking suffices.
+        # A prefill needs no mask: padding is on the right, so the kernel's causal attention
+        # suffices.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        # A single token after rows of equal length needs no mask either, because it attends to all
-        # slots. Flash kernels accept no mask.
+        # A single token after rows of equal length attends to all slots. It gets no mask, because
+        # flash kernels do not support masks.
         is_step = n_tokens == 1 and len(lengths) == 1
         window = min(
             (window for window in self._windows.values() if window is not None), default=math.inf
@@ -355,15 +364,16 @@ class Target:
         return hidden, [outputs[layer] for layer in cache.watched_layers]
 
     def attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
-        """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind of layer.
+        """Build masks in the model's format: [B, 1, n, S], or a dict from kind of layer to mask.
 
-        ``build`` takes a sliding window (None for full attention) and returns a mask [B, n, S].
+        ``build`` takes a sliding window (None for full attention) and returns the mask [B, n, S].
         """
         by_kind: dict[str, Tensor | None] = {}
         dtype = self.model.dtype
         for kind, window in self._windows.items():
             if kind == "linear_attention":
-                by_kind[kind] = None  # Linear attention is causal by itself and takes no mask.
+                # Linear attention is causal by definition and takes no mask.
+                by_kind[kind] = None
                 continue
             mask = build(window)[:, None]  # [B, 1, n, S]
             if not self._takes_bool_masks:
@@ -375,17 +385,20 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head: [..., E] -> [..., V]."""
+        """Apply the LM head to hidden states [..., E] and return logits [..., V]."""
         return self.logits_by(self._head, hidden)
 
     def logits_by(self, head: Any, hidden: Tensor) -> Tensor:
-        """Apply an LM head as the model does, with its scale and soft cap: [..., E] -> [..., V]."""
+        """Apply an LM head to hidden states [..., E], with the model's scale and soft cap."""
         logits: Tensor = head(hidden)
         scale, cap = self._logit_scale
         return capped(logits if scale == 1 else logits * scale, cap)
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
-        """Make an empty cache for :meth:`forward`; refuse a target that cannot be decoded."""
+        """Make an empty cache for :meth:`forward`.
+
+        Raises TargetError if the target cannot be decoded.
+        """
         shared = (
             {}
             if self._static is None
@@ -401,7 +414,7 @@ class Target:
         return self.make_cache(n_rows, **shared)
 
     def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
-        """Make an empty cache, without checking whether the target can be decoded."""
+        """Make an empty cache without checking that the target can be decoded."""
         if not self.has_uniform_kv:
             shared |= {"shapes": self._kv_shapes, "groups": families.kv_groups(self.config)}
         return TargetCache(len(self._kv_shapes), n_rows, **shared)
@@ -411,7 +424,7 @@ class Target:
 def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Collect the outputs of decoder layers, before any final norm.
 
-    The yielded dict maps a layer to its output [B, T, E] in the last forward pass.
+    The yielded dict maps the index of a layer to its output [B, T, E] in the last forward pass.
     """
     outputs: dict[int, Tensor] = {}
     width = families.text_model(model).config.hidden_size
@@ -436,28 +449,33 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor]
-"""Tokens [B, P], tree mask [B, P, P], and [B, 2]: each row's length and number of real tokens."""
+"""Tokens [B, P], tree mask [B, P, P], and [B, 2]: length and number of real tokens of each row."""
 
 
 class _StaticGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    hidden: Tensor  # [B, P, E]. Each replay overwrites it.
-    kept: list[Tensor]  # [B, P, E] for each watched layer. Each replay overwrites them.
+    hidden: Tensor  # [B, P, E]. Each replay overwrites this tensor.
+    # One tensor [B, P, E] per watched layer. Each replay overwrites the tensors.
+    kept: list[Tensor]
 
 
 class StaticCalls:
-    """A target's calls with static shapes. On a CUDA device one graph serves all rounds of a size.
+    """Target calls with static shapes.
 
-    A call is padded to one of a few sizes and attends to all slots of a cache of fixed length. Only
-    tensors say at which slots its tokens are, so nothing in the graph depends on the length of the
-    sequence. A sequence of more than ``n_slots`` tokens makes the cache grow and needs another
-    graph.
+    On a CUDA device one graph serves all calls of the same size.
+
+    A call is padded to one of a few sizes, and attends to all slots of a cache of fixed length
+    under a mask. Only tensors say in which slots the tokens of the call are. So nothing in the
+    graph depends on the length of the sequence. If a sequence has more than ``n_slots`` tokens, the
+    cache grows and another graph is recorded.
     """
 
     def __init__(self, n_slots: int) -> None:
-        self.n_slots = n_slots + STATIC_SIZES[-1]  # Padding takes slots too.
-        self.buffers: Buffers = {}  # The caches of these calls take turns in using them.
+        # Padding takes slots too, so add the largest padded size.
+        self.n_slots = n_slots + STATIC_SIZES[-1]
+        # Caches for static calls reuse these buffers one after another.
+        self.buffers: Buffers = {}
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 
     def forward(
@@ -478,7 +496,8 @@ class StaticCalls:
             index = torch.arange(tokens.shape[1], device=device)
             if seen is None:
                 seen = (index <= index[:, None]) & (index[:, None] < n_real)
-            seen = seen | (index == index[:, None])  # Padding attends only to itself.
+            # Each token attends to itself. Padding attends to nothing else.
+            seen = seen | (index == index[:, None])
             build = partial(masks.tree_mask_after, lengths, seen, cache.capacity)
             return target.run(
                 tokens, lengths + seen.sum(dim=2) - 1, target.attention_mask(build), cache
@@ -491,12 +510,13 @@ class StaticCalls:
         )
         if layer_states:
             cache.keep_layer_outputs([states[:, :n_tokens] for states in layer_states])
-        return hidden[:, :n_tokens].clone()  # The next replay overwrites the graph's output.
+        # Clone the result, because the next replay overwrites the graph's output.
+        return hidden[:, :n_tokens].clone()
 
     def _replayed(
         self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
     ) -> tuple[Tensor, list[Tensor]]:
-        """Replay the graph of such a call. The first call with its shapes records the graph."""
+        """Replay the graph of a static call. The first call with new shapes records the graph."""
         key = given[0].shape, given[1] is None, cache.watched_layers, cache.home
         if key not in self._graphs:
             static_inputs = (
@@ -515,13 +535,17 @@ class StaticCalls:
         return static_graph.hidden, static_graph.kept
 
 
-# Seconds of the CPU's clock, or an event in the queue of a CUDA device. A CUDA device lags behind
-# the CPU that queues its work, so a CPU clock would count most of the drafting as verification.
+# A moment: seconds of the CPU's clock, or an event in the queue of a CUDA device. The CPU queues
+# work for a CUDA device faster than the device runs it. So the CPU's clock would count most of the
+# drafting time as verification time.
 Mark = float | torch.cuda.Event
 
 
 def mark_moment(device: torch.device) -> Mark:
-    """Mark this moment without waiting; on a CUDA device after all work queued so far."""
+    """Mark this moment without waiting.
+
+    On a CUDA device, it is the end of all work queued so far.
+    """
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -530,7 +554,10 @@ def mark_moment(device: torch.device) -> Mark:
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Return the seconds between two marks of one device; waits until the second one is reached."""
+    """Return the seconds between two marks of one device.
+
+    Waits until the second mark is reached.
+    """
     if isinstance(ended, float):
         return float(ended - began)
     if not ended.query():

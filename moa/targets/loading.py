@@ -1,4 +1,7 @@
-"""Loads a live target; refuses weights that do not fit config.json or are not finite."""
+"""Loads a live target.
+
+Weights that do not fit config.json, or are not finite, raise TargetError.
+"""
 
 import math
 import re
@@ -30,7 +33,8 @@ _SIZE_KEYS = (
     "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "moe_intermediate_size", "attention_bias", "tie_word_embeddings",
 )  # fmt: skip
-# Modules that only the layers for drafting have, in DeepSeek V3 and models derived from it.
+# Names of modules that occur only in layers for drafting, in DeepSeek V3 and models derived from
+# it.
 _DRAFTING_PARTS = (
     "eh_proj",
     "enorm",
@@ -49,7 +53,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load the causal LM in evaluation mode.
+    """Load a target's causal LM in evaluation mode.
 
     Raises:
         TargetError: the weights do not fit in the free memory, do not fit config.json, or are not
@@ -65,11 +69,13 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
                 folder, config=families.transformers_config(read_config(folder), folder),
                 dtype=dtype, attn_implementation=families.attention_of(config),
                 output_loading_info=True, use_safetensors=True, trust_remote_code=False,
-                # transformers then reports these tensors, and `_check_fit` refuses them.
+                # With this setting transformers reports tensors of the wrong shape, and
+                # `_check_fit` refuses them.
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # transformers stacks the experts, and does not report which ones it could not stack.
+            # transformers stacks the experts' weights, and does not report which weights could not
+            # be stacked.
             parts = Counter(
                 (_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items()
             )
@@ -91,7 +97,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a target that cannot be loaded, by its config.json and weight headers."""
+    """Raise TargetError if a target cannot be loaded, judging by config.json and weight headers."""
     config = families.load_target_config(folder)
     n_held = _count_values(_read_headers(folder, config))
     n_needed = families.count_weights(config)
@@ -116,7 +122,7 @@ def check_vocabulary(folder: Path) -> None:
 
 
 def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
-    """Read the shapes of all weights; refuse damaged files, and references to files elsewhere."""
+    """Read the shapes of all weights. Refuses damaged files, and references to files elsewhere."""
     weights = bundle.weight_files(folder)
     headers: dict[str, TensorHeader] = {}
     for file in weights:
@@ -148,12 +154,16 @@ def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
 def _check_memory(
     folder: Path, headers: Mapping[str, TensorHeader], config: Any, dtype: torch.dtype, device: str
 ) -> None:
-    """Refuse weights that do not fit into memory; the kernel would kill the process silently."""
+    """Refuse weights that do not fit into memory.
+
+    Otherwise the kernel would kill the process silently.
+    """
     n_held = _count_values(headers)
-    # transformers allocates all weights that config.json describes before it reports missing ones.
+    # transformers allocates all weights that config.json describes, before it reports missing
+    # weights.
     n_values = max(n_held, families.count_weights(config))
     n_bytes = n_values * dtype.itemsize
-    # The weights are read into host memory first, on every device.
+    # On every device, the weights are first read into host memory.
     free_bytes = {"host memory": free_memory()}
     if torch.device(device).type == "cuda":
         free_bytes[device] = torch.cuda.mem_get_info(torch.device(device))[0]
@@ -182,12 +192,13 @@ def _check_fit(
     model: Any,
     info: Mapping[str, Any],
 ) -> None:
-    """Refuse weights that are missing, unexpected, or of another shape than config.json says.
+    """Refuse weights that are missing, unexpected, or of another shape than config.json states.
 
-    ``info`` is the loading info of transformers.
+    ``info`` is the loading info that transformers returns.
     """
     expected = model.state_dict()
-    # transformers casts weights of any dtype, so the dtype is taken from the headers.
+    # Take the dtypes from the headers of the files, because transformers has cast the loaded
+    # weights.
     stored = {
         name: TensorHeader(
             tuple(value.shape), headers[name].dtype if name in headers else value.dtype
@@ -199,7 +210,7 @@ def _check_fit(
         stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
     for name in sorted(info["unexpected_keys"]):
         if not _is_for_drafting(name, headers, config):
-            # transformers renames some tensors, so the headers may lack this name.
+            # transformers renames some tensors, so the headers may not contain this name.
             stored[name] = headers.get(name, TensorHeader((), None))
     problem = find_problems(stored, expected)
     head = model.get_output_embeddings().weight
@@ -212,7 +223,8 @@ def _check_fit(
             or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
         )
     if problem:
-        # Gemma 4 refuses to read attributes that differ between layers, so use the dict.
+        # Read the values from a dict, because Gemma 4 refuses to read attributes that differ
+        # between layers.
         known = config.to_dict()
         values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
         raise TargetError(
@@ -222,13 +234,15 @@ def _check_fit(
 
 
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
-    """Refuse a stored LM head whose shape differs from the embeddings that it is tied to.
+    """Refuse a stored LM head whose shape differs from that of the embeddings that it is tied to.
 
-    It is checked before loading, because transformers compares the two while it loads them.
+    This must be checked before loading, because transformers compares the two shapes during
+    loading.
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")
-    is_tied = getattr(config, "tie_word_embeddings", False)  # Not every config has it.
+    # Some configs do not have this attribute.
+    is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise TargetError(
             f"the weights of {folder} do not fit config.json: lm_head.weight {list(head.shape)} is "
@@ -237,7 +251,7 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
 
 
 def _is_for_drafting(name: str, headers: Mapping[str, TensorHeader], config: Any) -> bool:
-    """Whether a tensor belongs to a multi-token prediction layer, which follows the last layer."""
+    """Whether a tensor belongs to a multi-token prediction layer after the last decoder layer."""
     layer = _NUMBER.search(name)
     n_drafting = getattr(config, "num_nextn_predict_layers", None) or 0
     if layer is None or not 0 <= int(layer[0]) - config.num_hidden_layers < n_drafting:

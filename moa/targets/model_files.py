@@ -1,6 +1,7 @@
 """Readers for the files of model folders.
 
-A folder may come from anywhere, so reading it runs no code, and every error is one line.
+A model folder may come from an untrusted source. So reading its files runs no code, and each error
+has a message of one line.
 """
 
 import io
@@ -18,23 +19,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import DrafterError, TargetError
 from ...files import open_regular, parsing, read_object
 
-# The dtypes that stored weights may have. Engines cast them to their own dtype.
+# The dtypes that stored weights may have. Engines cast the weights to the dtype that they compute
+# in.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Upper bound for tokenizer.json, vocab.json, merges.txt and the like. Real files have up to 35 MB.
+# Maximum size of tokenizer.json, vocab.json, merges.txt and similar files. Real files have up to 35
+# MB.
 _MAX_VOCABULARY_BYTES = 256 << 20
 # Model types for which transformers has a causal LM class of its own.
 _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _KERNELS = (
     "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 )
-# Files that older quantisation programs write next to config.json -> the quantisation method.
+# Names of files that older quantisation programs write next to config.json -> quantisation method.
 _QUANTISED_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-# Keys of ``*config.json`` that make transformers run code or read other files -> the reason why
-# they are refused.
+# Keys of ``*config.json`` that make transformers run code or read other files -> the reason why the
+# keys are refused.
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. "
     "Use the model's native transformers class",
@@ -53,19 +56,21 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorHeader(NamedTuple):
-    """Shape and dtype of a tensor, from the header of a safetensors file."""
+    """Shape and dtype of a tensor, read from the header of a safetensors file."""
 
     shape: tuple[int, ...]
-    dtype: Any  # A torch dtype, or the name in the file if torch has no such dtype.
+    # A torch dtype, or the dtype's name in the file if PyTorch has no such dtype.
+    dtype: Any
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
     """Return the size of a file in bytes.
 
     Raises:
-        StoreDamaged: it is not a regular file. Reading a FIFO would block.
-        PermissionError: this user may not read it. safetensors would report a missing file.
-        ValueError: it is larger than ``max_bytes``.
+        StoreDamaged: the file is not a regular file. Reading a FIFO, for example, would block.
+        PermissionError: this user may not read the file. safetensors would report that it is
+            missing.
+        ValueError: the file is larger than ``max_bytes``.
     """
     fd = open_regular(file)
     n_bytes = os.fstat(fd).st_size
@@ -78,23 +83,23 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 def read_json(
     file: Path, error_class: type[DrafterError], allows_infinity: bool = False
 ) -> dict[str, Any]:
-    """Read the JSON object of a file; raises ``error_class`` if it holds something else."""
+    """Read the JSON object in a file. Raises ``error_class`` if the file holds something else."""
     with parsing(f"cannot read {file}", error_class):
         return read_object(file, allows_infinity)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a model folder; raises TargetError."""
+    """Read the config.json of a model folder. Raises TargetError if this is not possible."""
     if not (file := folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
-    # Mamba 2 has an infinite largest time step.
+    # Allow infinity, because Mamba 2 has an infinite largest time step.
     return read_json(file, TargetError, allows_infinity=True)
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a model folder that would run code or holds absurdly large files.
+    """Refuse a model folder that would make transformers run code, or that has huge files.
 
-    Call it before transformers reads the folder.
+    Call this function before transformers reads the folder.
 
     Raises:
         TargetError: the folder is refused.
@@ -117,14 +122,16 @@ def check_model_folder(folder: Path) -> None:
                 _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys()
             ):
                 if key == "auto_map" and is_native:
-                    continue  # transformers uses its own class unless trust_remote_code is set.
+                    # transformers uses its own class for this model, because trust_remote_code is
+                    # not set.
+                    continue
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
 
 
 def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Return the method by which a target's weights are quantised, from its config.json.
+    """Return the method by which a target's weights are quantised, according to its config.json.
 
-    Returns an empty string if the weights are not quantised.
+    The result is empty if the weights are not quantised.
     """
     text = values.get("text_config")
     for config in (values, text if isinstance(text, dict) else {}):
@@ -132,7 +139,8 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
             if (entry := config.get(key)) is None:
                 continue
             known = entry if isinstance(entry, dict) else {"quant_method": entry}
-            # The first release wrote no quant_method, because bitsandbytes was the only one.
+            # The first release of bitsandbytes support wrote no quant_method, because there was no
+            # other method.
             is_old = any(name.startswith("load_in_") for name in known)
             default = {"compression_config": "compressed-tensors", "quantization": "mlx"}.get(
                 key, "unknown"
@@ -152,12 +160,12 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
     """Read the shapes and dtypes of a safetensors file.
 
     Raises:
-        error_class: the file is missing, damaged or cut short.
+        error_class: the file is missing, damaged or truncated.
     """
     with parsing(f"{file} is damaged or cut short", error_class, "Restore or download it again."):
         check_regular(file)
         with safe_open(file, framework="pt") as tensors:
-            # `tensors` is not a dict, so it cannot be iterated directly.
+            # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             return {
                 name: TensorHeader(
@@ -168,9 +176,9 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a dictionary that ``torch.save`` wrote, without running code.
+    """Load a dictionary that ``torch.save`` wrote, without running code from the file.
 
-    Call it within :func:`parsing`, because a damaged file raises errors of many types.
+    Call this function within :func:`parsing`, because a damaged file raises errors of many types.
     """
     if isinstance(file, Path):
         check_regular(file)
@@ -183,9 +191,13 @@ def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Create a safetensors file and sync it to disk; not atomic, see ``files.replacing``."""
-    # safetensors' own writer uses a temporary file that only its owner may read, and hides errno.
-    # Wide dtypes come first, so that each tensor is aligned.
+    """Create a safetensors file and sync it to disk.
+
+    This is not atomic, see ``files.replacing``.
+    """
+    # The writer of the safetensors package is not used, because it creates a temporary file that
+    # only its owner may read, and hides errno. Tensors of wide dtypes come first, so that each
+    # tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -212,10 +224,10 @@ def write_tensors(
 def check_finite(
     weights: Mapping[str, Tensor], source: object, error_class: type[DrafterError]
 ) -> None:
-    """Refuse weights that hold NaN or infinity in the dtype in which they are used."""
+    """Refuse weights with NaN or infinity. They are checked in the dtype in which they are used."""
     for name, values in weights.items():
-        # Minimum and maximum are NaN if any value is. They take a twentieth of the time of
-        # ``isfinite`` over all values.
+        # Check the minimum and the maximum, which are NaN if any value is NaN. They take a
+        # twentieth of the time of ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()
@@ -223,7 +235,8 @@ def check_finite(
         ):
             n_bad = int((~values.isfinite()).sum())
             dtype = str(values.dtype).removeprefix("torch.")
-            is_narrow = values.dtype == torch.float16  # The largest float16 is 65,504.
+            # The largest float16 number is only 65,504.
+            is_narrow = values.dtype == torch.float16
             advice = (
                 "Choose --dtype bfloat16 or float32, which hold larger numbers, or r"
                 if is_narrow
@@ -240,7 +253,7 @@ def find_problems(
 ) -> str:
     """Describe the first tensor that is missing, unexpected, or has the wrong shape or dtype.
 
-    Returns an empty string if all tensors fit.
+    The result is empty if all tensors fit.
     """
     problems = [
         f"missing key {name} {list(expected[name].shape)}"
@@ -257,7 +270,7 @@ def find_problems(
             continue
         shape = tuple(weights[name].shape)
         dtype = weights[name].dtype
-        # Floats of any precision are accepted.
+        # A float tensor may be stored with any precision.
         dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
         if shape != wanted.shape:
             problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")

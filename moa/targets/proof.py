@@ -1,4 +1,4 @@
-"""Checks that run a few tokens through a loaded target, to prove what is assumed of its family.
+"""Checks that run a few tokens through a loaded target to verify assumptions about its family.
 
 Shapes: n tokens of the sample, E width, V vocabulary.
 """
@@ -16,11 +16,11 @@ from ..nn.losses import capped, logits_of
 from . import families
 from .bundle import final_norm, scaled_head
 
-# A :class:`.live.Target`. That module imports this one, so the class cannot be imported here.
+# A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
 Target = Any
 _N_TOKENS = 12
-# Largest allowed error of logits in bfloat16 and float16, relative to the largest logit of a token.
-# Each rounding adds up to 0.2 %.
+# Maximum error of logits in bfloat16 and float16, relative to the largest logit of a token. Each
+# rounding contributes up to 0.2 %.
 _HEAD_ERROR = 0.012
 
 
@@ -29,12 +29,13 @@ def prove_logits(target: Target) -> None:
     """Check that training and decoding compute the same logits as the model.
 
     Raises:
-        TargetError: the logits differ, or the attention is not causal.
+        TargetError: the logits differ, or the attention of the target is not causal.
     """
     model: Any = target.model
     states = list[Tensor]()
-    # Small logits do not show a soft cap, and large ones show nothing but the cap. So the hidden
-    # states of some tokens are scaled up. In float16, which ends at 65,504, they keep their size.
+    # A soft cap has no visible effect on small logits, and all large logits equal the cap. So the
+    # hidden states of some tokens are scaled up, those of other tokens are not. In float16 no
+    # states are scaled, because the largest float16 number is 65,504.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
@@ -49,7 +50,7 @@ def prove_logits(target: Target) -> None:
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
-        # Both sequences have the same length, so their rounding errors are the same.
+        # Both sequences have the same length, so that they have the same rounding errors.
         others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)
         before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
@@ -58,13 +59,15 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        return  # Invalid weights are reported with the first sequence.
+        # Invalid weights are reported when the target runs its first sequence.
+        return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
             f"tokens of this {target.config.model_type} attend to later tokens. Choose another "
             "target."
         )
-    head_inputs = states[0].to(model.dtype)  # Mamba returns states in a wider dtype.
+    # Mamba returns states in a wider dtype than that of the weights.
+    head_inputs = states[0].to(model.dtype)
     trained_logits = capped(
         logits_of(head_inputs, scaled_head(model)), families.logit_cap(target.config)
     )
@@ -82,10 +85,10 @@ def prove_logits(target: Target) -> None:
 
 @torch.inference_mode()
 def prove_norm(target: Target) -> nn.Module:
-    """Return the model's own final norm.
+    """Check the model's final norm and return it.
 
     Raises:
-        TargetError: something else than this norm follows the last layer.
+        TargetError: after the last layer, the model computes something else than this norm.
     """
     norm = final_norm(target.body)
     outputs = list[Any]()
@@ -110,9 +113,10 @@ def prove_norm(target: Target) -> nn.Module:
 
 @torch.inference_mode()
 def decoding_problem(target: Target) -> str:
-    """Return the reason why drafts cannot be verified, or an empty string.
+    """Return the reason why drafts cannot be verified; empty if they can be verified.
 
-    Drafts can be verified if calls with a KV cache give the same hidden states as one call without.
+    Drafts can be verified if several calls with a KV cache give the same hidden states as one call
+    without a cache.
     """
     half = _N_TOKENS // 2
     is_right = True
@@ -122,7 +126,8 @@ def decoding_problem(target: Target) -> str:
         cache = target.make_cache()
         target.forward(tokens[:, :half], cache)
         cache.commit([range(half)])
-        # Two branches follow the same token: a wrong draft and the right one.
+        # Feed two branches after the same token: a wrong draft, and the right token with its
+        # successor.
         if not target.has_states:
             branches = torch.cat(
                 (tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1
@@ -133,7 +138,7 @@ def decoding_problem(target: Target) -> str:
             is_right = _agrees(target.forward(branches, cache, seen)[:, 2], hidden[:, half + 1])
             cache.commit([[]])
         is_right = _agrees(target.forward(tokens[:, half:], cache), hidden[:, half:]) and is_right
-    # These calls run code of transformers, which may raise any of these errors.
+    # The calls run code of transformers, which may raise any of these errors.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
     name = target.config.model_type
@@ -146,14 +151,15 @@ def decoding_problem(target: Target) -> str:
 
 @torch.inference_mode()
 def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]], Tensor]) -> str:
-    """Return the reason why an engine cannot serve the target, or an empty string.
+    """Return the reason why an engine cannot serve the target; empty if it can.
 
-    It can if the engine's calls over parts of a sequence give the same hidden states as one call.
+    An engine can serve the target if its calls over parts of a sequence give the same hidden states
+    as one call over the whole sequence.
 
     Args:
         target: the loaded target.
-        call: takes the next tokens and the parents of the drafts among them, and returns their
-            hidden states [n, E]. It rolls back the drafts.
+        call: takes the next tokens and the parents of the drafts among them. It returns the hidden
+            states [n, E] of these tokens, and rolls back the drafts.
     """
     half = _N_TOKENS // 2
     why = "calls of the engine give other values"
@@ -162,28 +168,29 @@ def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]],
         text = tokens[0].tolist()
         (known,) = hidden
         is_right = _agrees(call(text[:half], ()), known[:half])
-        # The call verifies a wrong draft and the right one.
+        # This call verifies a wrong draft and the right draft.
         branches = call([text[half], text[0], text[half + 1]], (-1, -1))
         is_right = _agrees(branches[[0, 2]], known[half : half + 2]) and is_right
-        # Engines may treat calls of one token as a special case, so the last call has one token.
+        # Engines may treat calls of one token as a special case, so the last call has only one
+        # token.
         for first, last in ((half + 1, -1), (-1, None)):
             is_right = _agrees(call(text[first:last], ()), known[first:last]) and is_right
-    # These calls run code of transformers, which may raise any of these errors.
+    # The calls run code of transformers, which may raise any of these errors.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
     return "" if is_right else f"{why}. `moa-data generate` decodes it"
 
 
 def _sample(target: Target) -> tuple[Tensor, Tensor]:
-    """Make sample tokens [1, n] and compute their hidden states [1, n, E] in one call."""
+    """Make sample tokens [1, n], and compute their hidden states [1, n, E] in one call."""
     tokens = torch.arange(_N_TOKENS, device=target.device)[None] * 7 % target.sizes["vocab_size"]
     return tokens, target.body(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 def _agrees(found: Tensor, known: Tensor) -> bool:
-    """Whether the values [..., m] of most tokens are equal up to the rounding of their dtype."""
-    # The median ignores single tokens: if two experts have nearly equal scores, rounding may route
-    # a token to the other expert.
+    """Whether the values [..., m] of most tokens are equal, except for rounding errors."""
+    # The median ignores single tokens. If two experts have nearly equal scores, a rounding error
+    # may route a token to another expert.
     error = (found.float() - known.float()).abs().amax(dim=-1).median()
     return bool(
         error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max()

@@ -1,11 +1,11 @@
-"""The chat template of a target: deterministic rendering, without forged turns.
+"""The chat template of a target: renders chats reproducibly and protects against forged turns.
 
-A template is a program that comes with the model. transformers runs it in a sandbox. To make the
-rendering deterministic, the time that a template can read is fixed, and templates with random
-functions are refused. The running time is not limited, because the model folder belongs to the
-user.
+A chat template is a program that comes with the model. transformers runs the template in a sandbox.
+To make the rendering deterministic, the time that a template can read is fixed, and templates with
+random functions are refused. The running time of a template is not limited, because the user has
+chosen the model folder.
 
-Several threads may use one template.
+Several threads may use the same ChatTemplate.
 """
 
 import json
@@ -26,11 +26,12 @@ from .chat import Message, RejectReason, content_texts, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# The time that `strftime_now` returns. Some templates write today's date into the prompt, but equal
-# chats must give equal tokens.
+# The time that `strftime_now` returns. Some templates write today's date into the prompt, but the
+# same chat must always give the same tokens.
 TEMPLATE_TIME = datetime(2024, 7, 26)
-MAX_CHAT_CHARS = 1 << 24  # Several times as many as fit into the longest context.
-# The key under which stores and drafters record the arguments of the template, as JSON.
+# Maximum number of characters of a chat, several times the size of the longest context window.
+MAX_CHAT_CHARS = 1 << 24
+# The key under which stores and drafters record the template's arguments, as JSON.
 RECORDED = "template_kwargs"
 # Errors that a template can raise while it renders a chat.
 RENDER_ERRORS = (
@@ -41,9 +42,9 @@ RENDER_ERRORS = (
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
-# transformers caches compiled templates by their text. This comment distinguishes our templates
-# from those of its other users, who see the real time. Jinja drops the line break after the
-# comment, so the template still begins at the start of a line.
+# This comment is put before the text of our templates. transformers caches compiled templates by
+# their text, and other users of transformers must get the real time. Jinja drops the line break
+# after the comment, so the template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -54,18 +55,19 @@ _TAKEN = {
 
 
 class ControlTokens(NamedTuple):
-    """Patterns of control tokens, which have a meaning beyond their text."""
+    """Patterns of control tokens: tokens with a meaning beyond their text."""
 
-    everywhere: re.Pattern[str]  # Tokens that no text may contain.
-    # Those tokens and the ones around tools, calls and results. Texts inside such a frame may not
-    # contain them.
+    # Matches the tokens that no text may contain.
+    everywhere: re.Pattern[str]
+    # Matches these tokens and the tokens around tools, calls and results. A text between such
+    # tokens must not contain any of them.
     framed: re.Pattern[str]
 
 
 def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
     """Return the source of a tokenizer's chat template, for chats with or without tools.
 
-    The choice among several templates is that of transformers.
+    If there are several templates, the choice is the same as in transformers.
 
     Raises:
         TemplateError: the tokenizer has no template.
@@ -84,19 +86,19 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the text of all templates that are used to render chats, for hashing."""
+    """Return the source of all templates that render chats, so that it can be hashed."""
     sources = [template_text(tokenizer), template_text(tokenizer, uses_tools=True)]
     return "\0".join(dict.fromkeys(sources))
 
 
 _as_json = partial(json.dumps, ensure_ascii=False)
 
-# The formats of all requests for the time by the current rendering.
+# The formats with which the current rendering has asked for the time.
 _time_requests: ContextVar[list[str]] = ContextVar("_time_requests")
 
 
 def _fixed_time(form: str) -> str:
-    """Replace transformers' `strftime_now` in our templates."""
+    """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
     _time_requests.get().append(form)
     return TEMPLATE_TIME.strftime(form)
 
@@ -106,8 +108,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        arguments: values that the template gets in addition to the chat.
-        where: the name of the target, for messages.
+        arguments: values that are passed to the template in addition to the chat.
+        where: name of the target in error messages.
         uses_tools: whether this is the template for chats with tools; see :meth:`for_tools`.
 
     Raises:
@@ -126,10 +128,12 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
-        # Whether the template shows arguments of calls that are objects, or JSON texts of objects.
+        # Whether the template shows arguments of tool calls that are given as objects, or as JSON
+        # texts.
         self._shows_objects = False
         self._shows_json = False
-        self._takes_no_content = True  # Whether a message that calls a tool may have no content.
+        # Whether the template accepts a message that calls a tool and has no content.
+        self._takes_no_content = True
         try:
             self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
@@ -154,7 +158,7 @@ class ChatTemplate:
         )
 
     def for_tools(self, tools: Tools) -> "ChatTemplate":
-        """Return the template for a chat with these tools.
+        """Return the template for a chat with the given tools.
 
         Some tokenizers have a second template, named ``tool_use``, for chats with tools.
         """
@@ -162,17 +166,17 @@ class ChatTemplate:
 
     @property
     def asked_the_time(self) -> bool:
-        """Whether a rendering has used TEMPLATE_TIME so far."""
+        """Whether any rendering so far has read the time, which is TEMPLATE_TIME."""
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after_answer(self, header: str) -> str:
-        """Find the text that ends a response.
+        """Return the text that ends a response.
 
-        It is the text that the template writes after the last response, or else the text between a
-        response and the next turn.
+        This is the text that the template writes after the last response. If there is none, it is
+        the text between a response and the next turn.
 
         Args:
-            header: the rendering of a chat with one user message.
+            header: rendering of a chat with one user message.
         """
         user = _message("user")
         answer = {"role": "assistant", "content": PLACEHOLDER}
@@ -184,7 +188,7 @@ class ChatTemplate:
         first_token = self.control_tokens.everywhere.match(
             between, len(between) - len(between.lstrip())
         )
-        # A token that also comes before the first message begins turns, and does not end them.
+        # If the token also occurs before the first message, it starts turns instead of ending them.
         if first_token is None or first_token.group() in header:
             return ""
         return between[: first_token.end()]
@@ -201,16 +205,16 @@ class ChatTemplate:
         Args:
             messages: the messages of the chat.
             tools: JSON schemas of the tools.
-            add_generation_prompt: whether to add the header of a response at the end.
-            is_shaped: whether the messages already have the form that the template takes; see
+            add_generation_prompt: whether to add the header of the next response at the end.
+            is_shaped: whether the messages already have the form that the template shows; see
                 :meth:`_shaped`.
 
         Raises:
-            One of RENDER_ERRORS, if the template refuses the chat or fails.
+            One of RENDER_ERRORS: the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # Set this for each rendering, because transformers may have evicted the template from its
-        # cache and compiled it again.
+        # Replace the function for each rendering, because transformers may have evicted the
+        # template from its cache and compiled it again.
         _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
         requests: list[str] = []
         token = _time_requests.set(requests)
@@ -233,9 +237,9 @@ class ChatTemplate:
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
-        """Convert contents and call arguments to the form that the template shows.
+        """Convert content and call arguments of a message to the form that the template shows.
 
-        Inference engines do the same.
+        Inference engines convert messages in the same way.
         """
         role = message["role"]
         if "content" in message or not self._takes_no_content:
@@ -255,10 +259,10 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Return the tokens before the text of the first user message, and its end token.
+        """Return the tokens before the text of the first user message, and the token that ends it.
 
         Raises:
-            TemplateError: these tokens cannot be found.
+            TemplateError: the tokens cannot be found.
         """
         text = (
             self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True)
@@ -266,7 +270,7 @@ class ChatTemplate:
         )
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
-        # A space before a word belongs to the word's token.
+        # A tokenizer includes the space before a word in the word's token, so cut it off.
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(
@@ -290,9 +294,10 @@ class ChatTemplate:
             return None
 
     def _check_program(self) -> None:
-        """Refuse a template that does not compile, uses random values, or does not end."""
+        """Refuse a template that does not compile, uses random values, or may not terminate."""
         try:
-            # Parse the template before compiling it, because the compiler evaluates constants.
+            # Parse the template before compiling it, because the compiler already evaluates
+            # constants.
             tree = _compile_jinja_template("").environment.parse(self.text)
             _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
@@ -313,10 +318,11 @@ class ChatTemplate:
                 f"the chat template does not end: {first_line(error)}. Correct the template."
             ) from error
         except RENDER_ERRORS:
-            pass  # The template refuses this chat. Other chats are checked when they are rendered.
+            # The template refuses this test chat. Other chats are checked when they are rendered.
+            pass
 
     def _find_forms(self) -> None:
-        """Detect in which forms the template shows contents and the arguments of calls."""
+        """Detect the forms of contents and call arguments that the template shows."""
         for role in _ROLES:
             if self._shows_content(role, PLACEHOLDER):
                 self._text_roles.add(role)
@@ -334,7 +340,7 @@ class ChatTemplate:
         self._takes_no_content = self._try_render([user, call]) is not None
 
     def _shows_content(self, role: str, content: Any) -> bool:
-        """Whether the template shows the text of this content, not the JSON of its parts."""
+        """Whether the template shows the text of this content, and not the JSON of its parts."""
         before: dict[str, list[Message]] = {
             "assistant": [_message("user")],
             "tool": [_message("user"), _call({})],
@@ -350,8 +356,9 @@ class ChatTemplate:
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The control tokens: all special tokens, and the added tokens that the template writes."""
-        # Paired tags such as ``<think>`` and ``</think>`` begin no turn, and answers and prompts
-        # often contain them. So they are refused only in texts that the template puts between tags.
+        # Paired tags such as ``<think>`` and ``</think>`` do not start a turn, and answers and
+        # prompts often contain them. So these tags are refused only in texts that the template puts
+        # between tags.
         tokenizer = self.tokenizer
         added = {
             str(token.content): bool(token.special)
@@ -368,7 +375,8 @@ class ChatTemplate:
             self._try_render(chat, add_generation_prompt=True)
             for chat in (turns, turns[1:], turns[1:2])
         )
-        # A template may build a token from pieces: '<|' + role + '|>'.
+        # A template may assemble a token from pieces, such as '<|' + role + '|>'. So also search
+        # the renderings.
         written = self.text + "".join(filter(None, probes))
         others = {token for token in added if token in written} - special
         tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
@@ -379,15 +387,16 @@ class ChatTemplate:
     def find_unusable_text(
         self, messages: Sequence[Message], tools: Tools = None
     ) -> tuple[RejectReason, str] | None:
-        """Find control tokens, halves of surrogate pairs, or too many characters.
+        """Find control tokens, unpaired surrogates, or too many characters in a chat.
 
         Returns:
-            The reason and a detail with the place; None if all texts can be used.
+            The reason, and a detail that names the place; None if all texts can be used.
         """
         control = self.control_tokens
         n_chars = 0
-        # Tuples (name for messages, value, pattern that its texts must not match). A text inside a
-        # frame of the template, such as a tool call, must not close the frame.
+        # Tuples of a name for error messages, a value, and a pattern that the texts in the value
+        # must not match. For example, a text inside a tool call must not contain the token that
+        # ends the tool call.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
             for key, value in message.items():
@@ -428,7 +437,7 @@ def _message(role: str) -> Message:
 
 
 def _call(arguments: Any) -> Message:
-    """Make a message that calls a tool and has no text."""
+    """Make a message that calls a tool and has no content."""
     call = {
         "id": "000000001",
         "type": "function",
@@ -467,7 +476,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Parse ``name=value`` texts, or the pieces of a JSON object that was split at its commas.
 
-    Values that are JSON are parsed, other values stay texts.
+    Values that are valid JSON are decoded, other values stay texts.
 
     Raises:
         OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
@@ -508,12 +517,12 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
 def choose_template_arguments(
     given: Sequence[str], drafters: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
-    """Return the arguments of the chat template.
+    """Choose the arguments of the chat template.
 
     Args:
-        given: ``name=value`` texts. If there are any, they are used.
-        drafters: the recorded target of each drafter, by name. Without ``given``, the arguments of
-            the drafters' training chats are used.
+        given: ``name=value`` texts. If there are any, only these arguments are used.
+        drafters: name of each drafter -> the target that it has recorded. If ``given`` is empty,
+            the arguments are those with which the drafters' training chats were rendered.
 
     Raises:
         OptionInvalid: the drafters were trained with different arguments, or a text is malformed.
