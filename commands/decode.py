@@ -25,16 +25,16 @@ class GenerateConfig(DecodingConfig):
     """Settings of `moa-data generate`."""
 
     drafter: Common[str]
-    """A run of `moa-data train`, or a folder with a drafter, also in the format of the EAGLE or MoA
-    authors."""
+    """The drafter: a run of `moa-data train`, or a folder with a drafter, which may come from the
+    EAGLE or MoA authors."""
     max_new_tokens: Common[Count] = 256
-    """Stop after this many tokens."""
+    """Maximum length of an answer in tokens."""
     tree: Common[str] = "auto"
-    """Drafts per target call. A chain has a length, such as 5; 10@0.2 or 7c0.3 stop early. A tree
-    is, for example, 6x8x62. auto decodes without drafts while drafting does not pay
-    (docs/decoding.md)."""
+    """How many tokens are drafted per target call. 5: a chain of five. 10@0.2 or 7c0.3: a chain
+    that ends early when it becomes unlikely. 6x8x62: a tree. auto: 10@0.2, and no drafts while
+    drafting does not pay (docs/decoding.md)."""
     compare: Common[bool] = False
-    """Also decode without drafts, and compare tokens and speed."""
+    """Also decode without drafts, and compare the tokens and the speed."""
 
     @override
     def tree_shape(self) -> "TreeShape | None":
@@ -45,7 +45,8 @@ class GenerateConfig(DecodingConfig):
 @click.option(
     "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
     help=(
-        "The user's message; - reads it from standard input. Several prompts are decoded together."
+        "The user's message; - reads it from standard input. Repeat the option to decode several "
+        "prompts in one batch."
     ),
 )  # fmt: skip
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
@@ -185,38 +186,43 @@ def evaluate(config: EvalConfig) -> None:
 @click.command()
 @click.argument("drafter")
 @click.option(
-    "--model", required=True, metavar="TEXT", help="The target: a folder, a GGUF file, or a hub id."
+    "--model",
+    required=True,
+    metavar="TEXT",
+    help="The target: a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME).",
 )
 @click.option(
     "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
-    help="The other engine: vLLM, transformers, or speculators' own model, which reads the text.",
+    help="The engine to compare with: transformers, vLLM, or the model class of speculators.",
 )  # fmt: skip
 @click.option(
     "--python",
     default=sys.executable,
     metavar="FILE",
-    help="Python interpreter that has the engine; default: this one.",
+    help="Python interpreter of the environment that has the engine. Default: this interpreter.",
 )
 @click.option(
     "--prompts",
     metavar="FILE",
-    help="Chats or Spec-Bench questions; default: eight short questions.",
+    help="File of chats or Spec-Bench questions. Default: eight short questions.",
 )
-@click.option("--n-prompts", default=8, show_default=True, help="Use this many prompts.")
+@click.option("--n-prompts", default=8, show_default=True, help="Number of prompts to use.")
 @click.option(
-    "--max-new-tokens", default=64, show_default=True, help="Stop an answer after this many tokens."
+    "--max-new-tokens", default=64, show_default=True, help="Maximum length of an answer in tokens."
 )
 @click.option(
     "--draft-length",
     default=5,
     show_default=True,
-    help="Tokens drafted per round; DFlash drafts whole blocks.",
+    help="Number of tokens drafted per round. DFlash always drafts whole blocks.",
 )
 @click.option(
     "--dtype", default="float32", show_default=True,
-    type=click.Choice(["float32", "bfloat16", "float16"]), help="Dtype of both sides.",
+    type=click.Choice(["float32", "bfloat16", "float16"]), help="Data type of weights and computations on both sides.",
 )  # fmt: skip
-@click.option("--out", "report", metavar="FILE", help="Also write the result as JSON.")
+@click.option(
+    "--out", "report", metavar="FILE", help="File to which the result is also written, as JSON."
+)
 def conform(
     drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any
 ) -> None:

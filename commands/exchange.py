@@ -71,7 +71,7 @@ def import_command(config: ImportConfig) -> None:
 @click.option(
     "--private",
     is_flag=True,
-    help="Create a private repository; an existing public one is refused.",
+    help="Create a private repository. If the repository exists and is public, nothing is pushed.",
 )
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
@@ -94,7 +94,9 @@ def push(path: Path, repo: str, private: bool) -> None:
 @click.command()
 @click.argument("repo")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--revision", metavar="TEXT", help="Branch, tag or commit; default: main.")
+@click.option(
+    "--revision", metavar="TEXT", help="Branch, tag or commit of the repository. Default: main."
+)
 def pull(repo: str, path: Path, revision: str | None) -> None:
     """Pull a store or a drafter from the Hugging Face Hub, and check every byte.
 

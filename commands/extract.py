@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @stage_command(RegenerateConfig)
 @click.option(
-    "--dry-run", is_flag=True, help="Print what would be generated, time a few tokens, and stop."
+    "--dry-run",
+    is_flag=True,
+    help="Only print what would be generated and how fast a few tokens are.",
 )
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, or write the questions too.
@@ -136,7 +138,7 @@ def plan(config: ExtractConfig) -> None:
 
 
 @stage_command(AddConfig, arguments=("store",))
-@click.option("--dry-run", is_flag=True, help="Print what would be added and its cost, and stop.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be added, and its cost.")
 def add(config: AddConfig, dry_run: bool) -> None:
     """Add activations to a store; existing ones are kept, byte for byte.
 
@@ -168,17 +170,22 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="lossless, int8 or "
-    "transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
+    help="Codec of the new store: lossless, int8 or "
+    "transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>] "
+    "(see docs/codecs.md).",
 )
 @click.option(
-    "--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store."
+    "--out",
+    "folder",
+    required=True,
+    type=StoreArgument(),
+    help="Folder of the new store, or its URL in a bucket.",
 )
 @click.option(
     "--drafter",
     metavar="RUN",
-    help="Folder of a drafter trained from STORE. The bits of keys and values are spent where "
-    "errors would change its drafts; needs a transform codec.",
+    help="A drafter that was trained from STORE. Keys and values get more bits where errors would "
+    "change its drafts. Only with a transform codec.",
 )
 def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
@@ -215,7 +222,8 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 @click.argument("store", type=StoreArgument())
 @click.option(
     "--model",
-    help="The stores' target; it then continues sequences from the keys and values of both stores.",
+    help="The target of the stores. With it, the command also measures how the target continues "
+    "sequences from the keys and values of both stores.",
 )
 @click.option(
     "--samples",
@@ -223,7 +231,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     default=16,
     show_default=True,
     metavar="N",
-    help="Sequences to compare.",
+    help="Number of sequences to compare.",
 )
 @click.option(
     "--seed",
@@ -231,13 +239,13 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     default=0,
     show_default=True,
     metavar="N",
-    help="Random seed of the choice of sequences.",
+    help="Seed of the random choice of sequences.",
 )
 @click.option(
     "--device",
     default="auto",
     show_default=True,
-    help="Device of the target: auto, cpu, cuda, cuda:1, ...",
+    help="Device that runs the target: auto, cpu, cuda, cuda:1, ...",
 )
 def compare(
     reference: "StorePath",
@@ -278,17 +286,19 @@ def compare(
 @click.argument("store", type=StoreArgument())
 @click.option(
     "--model",
-    help="Extract damaged and missing parts with this target, the one of the store.",
+    help="The target of the store. With it, damaged and missing parts are extracted again.",
 )
 @click.option(
     "--dataset",
-    help="The chats, if they have moved since the store's last extraction.",
+    help="The dataset of chats. Give it if the chats have moved since the last extraction.",
 )
-@click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
+@click.option(
+    "--device", help="Device that runs the target. Default: the device of the last extraction."
+)
 @click.option(
     "--drop",
     is_flag=True,
-    help="Delete the damaged parts instead, and keep the rest of the store.",
+    help="Delete the damaged parts instead of extracting them again. The other parts are kept.",
 )
 def repair(
     store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool
@@ -333,7 +343,7 @@ def repair(
 @click.option(
     "--model",
     required=True,
-    help="The target of the store: a folder, a GGUF file, or a hub id.",
+    help="The target of the store: a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME).",
 )
 @click.option(
     "--samples",
@@ -341,7 +351,7 @@ def repair(
     default=8,
     show_default=True,
     metavar="N",
-    help="Sequences to run again.",
+    help="Number of sequences to run again.",
 )
 @click.option(
     "--seed",
@@ -349,9 +359,14 @@ def repair(
     default=0,
     show_default=True,
     metavar="N",
-    help="Random seed of the choice of sequences.",
+    help="Seed of the random choice of sequences.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device that runs the target: auto, cpu, cuda, cuda:1, ...",
+)
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     "--sequence",
     type=int,
     metavar="I",
-    help="Show sequence I, with the trained response in colour.",
+    help="Show the text of sequence I, counted from 0, with the response in colour.",
 )
 def inspect(store: "StorePath", sequence: int | None) -> None:
     """Show the contents of a store: identities, conventions, activations, sizes, lengths.
@@ -71,7 +71,7 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 @click.option(
     "--checksums-only",
     is_flag=True,
-    help="Compare checksums of all bytes without decoding values; as fast as the disk.",
+    help="Only compare the checksums of all files, without decoding their values. This is faster.",
 )
 def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
