@@ -253,8 +253,8 @@ class TargetSettings(Config):
     """Data type of the weights and computations of target and drafters. Only float32 guarantees
     that the output equals that of plain decoding, token for token."""
     device: Common[str] = "auto"
-    """Device that runs the target: auto, cpu, cuda, cuda:1, ... auto takes a GPU if there is
-    one."""
+    """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
+    there is one."""
 
 
 class SamplingSettings(Config):

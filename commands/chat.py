@@ -85,7 +85,7 @@ class ChatConfig(Config):
     dtype: Dtype = "float32"
     """Data type of the drafter. It does not change the text of the answer."""
     device: str = "cpu"
-    """Device that runs the drafter: cpu, cuda, cuda:1, ..."""
+    """Device that runs the drafter: cpu, cuda, or one GPU such as cuda:1."""
 
 
 @stage_command(ChatConfig)

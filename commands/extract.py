@@ -245,7 +245,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     "--device",
     default="auto",
     show_default=True,
-    help="Device that runs the target: auto, cpu, cuda, cuda:1, ...",
+    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
 )
 def compare(
     reference: "StorePath",
@@ -365,7 +365,7 @@ def repair(
     "--device",
     default="auto",
     show_default=True,
-    help="Device that runs the target: auto, cpu, cuda, cuda:1, ...",
+    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
 )
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.

@@ -101,8 +101,8 @@ class ForwardSettings(Config):
     """Settings of the target's forward."""
 
     device: Common[str] = "auto"
-    """Device that runs the target: auto, cpu, cuda, cuda:1, ... auto takes a GPU if there is
-    one."""
+    """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
+    there is one."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type in which the target computes. auto: a store that exists keeps the type of its first
     run. A new store on an accelerator uses --dtype. A new store on a CPU uses float32, or bfloat16
@@ -319,8 +319,8 @@ class RegenerateConfig(Config):
     dtype: Common[Dtype] = "float32"
     """Data type of the weights and computations of target and drafter."""
     device: Common[str] = "auto"
-    """Device that runs the target: auto, cpu, cuda, cuda:1, ... auto takes a GPU if there is
-    one."""
+    """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
+    there is one."""
     questions: QuestionSettings = Field(default_factory=QuestionSettings)
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     serving: ServerSettings = Field(default_factory=ServerSettings)
