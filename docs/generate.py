@@ -23,8 +23,8 @@ OPTIONS_HEAD = """# Options
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-`moa-data COMMAND --help` shows the settings that most people change, `moa-data COMMAND --help-all` shows
-all of them, as this page does. Every setting has one name, and can be given in four ways. For `learning_rate` these are:
+`moa-data COMMAND --help` shows the settings that most people change, `moa-data COMMAND --help-all` shows all of them,
+as this page does. Every setting has one name, and can be given in four ways. For `learning_rate` these are:
 
 - the flag `--learning-rate 1e-4`;
 - `--set learning_rate=1e-4`, which can be repeated (`none` means no value);
@@ -47,10 +47,11 @@ TrainConfig(store="store", out="runs/eagle", drafter="eagle", eagle_layers=2, le
 ```
 
 Settings belong to groups. In the tables, the group is the part of the name before the dot. YAML files and Python also
-accept a group as a whole: `optimizer: {learning_rate: 1e-4}`. The file `run.yaml` in the folder of a run has this form.
+accept a group as a whole: `optimizer: {learning_rate: 1e-4}`. The file `run.yaml` in the folder of a run has this
+form.
 
-[`train`](options-train.md) and [the commands that decode](options-decode.md) have pages of their own. All other commands
-that are not on this page show all of their options with `--help`.
+[`train`](options-train.md) and [the commands that decode](options-decode.md) have pages of their own. All other
+commands that are not on this page show all of their options with `--help`.
 """
 
 
@@ -153,45 +154,45 @@ SUPPORTED = """# What works with what
 
 ## Targets
 
-Targets are causal language models that transformers can load. Of models that also see or hear, the text model is used,
-if transformers has it as a model of its own (Qwen's VL models do not).
+Targets are causal language models that transformers can load. Of models that also see or hear, the text model is
+used, if transformers has it as a model of its own (Qwen's VL models do not).
 
 Every target is checked. When it is loaded, our logits for a few tokens are compared with the model's own. Before
-decoding, calls over cached tokens are compared with one call over all tokens; for families of Llama's kind this second
-check is not needed.
+decoding, calls over cached tokens are compared with one call over all tokens; for families of Llama's kind this
+second check is not needed.
 
 Hidden states can be stored if the logits are the last hidden states times a matrix, with a scale or bound that this
-package knows. Other families are refused with a message. Examples are Phi 1 and 2, GPT-J and BERT, whose LM head has a
-bias, and OPT-350m, which projects its states to a narrower LM head.
+package knows. Other families are refused with a message. Examples are Phi 1 and 2, GPT-J and BERT, whose LM head has
+a bias, and OPT-350m, which projects its states to a narrower LM head.
 
 For families that are not in the table, stores contain hidden states only. They can be decoded if the check before
 decoding passes. If it fails, as with many families whose layers carry a recurrent state (Mamba, LFM 2), `generate`
 refuses with a message, but stores of hidden states, and training from them, still work.
 
-`--model` takes a folder in Hugging Face layout, a Hub id, or [a GGUF file](real-model.md#gguf-files) of an architecture
-whose GGUF files transformers reads.
+`--model` takes a folder in Hugging Face layout, a Hub id, or [a GGUF file](real-model.md#gguf-files) of an
+architecture whose GGUF files transformers reads.
 
 The tests run every cell of this table. If a cell has a letter, the drafter can be trained from stores of this family.
 The letters say what works besides training:
 
 - **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and batches as well.
   Trees need attention layers, because layers with a recurrent state cannot branch.
-- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets with latent attention it
-  does not use drafters that read keys and values. When it starts, it compares a call of the engine with a call of the
-  model, and refuses the target if they differ.
-- **E**: the drafter can be exported in all of its formats ([below](#drafters)). **e**: only in some of them. The drafter
-  `moa` can then be exported in the format `moa` only. Gemma scales its embeddings after the lookup, so drafters for it
-  can be exported only in the formats that contain embeddings (`speculators-eagle3`, `dspark`, `eagle`, `llama`). Some formats have further conditions. In `eagle`, `eagle3`, `moa`
-  and `moa-vllm`, the number of heads times the head dim must be the width. `eagle` and `moa` do not support scaled RoPE.
-  `moa` and `moa-vllm` need a drafter with the sizes of `--preset paper`. Which targets an engine can draft for depends
-  on the engine.
+- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets with latent attention
+  it does not use drafters that read keys and values. When it starts, it compares a call of the engine with a call of
+  the model, and refuses the target if they differ.
+- **E**: the drafter can be exported in all of its formats ([below](#drafters)). **e**: only in some of them. The
+  drafter `moa` can then be exported in the format `moa` only. Gemma scales its embeddings after the lookup, so
+  drafters for it can be exported only in the formats that contain embeddings (`speculators-eagle3`, `dspark`,
+  `eagle`, `llama`). Some formats have further conditions. In `eagle`, `eagle3`, `moa` and `moa-vllm`, the number of
+  heads times the head dim must be the width. `eagle` and `moa` do not support scaled RoPE. `moa` and `moa-vllm` need
+  a drafter with the sizes of `--preset paper`. Which targets an engine can draft for depends on the engine.
 - **no**: the drafter cannot be trained for this family. Target layer inference works only for families of Llama's
   kind. Block drafters with context `kv` need keys that have the same shape in all layers and are rotated as in Llama.
 
 *By groups* in the column of keys and values means that the layers do not all cache keys and values of one shape: some
-cache another shape, or latents, or nothing. Stores contain them
-[by groups of layers](format.md#keys-and-values-by-groups-of-layers), with the codec `lossless` or `int8`. They cannot be
-extracted with `--source vllm`, and calls of these targets are not captured as CUDA graphs.
+cache another shape, or latents, or nothing. Stores contain them [by groups of
+layers](format.md#keys-and-values-by-groups-of-layers), with the codec `lossless` or `int8`. They cannot be extracted
+with `--source vllm`, and calls of these targets are not captured as CUDA graphs.
 
 {families}
 
@@ -206,8 +207,8 @@ The formats are those of `export-drafter`. Every option `--drafter` accepts a ru
 
 ## Stores
 
-`export` and `import` exchange hidden states with {formats}
-([the fields that are exchanged](interop.md#export-and-import)).
+`export` and `import` exchange hidden states with {formats} ([the fields that are
+exchanged](interop.md#export-and-import)).
 """
 
 

@@ -71,8 +71,8 @@ WORDS: dict[str, Any] = {
     "caveats": [
         "The table compares numbers of rounds, not seconds. The drafters are weak, because they were trained on 1,200 "
         "chats in 60 to 200 steps.",
-        "With an independent drafter, transformers already drafts the first token of an answer. The other programs take "
-        "this token from the target's call over the prompt.",
+        "With an independent drafter, transformers already drafts the first token of an answer. The other programs "
+        "take this token from the target's call over the prompt.",
     ],
     "commands": {
         "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE --max-sequences 1200 "

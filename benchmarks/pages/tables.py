@@ -57,8 +57,8 @@ This command adds your drafter, which can have any format [that can be loaded](i
 python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "..." --target gsm8k
 ```
 
-The command adds nothing if an answer differs from that of plain decoding. Numbers in brackets are 95 % intervals, from a
-bootstrap over prompts.
+The command adds nothing if an answer differs from that of plain decoding. Numbers in brackets are 95 % intervals,
+from a bootstrap over prompts.
 """
 
 TOPICS = {
