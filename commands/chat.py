@@ -120,10 +120,10 @@ def chat(
     """Chat with a target on a server, drafting on this machine.
 
     The server runs the target (`moa-data serve`), this machine only a drafter. Green text was
-    drafted here and verified by the server; plain text comes from the server. If the network fails,
-    the drafter continues alone in dim text. When the network is back, the server verifies this text
-    in one call, wrong tokens are removed, and the answer continues. The final answer is exactly the
-    target's own. In a pipe only verified text is written.
+    drafted on this machine and verified by the server. Plain text comes from the server. If the
+    network fails, the drafter continues alone in dim text. When the network is back, the server
+    verifies this text in one call, wrong tokens are removed, and the answer continues. The final
+    answer is exactly the target's own. If the output is a pipe, only verified text is written.
 
     \b
     Examples:

@@ -52,11 +52,13 @@ class GenerateConfig(DecodingConfig):
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; accepted drafts are green.
 
-    Prints the acceptance length (tokens committed per target call, bonus token included), target
-    calls and tokens/s; with --compare, also those of plain decoding of the same prompts. With
-    temperature 0 both give the same tokens. With a higher temperature both sample from the same
-    distribution, and equal seeds give equal answers if --tree is a shape (the choice of auto
-    depends on the machine's timing).
+    Prints the answer, the acceptance length, the number of target calls, and tokens/s. The
+    acceptance length is the number of tokens committed per target call, bonus token included.
+    --compare also decodes the same prompts without drafts and prints the same figures.
+
+    With temperature 0, the tokens are those of plain decoding. With a higher temperature, tokens
+    have the same distribution as in plain decoding. Equal seeds then give equal answers only if
+    --tree is a fixed shape, because auto depends on the timing of the machine.
 
     \b
     Examples:
@@ -152,13 +154,14 @@ def _read_prompt(text: str) -> str:
 def evaluate(config: EvalConfig) -> None:
     """Measure drafters: acceptance length, target calls and tokens/s, compared with plain decoding.
 
-    All methods decode the same prompts in alternation. The prompts are chats (jsonl; the last
-    assistant turn is left out) or Spec-Bench questions (multi-turn). The acceptance length is the
-    number of tokens committed per target call, bonus token included. The report also has the cost
-    of each drafter's training, and a warning if drafters were trained differently.
+    All methods decode the same prompts in alternation. The prompts are chats (jsonl), whose last
+    assistant message is left out, or Spec-Bench questions, which have several turns. The acceptance
+    length is the number of tokens committed per target call, bonus token included. The report also
+    shows the cost of training each drafter, and warns if the drafters were trained differently.
 
-    With --disconnect N, each drafter also continues answers of the target at some positions for N
-    tokens without the target. The report then has a section on how far they agree with the target.
+    With --disconnect N, the target's answers are also cut at some positions, and each drafter
+    writes N tokens after each cut without the target. The report then shows how long these tokens
+    agree with the target's own.
 
     \b
     Examples:
@@ -228,11 +231,11 @@ def conform(
 ) -> None:
     """Check whether another engine drafts like this package, and find the difference.
 
-    Both decode the same prompts greedily, and the drafts of every round are compared. If they
-    differ, known mistakes are put into our own code one by one (layer numbers off by one, missing
-    norms, positions, mask token, attention, draft vocabulary, dtype, ...). The mistake that
-    reproduces all rounds of the other engine is named. A run of `train` is exported for the engine
-    first; a folder of another program is used as it is.
+    Both engines decode the same prompts greedily, and the drafts of every round are compared. If
+    drafts differ, the command looks for the cause: it puts known mistakes into its own code, one at
+    a time, and names the mistake that reproduces all rounds of the other engine. Such mistakes are
+    layer numbers off by one, missing norms, or wrong positions. If DRAFTER is a run of `train`, it
+    is first exported for the engine. A folder of another program is used unchanged.
 
     Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
     used.

@@ -14,12 +14,12 @@ from .options import stage_command
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
-    `export-drafter` writes drafters. The index has the ids, lengths, tokens, masks and texts of all
-    sequences and the locations of their activations, so that DuckDB, Polars or `datasets` can
-    select from it.
-
     Layer numbers and norms are converted. Existing files are kept. If the store lacks a field that
     the layout needs, the error names the `moa-data add` command that adds it.
+
+    The index (--format index) has the ids, lengths, tokens, masks and texts of all sequences, and
+    the locations of their activations. DuckDB, Polars or `datasets` can select sequences with it.
+    To export a drafter, use `moa-data export-drafter`.
 
     \b
     Examples:
@@ -35,10 +35,10 @@ def export_command(config: ExportConfig) -> None:
 def export_drafter_command(config: DrafterExportConfig) -> None:
     """Write a trained drafter for vLLM, SGLang, transformers, speculators or the authors' code.
 
-    There are formats for the code of the EAGLE and MoA authors. A drafter that the other program
-    would run differently is refused; for `moa` drafters, this means all that were not trained with
-    --preset paper. The folder is loaded again and compared before it gets its final name. --drafter
-    of `eval` and `generate` accepts it, too.
+    The authors' code means the code of the EAGLE and MoA authors. A drafter is refused if the other
+    program would run it differently. For example, a `moa` drafter must have been trained with
+    --preset paper. The exported folder is loaded again and compared with the drafter before it gets
+    its final name. `eval` and `generate` accept the folder as --drafter.
 
     \b
     Examples:
@@ -54,7 +54,8 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
 def import_command(config: ImportConfig) -> None:
     """Create a store from files of speculators, SpecForge or EAGLE.
 
-    The target gives the store its norm, embeddings and LM head; its layers are not run.
+    The final norm, embeddings and LM head of the store are copied from the target. The target's
+    layers are not run.
 
     \b
     Example:

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, or write the questions too.
 
-    Drafters learn best from the target's own words; the chats are the input of `extract`. Each turn
-    is asked with the target's own answers in its history. A chat is kept up to its last answer;
-    unusable rows are counted by reason. The answers are those of plain decoding, whatever --drafter
-    proposes. With --self-prompted no dataset is needed: the target writes the questions too.
+    Drafters learn best from text that the target wrote. `extract` can read the chats that this
+    command writes. In chats with several turns, each question follows the target's own earlier
+    answers. Rows that cannot be used are counted by reason. --drafter makes the command faster and
+    does not change the answers. With --self-prompted no dataset is needed, because the target
+    writes the questions too.
 
     Answered chats are appended to FILE in batches. Run the same command again after an
-    interruption; the result has the same bytes as an uninterrupted run. NAME.regeneration.json next
-    to NAME.jsonl records who answered, and how.
+    interruption; the result has the same bytes as an uninterrupted run. The file
+    NAME.regeneration.json next to NAME.jsonl records the target and all settings.
 
     \b
     Examples:
@@ -70,9 +71,10 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 
     `moa-data plan` with the same options estimates the cost.
 
-    Run the same command again to continue after an interruption: committed parts are kept. If
-    anything that determines the data has changed since then, the command refuses and names the
-    change. To add --activations or --target-layers to an existing store, use `moa-data add`.
+    Run the same command again to continue after an interruption: committed parts are kept. If the
+    target, the dataset or a setting that affects the data has changed since then, the command
+    refuses to continue and names the change. To add --activations or --target-layers to an existing
+    store, use `moa-data add`.
 
     With --workers N the command starts itself N times, with one device each. The same command may
     also run several times at once, also on machines that share the disk: a free worker takes the
@@ -103,10 +105,11 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 def plan(config: ExtractConfig) -> None:
     """Estimate the cost of an extraction, and recommend a drafter and activations.
 
-    Takes the options of `extract`. Reads the dataset, the tokenizer and the target's config.json,
-    and times three batches on this machine: forwards with random weights of the target's sizes, and
-    encoding and writing to the disk of --out. Bytes, memory and time are ranges. No files are left.
-    Fails if the target does not fit into memory, or the store onto the disk.
+    The options are those of `extract`. The command reads the dataset, the tokenizer and the
+    target's config.json, but not its weights. It times three batches on this machine, with random
+    weights of the target's sizes, including encoding and writing to the disk of --out. Then it
+    prints bytes, memory and time as ranges. No files are left. It fails if the target does not fit
+    into memory, or if the store does not fit on the disk.
 
     \b
     Example:
@@ -190,11 +193,13 @@ def add(config: AddConfig, dry_run: bool) -> None:
 def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
-    The result is that of `extract --codec`, with a transform codec up to rounding. Run the same
-    command again to continue after an interruption. With --drafter, errors of keys and values are
-    weighted by how much they change that drafter's next-token distributions. The store then suits
-    drafters that read the same layers in the same way; others may lose more than with evenly spent
-    bits. The report ends with the output of `moa-data compare` for the two stores.
+    The new store is the one that `extract --codec` would have written; with a transform codec it
+    can differ by rounding. Run the same command again to continue after an interruption. The report
+    ends with the output of `moa-data compare` for the two stores.
+
+    With --drafter, keys and values get more bits where errors would change the next-token
+    distributions of that drafter. The new store then suits drafters that read the same layers in
+    the same way. Other drafters may lose more accuracy than without --drafter.
 
     \b
     Examples:
@@ -257,11 +262,13 @@ def compare(
 ) -> None:
     """Measure the loss of a codec: compare a store with the lossless one of the same chats.
 
-    Prints bytes per token; relative errors of keys and values by layer, of hidden states, and of
-    the logits computed from the last one; and the KL of the target's next-token distributions. With
-    --model the target also continues the second half of each sequence from the stored keys and
-    values of the first half, and the KL of its distributions is printed. The sequences are drawn at
-    random from those in both stores.
+    Prints the bytes per token of both stores, the relative errors of keys, values, hidden states
+    and logits, and the KL divergence (Kullback-Leibler) between the next-token distributions that
+    the stored hidden states give. The sequences are chosen at random from those that are in both
+    stores.
+
+    With --model, the target also runs the second half of each sequence on the stored keys and
+    values of the first half. The KL divergence of the resulting distributions is printed as well.
 
     \b
     Examples:
@@ -305,11 +312,11 @@ def repair(
 ) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
-    Every byte is checked first. With --model or --drop the damaged parts are then deleted, and with
-    --model extracted again together with the missing ones. Run the same command again, or
-    `extract`, to continue after an interruption. If a file could not be checked (too many open
-    files, no right to read it), nothing is deleted and the exit code is 2. Without --model and
-    --drop the command is `moa-data verify`.
+    Every byte is checked first. With --model, damaged parts are deleted, and then extracted again
+    together with missing parts. With --drop, damaged parts are deleted only. Without either option,
+    the command only checks the store, as `moa-data verify` does. Run the same command again, or
+    `extract`, to continue after an interruption. If a file cannot be checked, for example because
+    it may not be read, nothing is deleted and the exit code is 2.
 
     \b
     Examples:
@@ -370,8 +377,8 @@ def repair(
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.
 
-    Compares tokens, masks, keys and values, hidden states and the target's logits. Exit code 1 if
-    anything is out of tolerance.
+    Tokens, masks, keys and values, hidden states and the target's logits are compared. The exit
+    code is 1 if a difference exceeds the tolerance.
 
     \b
     Example:

@@ -76,9 +76,9 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
-    Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could
-    not be checked, which does not mean damage. Exit code 3 if nothing is damaged, but parts are
-    missing.
+    The exit code is 0 if the store is complete and undamaged, 1 if parts are damaged, 2 if files
+    could not be checked (they may be undamaged), and 3 if no part is damaged, but parts are
+    missing. Damaged files are listed with their parts.
 
     \b
     Examples:
