@@ -64,8 +64,8 @@ class ChatConfig(Config):
     records."""
     mode: Common[Literal["server", "client"]] = "server"
     """Which machine drafts while the server can be reached. server: the server drafts and streams
-    text. client: this machine drafts, which pays if drafts are expensive for the server and the
-    network is fast. Without a network, this machine drafts in both modes."""
+    text. client: this machine drafts, which is faster only if drafts are expensive for the server
+    and the network is fast. Without a network, this machine drafts in both modes."""
     max_new_tokens: Common[Count] = 512
     """Maximum length of an answer in tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"

@@ -31,8 +31,8 @@ class GenerateConfig(DecodingConfig):
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "auto"
     """How many tokens are drafted per target call. 5: a chain of five. 10@0.2 or 7c0.3: a chain
-    that ends early when it becomes unlikely. 6x8x62: a tree. auto: 10@0.2, and no drafts while
-    drafting does not pay (docs/decoding.md)."""
+    that ends when its acceptance becomes unlikely. 6x8x62: a tree. auto: 10@0.2, and no drafts
+    while drafting would make decoding slower (docs/decoding.md)."""
     compare: Common[bool] = False
     """Also decode without drafts, and compare the tokens and the speed."""
 

@@ -21,8 +21,8 @@ class DecodingConfig(TargetSettings):
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "6x8x62"
     """Shape of the drafts of method tree: levels x breadth x maximum number of verified nodes.
-    LENGTH@PROBABILITY gives a chain that ends early when it becomes unlikely. The default is the
-    tree of EAGLE-2; its authors count one more level, the root."""
+    LENGTH@PROBABILITY gives a chain that ends when its acceptance becomes unlikely. The default is
+    the tree of EAGLE-2; its authors count one more level, the root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
     """Use CUDA graphs on a GPU: all kernels of a target call, or of a greedy chain of drafts, are
@@ -67,15 +67,15 @@ class EvalConfig(DecodingConfig):
 
     prompts: Common[str]
     """File of prompts with one JSON object per line: chats, whose last assistant message is left
-    out, or Spec-Bench questions."""
+    out, or questions of the benchmark Spec-Bench."""
     drafter: Common[tuple[str, ...]] = ()
     """The drafters to measure, separated by commas. Each is a run of `moa-data train`, or a folder
     with a drafter, which may come from the EAGLE or MoA authors."""
     method: Common[tuple[Method, ...]] = ("plain", "chain", "auto")
     """Decoding methods to compare, separated by commas. plain: without drafts; it is the baseline
     and must come first. chain and tree: draft with each drafter. auto: chains that end early, and
-    plain decoding while drafts do not pay. prompt-lookup: drafts copied from the text, without a
-    drafter."""
+    plain decoding while drafts would make decoding slower. prompt-lookup: drafts copied from the
+    text, without a drafter."""
     out: Common[str] = "report.json"
     """File of the report (JSON). The same report as Markdown, and its figures, are written next to
     it."""

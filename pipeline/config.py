@@ -192,8 +192,9 @@ class ExtractConfig(Config):
     hidden states after the final norm. hidden:layer:K: output of decoder layer K, counted from
     0."""
     target_layers: Common[Natural] = 0
-    """Number of the target's last decoder layers whose weights are kept in the store, for Target
-    Layer Inference. The hidden states that enter these layers are stored too."""
+    """Number of the target's last decoder layers whose weights are kept in the store. Drafters with
+    Target Layer Inference run their drafts through these layers. The hidden states that enter the
+    layers are stored too."""
     data: DataSettings = Field(default_factory=DataSettings)
     storage: StorageSettings = Field(default_factory=StorageSettings)
     forward: ForwardSettings = Field(default_factory=ForwardSettings)
@@ -233,8 +234,9 @@ class AddConfig(Config):
     from 0. hidden:last: hidden states after the final norm. kv: keys and values of all layers.
     Existing fields are kept."""
     target_layers: Natural = 0
-    """Number of the target's last decoder layers whose weights are added to the store, for Target
-    Layer Inference. The hidden states that enter these layers are added too."""
+    """Number of the target's last decoder layers whose weights are added to the store. Drafters
+    with Target Layer Inference run their drafts through these layers. The hidden states that enter
+    the layers are added too."""
     device: str = "auto"
     """Device that runs the target. It must be of the same kind (CPU or GPU) as in the extraction;
     auto chooses this kind."""
@@ -295,8 +297,8 @@ class RegenerateConfig(Config):
     """URL of a server with OpenAI's API that answers instead of a local target, for example
     http://HOST:8000/v1. The API key is read from the environment variable OPENAI_API_KEY."""
     dataset: Common[str | None] = None
-    """The chats or Spec-Bench questions to answer: a Hugging Face Hub id, a jsonl, json, parquet or
-    arrow file, or a folder of such files."""
+    """The chats, or questions of the benchmark Spec-Bench, to answer: a Hugging Face Hub id, a
+    jsonl, json, parquet or arrow file, or a folder of such files."""
     self_prompted: Common[Count | None] = None
     """Use no dataset: the target writes this many chats, questions included. It writes a question
     where the chat template has the user's text."""
@@ -312,8 +314,8 @@ class RegenerateConfig(Config):
     ends."""
     tree: str | None = None
     """How many tokens are drafted per target call. 5: a chain of five. LENGTH@PROBABILITY, such as
-    10@0.2: a chain that ends early when it becomes unlikely. DEPTHxBREADTHxNODES: a tree. Default:
-    10@0.2, or 5 with a temperature above 0."""
+    10@0.2: a chain that ends when its acceptance becomes unlikely. DEPTHxBREADTHxNODES: a tree.
+    Default: 10@0.2, or 5 with a temperature above 0."""
     batch_size: Common[Count | None] = None
     """Number of chats that are answered at the same time. Default: 8, or 32 with --server."""
     dtype: Common[Dtype] = "float32"

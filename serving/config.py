@@ -32,11 +32,11 @@ class EngineOptions(Config):
     """Maximum number of prompt tokens that one target call processes, for all sequences together. A
     higher value reads prompts faster; a lower value delays running answers less."""
     max_drafts: Count = 64
-    """Maximum number of drafts of a client that one target call verifies."""
+    """Maximum number of drafts that one target call verifies for a client."""
     tree: str = "auto"
     """Shape of the drafts that the server makes itself. 5: a chain of five. LENGTH@PROBABILITY,
-    such as 10@0.2: a chain that ends early when it becomes unlikely. DEPTHxBREADTHxNODES: a tree.
-    auto: 10@0.2, and no drafts while drafting does not pay."""
+    such as 10@0.2: a chain that ends when its acceptance becomes unlikely. DEPTHxBREADTHxNODES: a
+    tree. auto: 10@0.2, and no drafts while drafting would make decoding slower."""
     target_ms: NonNegative = 0.0
     """Minimum duration of a target call in milliseconds. Use it to simulate a slower target; 0 adds
     no delay."""
@@ -70,8 +70,8 @@ class LimitOptions(Config):
     max_new_tokens: Count = 4096
     """Maximum length of an answer in tokens."""
     requests_per_s: NonNegative = 0.0
-    """Maximum number of requests per second of one client. A client is a bearer token, or an IP
-    address if the server has no tokens. 0 sets no limit."""
+    """Maximum number of requests per second of one client. A client is identified by its bearer
+    token, or by its IP address if the server has no tokens. 0 sets no limit."""
     requests_at_once: Count = 32
     """Maximum number of requests that a client can send at once after a pause, although
     requests_per_s is lower."""
@@ -97,8 +97,8 @@ class DraftingOptions(Config):
     """Maximum number of sessions of all clients together. A session is an answer that a client
     drafts; it also counts while the client is disconnected."""
     max_sessions_each: Count = 64
-    """Maximum number of sessions of one client. A client is a bearer token, or an IP address if the
-    server has no tokens."""
+    """Maximum number of sessions of one client. A client is identified by its bearer token, or by
+    its IP address if the server has no tokens."""
     messages_per_s: Positive = 200.0
     """Maximum number of messages per second of one session. The server reads further messages
     later."""

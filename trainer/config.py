@@ -68,8 +68,9 @@ class DrafterSettings(Config):
     draft_vocabulary: Count | Literal["all"] | None = None
     """Number of different tokens that the drafter can propose: the most frequent tokens of the
     store's responses, or all. A smaller number makes drafts cheaper, because fewer rows of the LM
-    head (the output layer) are read; training stays the same. Default: the number that commits the
-    most tokens per weight read, or all if the vocabulary has fewer than 16,384 tokens."""
+    head (the output layer) are read; training stays the same. Default: the number that is expected
+    to commit the most tokens per weight read, or all if the vocabulary has fewer than 16,384
+    tokens."""
 
 
 class FeatureLossSettings(DrafterSettings):
@@ -84,9 +85,10 @@ class PositionSettings(Config):
     """Weights of the drafts of a round or block in the loss."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
-    """How the loss weighs the drafts of a round or block by their position. decay: as published
-    (blocks: by position_decay; EAGLE-3: 0.8 per step; Mixture of Attentions: equally). d-pace: each
-    draft by its contribution to the current expected acceptance length."""
+    """How the loss weighs the drafts of a round or block by their position. decay: the published
+    weights. Blocks use position_decay, EAGLE-3 uses 0.8 per step, and Mixture of Attentions weighs
+    all drafts equally. d-pace: each draft is weighed by its contribution to the current expected
+    acceptance length."""
     d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Only with position_weights d-pace: the smoothing s, from 0 to 1. The probability q of a draft
     is replaced by (1 - s) q + s. A lower s gives later drafts less weight while earlier drafts are
@@ -98,7 +100,7 @@ class LayerSettings(Config):
 
     self_attention_kv_heads: Count | None = None
     """Number of key and value heads in the drafter's self-attention. Default: as many as the target
-    has. With context kv, no other number works."""
+    has. dspark and dflash with context kv require this number."""
     self_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) after the drafter's self-attention. Default: the
     target's MLP width."""
@@ -108,8 +110,9 @@ class RoundSettings(Config):
     """The draft rounds of training: which positions are drafted, and what each of them sees."""
 
     step_bound: bool = True
-    """Train with draft rounds of limited length, as in decoding. If false, each response is one
-    long round, in which the drafter sees no activations of the target for the response."""
+    """Train with draft rounds of limited length, as in decoding. A draft round is the sequence of
+    drafts between two target calls. If false, each response is one long round, in which the drafter
+    sees no activations of the target for the response."""
     step_bound_min: Annotated[int, Field(ge=2)] = 5
     """Minimum length of a draft round in training, in tokens. The length is drawn at random for
     each sequence, between this minimum and step_bound_max."""
@@ -143,9 +146,10 @@ class MemorySettings(Config):
     """Settings of the encoded KV, for drafters that have one."""
 
     layer_groups: Count = 2
-    """Number of groups into which the target's layers are divided for the encoded KV. The keys and
-    values are averaged within each group of consecutive layers, and the averages are concatenated.
-    The paper, the MoA authors' code and vLLM use 1 (docs/decisions/0006)."""
+    """Number of groups into which the target's layers are divided for the encoded KV (the vectors
+    that the drafter attends to, computed from the target's keys and values). The keys and values
+    are averaged within each group of consecutive layers, and the averages are concatenated. The
+    paper, the MoA authors' code and vLLM use 1 (docs/decisions/0006)."""
     layer_stride: Count = 1
     """Encode the keys and values of every n-th layer only, counted down from the last one. 1 uses
     all layers, as in the paper. 2 halves the bytes read from the store and the cost of layer
@@ -387,11 +391,12 @@ class ScheduleSettings(Config):
     tenth of the run, at most 50."""
     peak_multiplier: Positive | None = None
     """Ratio of the peak learning rate to the final learning rate. 1 keeps the rate constant after
-    the warm-up. Default: 10, or 20 as in the paper for long runs of large targets."""
+    the warm-up. Default: 10. For a target of width 2,048 or more and at least 20 million training
+    tokens: 20, as in the paper."""
     decay_steps: Annotated[int, Field(ge=-1)] | None = None
     """Step at which the learning rate has fallen linearly to its final value. -1 means the end of
-    the run, which is the default. Default for long runs of large targets: the end of the first
-    epoch, as in the paper."""
+    the run, which is the default. For a target of width 2,048 or more and at least 20 million
+    training tokens, the default is the end of the first epoch, as in the paper."""
     stop_after_steps: Count | None = None
     """Stop after this step and save everything, so that --resume can continue. The learning rate
     schedule still covers the whole run."""
@@ -417,11 +422,11 @@ class OptimizerSettings(Config):
 
     kind: Literal["auto", "adamw", "muon"] = "auto"
     """The optimizer. muon: Muon for matrices and AdamW for all other weights; needs fewer steps.
-    adamw: AdamW for all weights, as in the paper. auto: adamw for long runs of large targets,
-    otherwise muon."""
+    adamw: AdamW for all weights, as in the paper. auto: adamw for a target of width 2,048 or more
+    and at least 20 million training tokens, otherwise muon."""
     learning_rate: Common[Positive | None] = None
-    """Final learning rate, at the end of the schedule. Default: 1e-4, or 3e-5 as in the paper for
-    long runs of large targets."""
+    """Final learning rate, at the end of the schedule. Default: 1e-4. For a target of width 2,048
+    or more and at least 20 million training tokens: 3e-5, as in the paper."""
     matrix_learning_rate: Positive | None = None
     """Final learning rate of Muon, which trains the matrices. It rises and falls like
     --learning-rate. Default: 2e-3."""
@@ -652,7 +657,8 @@ class DrafterExportConfig(Config):
     model: str | None = None
     """The drafter's target: a folder, a GGUF file, a Hub id or a store. Some formats include parts
     of it: moa and moa-eagle its config.json, eagle and speculators-eagle3 its embeddings, dspark
-    its embeddings and LM head (output layer). The speculators formats also record its folder or Hub
-    id, and require this option. Default: the store that the run was trained from."""
+    its embeddings and LM head (output layer). The speculators formats record its folder or Hub id,
+    so they require this option. Default for other formats: the store that the run was trained
+    from."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the written weights. Inference engines convert them to their own data type."""

@@ -64,8 +64,8 @@ class ImportConfig(Config):
     """Decoder layers whose outputs the files contain in addition to the last layer's, counted from
     0 and separated by commas. Default: the three layers that the other project uses."""
     target_layers: Natural = 0
-    """Number of the target's last decoder layers whose weights are kept in the store, for Target
-    Layer Inference."""
+    """Number of the target's last decoder layers whose weights are kept in the store. Drafters with
+    Target Layer Inference run their drafts through these layers."""
     part_tokens: Count = 65_536
     """Number of tokens in a part. A store is written part by part, so an interruption loses at most
     the part that is being written."""
