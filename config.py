@@ -242,32 +242,37 @@ class TargetSettings(Config):
     """Which target is loaded for decoding, and how."""
 
     model: Common[str]
-    """The target: a folder, a GGUF file, or a hub id."""
+    """The target, which is the large language model: a folder, a GGUF file, or a Hugging Face Hub
+    id (OWNER/NAME)."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model; default: main."""
+    """Branch, tag or commit of a model on the Hugging Face Hub. Default: main."""
     template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template as NAME=VALUE, such as enable_thinking=false; default: those
-    of the store that the drafters were trained from."""
+    """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
+    Default: the arguments recorded by the store that the drafters were trained from."""
     dtype: Common[Dtype] = "float32"
-    """Dtype of target and drafters; only float32 guarantees the same tokens as plain decoding."""
+    """Data type of the weights and computations of target and drafters. Only float32 guarantees
+    that the output equals that of plain decoding, token for token."""
     device: Common[str] = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
+    """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
+    there is one."""
 
 
 class SamplingSettings(Config):
     """Settings of sampling."""
 
     temperature: Common[NonNegative] = 0.0
-    """0 decodes greedily. Above 0, tokens are sampled, and drafting does not change the target's
-    distribution."""
+    """Sampling temperature. 0 is greedy decoding: always the most likely token. Above 0, tokens are
+    sampled from the target's distribution; a drafter does not change this distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens up to this cumulative probability."""
+    """Sample only from the most likely tokens, as many as are needed for their probabilities to add
+    up to this value. 1 allows all tokens."""
     top_k: Natural = 0
-    """Sample from this many of the most likely tokens; 0 for all."""
+    """Sample only from this number of most likely tokens. 0 allows all tokens."""
     repetition_penalty: Positive = 1.0
-    """Divide the logits of tokens that have already occurred by this."""
+    """Makes tokens that have already occurred less likely: their logits are divided by this value
+    (multiplied if negative). 1 turns this off."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Random seed; prompt i uses seed + i."""
+    """Seed of the random numbers. The prompt at index i, from 0, uses seed + i."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``moa.decoding.sampling.SamplingConfig``: all but the seed."""

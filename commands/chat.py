@@ -49,65 +49,67 @@ class ChatConfig(Config):
     """Settings of `moa-data chat`."""
 
     server: Common[str]
-    """HOST:PORT of the server's gRPC port; https://HOST:PORT for TLS with the system's
-    certificates."""
+    """Address of the server's gRPC port: HOST:PORT, or https://HOST:PORT for TLS, which is checked
+    with the certificates of this system."""
     token_file: Common[str | None] = None
-    """File with the server's bearer token in its first line."""
+    """File whose first line is the bearer token for the server. Default: no token."""
     ca: str | None = None
-    """File of a private certificate authority (PEM), for TLS."""
+    """File with the certificate of a private certificate authority (PEM), to check the server's TLS
+    certificate."""
     drafter: Common[str]
-    """A run of `moa-data train`, or a folder with a drafter: moa, eagle, dspark, dflash or
-    independent."""
+    """The drafter: a run of `moa-data train`, or a folder with a drafter. Its kind must be moa,
+    eagle, dspark, dflash or independent."""
     bundle: Common[str | None] = None
-    """The store that the drafter was trained from, or its folder target/. It has the tokenizer and
-    the weights of the target that the drafter needs. Default: the store recorded by the run."""
+    """The store that the drafter was trained from, or its folder target/. It contains the target's
+    tokenizer and the weights of the target that the drafter needs. Default: the store that the run
+    records."""
     mode: Common[Literal["server", "client"]] = "server"
-    """Where tokens are drafted. server: the server drafts and streams text. client: this machine
-    drafts before the server answers, which pays if the server's own drafts are expensive and the
-    network is fast. Offline, this machine drafts in both modes."""
+    """Which machine drafts while the server can be reached. server: the server drafts and streams
+    text. client: this machine drafts, which is faster only if drafts are expensive for the server
+    and the network is fast. Without a network, this machine drafts in both modes."""
     max_new_tokens: Common[Count] = 512
-    """Stop an answer after this many tokens."""
+    """Maximum length of an answer in tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"
-    """Encoding of the activations that the server sends to the drafter. Fewer bits mean less
-    traffic and, with int4, slightly worse drafts. The text is the same."""
+    """Data type in which the server sends activations to the drafter. Fewer bits mean less network
+    traffic; with int4, drafts are slightly worse. The text of the answer stays the same."""
     max_offline: Natural = 64
-    """Without a network, continue for at most this many tokens."""
+    """Maximum number of tokens that the drafter writes alone while there is no network."""
     offline_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Without a network, stop when the estimated probability that all unverified tokens are right
-    falls below this."""
+    """Without a network, the drafter stops when the estimated probability that all its tokens are
+    right falls below this value."""
     connect_s: Positive = 10.0
-    """Seconds to wait for the server's first response."""
+    """Time in seconds to wait for the first response of the server."""
     template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template as NAME=VALUE, such as enable_thinking=false; default: those
-    of the store that the drafter was trained from."""
+    """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
+    Default: the arguments recorded by the store that the drafter was trained from."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     dtype: Dtype = "float32"
-    """Dtype of the drafter; it does not change the text."""
+    """Data type of the drafter. It does not change the text of the answer."""
     device: str = "cpu"
-    """Device of the drafter: cpu, cuda, cuda:1, ..."""
+    """Device that runs the drafter: cpu, cuda, or one GPU such as cuda:1."""
 
 
 @stage_command(ChatConfig)
 @click.option(
     "--prompt", metavar="TEXT",
-    help="Answer this prompt and exit. By default, prompts are asked for, or read from standard "
-    "input, one per line.",
+    help="Answer this prompt and exit. Without it, the command asks for prompts, or reads one prompt "
+    "per line from standard input.",
 )  # fmt: skip
 @click.option(
     "--session", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Save the conversation to this file, so that --resume can continue it.",
+    help="Save the conversation to this file. --resume FILE continues it.",
 )  # fmt: skip
 @click.option(
     "--resume", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help=(
-        "Continue the conversation of a file written by --session, starting with an unfinished "
-        "answer."
+        "Continue the conversation in a file written by --session. An unfinished answer is "
+        "completed first."
     ),
 )  # fmt: skip
 @click.option(
     "--web", type=click.IntRange(0, 65535), metavar="PORT",
-    help="Chat on a web page at http://127.0.0.1:PORT, which also shows how an answer is drafted "
-    "and can cut the network.",
+    help="Chat on a web page at http://127.0.0.1:PORT. The page shows which tokens were drafted, and "
+    "has a switch that cuts the network.",
 )  # fmt: skip
 def chat(
     config: ChatConfig,
@@ -119,10 +121,10 @@ def chat(
     """Chat with a target on a server, drafting on this machine.
 
     The server runs the target (`moa-data serve`), this machine only a drafter. Green text was
-    drafted here and verified by the server; plain text comes from the server. If the network fails,
-    the drafter continues alone in dim text. When the network is back, the server verifies the dim
-    text in one call, wrong tokens are removed, and the answer continues. The final answer is
-    exactly the target's own. If the output is a pipe, only verified text is written.
+    drafted on this machine and verified by the server. Plain text comes from the server. If the
+    network fails, the drafter continues alone in dim text. When the network is back, the server
+    verifies this text in one call, wrong tokens are removed, and the answer continues. The final
+    answer is exactly the target's own. If the output is a pipe, only verified text is written.
 
     \b
     Examples:

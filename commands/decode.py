@@ -25,16 +25,16 @@ class GenerateConfig(DecodingConfig):
     """Settings of `moa-data generate`."""
 
     drafter: Common[str]
-    """A run of `moa-data train`, or a folder with a drafter, also in the format of the EAGLE or MoA
-    authors."""
+    """The drafter: a run of `moa-data train`, or a folder with a drafter, which may come from the
+    EAGLE or MoA authors."""
     max_new_tokens: Common[Count] = 256
-    """Stop after this many tokens."""
+    """Maximum length of an answer in tokens."""
     tree: Common[str] = "auto"
-    """Drafts per target call. A chain has a length, such as 5; 10@0.2 or 7c0.3 stop early. A tree
-    is, for example, 6x8x62. auto decodes without drafts while drafting does not pay
-    (docs/decoding.md)."""
+    """How many tokens are drafted per target call. 5: a chain of five. 10@0.2 or 7c0.3: a chain
+    that ends when its acceptance becomes unlikely. 6x8x62: a tree. auto: 10@0.2, and no drafts
+    while drafting would make decoding slower (docs/decoding.md)."""
     compare: Common[bool] = False
-    """Also decode without drafts, and compare tokens and speed."""
+    """Also decode without drafts, and compare the tokens and the speed."""
 
     @override
     def tree_shape(self) -> "TreeShape | None":
@@ -45,17 +45,20 @@ class GenerateConfig(DecodingConfig):
 @click.option(
     "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
     help=(
-        "The user's message; - reads it from standard input. Several prompts are decoded together."
+        "The user's message; - reads it from standard input. Repeat the option to decode several "
+        "prompts in one batch."
     ),
 )  # fmt: skip
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; accepted drafts are green.
 
-    Prints the acceptance length (tokens committed per target call, bonus token included), target
-    calls and tokens/s. --compare also decodes the same prompts without drafts and prints the same
-    numbers. At temperature 0, decoding with and without drafts gives the same tokens. At higher
-    temperatures, both sample from the same distribution. Equal seeds give equal answers if --tree
-    is a shape; the choices of --tree auto depend on the machine's timing.
+    Prints the answer, the acceptance length, the number of target calls, and tokens/s. The
+    acceptance length is the number of tokens committed per target call, bonus token included.
+    --compare also decodes the same prompts without drafts and prints the same figures.
+
+    With temperature 0, the tokens are those of plain decoding. With a higher temperature, tokens
+    have the same distribution as in plain decoding. Equal seeds then give equal answers only if
+    --tree is a fixed shape, because auto depends on the timing of the machine.
 
     \b
     Examples:
@@ -151,13 +154,14 @@ def _read_prompt(text: str) -> str:
 def evaluate(config: EvalConfig) -> None:
     """Measure drafters: acceptance length, target calls and tokens/s, compared with plain decoding.
 
-    All methods decode the same prompts in alternation. The prompts are chats (jsonl; the last
-    assistant turn is left out) or Spec-Bench questions (multi-turn). The acceptance length is the
-    number of tokens committed per target call, bonus token included. The report also has the cost
-    of each drafter's training, and a warning if drafters were trained differently.
+    All methods decode the same prompts in alternation. The prompts are chats (jsonl), whose last
+    assistant message is left out, or Spec-Bench questions, which have several turns. The acceptance
+    length is the number of tokens committed per target call, bonus token included. The report also
+    shows the cost of training each drafter, and warns if the drafters were trained differently.
 
-    With --disconnect N, each drafter also continues answers of the target at some positions for N
-    tokens without the target. The report then says how far each drafter agrees with the target.
+    With --disconnect N, the target's answers are also cut at some positions, and each drafter
+    writes N tokens after each cut without the target. The report then shows how long these tokens
+    agree with the target's own.
 
     \b
     Examples:
@@ -185,48 +189,53 @@ def evaluate(config: EvalConfig) -> None:
 @click.command()
 @click.argument("drafter")
 @click.option(
-    "--model", required=True, metavar="TEXT", help="The target: a folder, a GGUF file, or a hub id."
+    "--model",
+    required=True,
+    metavar="TEXT",
+    help="The target: a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME).",
 )
 @click.option(
     "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
-    help="The other engine: vLLM, transformers, or speculators' own model, which reads the text.",
+    help="The engine to compare with: transformers, vLLM, or the model class of speculators.",
 )  # fmt: skip
 @click.option(
     "--python",
     default=sys.executable,
     metavar="FILE",
-    help="Python interpreter that has the engine; default: this one.",
+    help="Python interpreter of the environment that has the engine. Default: this interpreter.",
 )
 @click.option(
     "--prompts",
     metavar="FILE",
-    help="Chats or Spec-Bench questions; default: eight short questions.",
+    help="File of chats or Spec-Bench questions. Default: eight short questions.",
 )
-@click.option("--n-prompts", default=8, show_default=True, help="Use this many prompts.")
+@click.option("--n-prompts", default=8, show_default=True, help="Number of prompts to use.")
 @click.option(
-    "--max-new-tokens", default=64, show_default=True, help="Stop an answer after this many tokens."
+    "--max-new-tokens", default=64, show_default=True, help="Maximum length of an answer in tokens."
 )
 @click.option(
     "--draft-length",
     default=5,
     show_default=True,
-    help="Tokens drafted per round; DFlash drafts whole blocks.",
+    help="Number of tokens drafted per round. DFlash always drafts whole blocks.",
 )
 @click.option(
     "--dtype", default="float32", show_default=True,
-    type=click.Choice(["float32", "bfloat16", "float16"]), help="Dtype of both sides.",
+    type=click.Choice(["float32", "bfloat16", "float16"]), help="Data type of weights and computations on both sides.",
 )  # fmt: skip
-@click.option("--out", "report", metavar="FILE", help="Also write the result as JSON.")
+@click.option(
+    "--out", "report", metavar="FILE", help="File to which the result is also written, as JSON."
+)
 def conform(
     drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any
 ) -> None:
     """Check whether another engine drafts like this package, and find the difference.
 
-    Both decode the same prompts greedily, and the drafts of every round are compared. If the drafts
-    differ, this package imitates known mistakes of engines one by one (layer numbers off by one,
-    missing norms, positions, mask token, attention, draft vocabulary, dtype, ...). The mistake that
-    reproduces all drafts of the engine is named. A run of `train` is exported for the engine first;
-    a drafter folder of another program is used as it is.
+    Both engines decode the same prompts greedily, and the drafts of every round are compared. If
+    drafts differ, the command looks for the cause: it puts known mistakes into its own code, one at
+    a time, and names the mistake that reproduces all rounds of the other engine. Such mistakes are
+    layer numbers off by one, missing norms, or wrong positions. If DRAFTER is a run of `train`, it
+    is first exported for the engine. A folder of another program is used unchanged.
 
     Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
     used.

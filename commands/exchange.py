@@ -14,12 +14,12 @@ from .options import stage_command
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
-    `export-drafter` writes drafters. The Parquet index has the ids, lengths, tokens, masks and
-    texts of all sequences and the locations of their activations, so that DuckDB, Polars or
-    `datasets` can select sequences.
-
     Layer numbers and norms are converted. Existing files are kept. If the store lacks a field that
     the layout needs, the error names the `moa-data add` command that adds it.
+
+    The index (--format index) has the ids, lengths, tokens, masks and texts of all sequences, and
+    the locations of their activations. DuckDB, Polars or `datasets` can select sequences with it.
+    To export a drafter, use `moa-data export-drafter`.
 
     \b
     Examples:
@@ -35,10 +35,10 @@ def export_command(config: ExportConfig) -> None:
 def export_drafter_command(config: DrafterExportConfig) -> None:
     """Write a trained drafter for vLLM, SGLang, transformers, speculators or the authors' code.
 
-    There are formats for the code of the EAGLE and MoA authors. A drafter that the other program
-    would run differently is refused, for example each `moa` drafter that was not trained with
-    --preset paper. The folder gets its final name only after it was loaded again and compared. It
-    can be given as --drafter of `eval` and `generate`, too.
+    The authors' code means the code of the EAGLE and MoA authors. A drafter is refused if the other
+    program would run it differently. For example, a `moa` drafter must have been trained with
+    --preset paper. The exported folder is loaded again and compared with the drafter before it gets
+    its final name. `eval` and `generate` accept the folder as --drafter.
 
     \b
     Examples:
@@ -54,7 +54,8 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
 def import_command(config: ImportConfig) -> None:
     """Create a store from files of speculators, SpecForge or EAGLE.
 
-    The target's norm, embeddings and LM head are copied to the store. Its layers are not run.
+    The final norm, embeddings and LM head of the store are copied from the target. The target's
+    layers are not run.
 
     \b
     Example:
@@ -71,7 +72,7 @@ def import_command(config: ImportConfig) -> None:
 @click.option(
     "--private",
     is_flag=True,
-    help="Create a private repository; an existing public one is refused.",
+    help="Create a private repository. If the repository exists and is public, nothing is pushed.",
 )
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
@@ -94,7 +95,9 @@ def push(path: Path, repo: str, private: bool) -> None:
 @click.command()
 @click.argument("repo")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--revision", metavar="TEXT", help="Branch, tag or commit; default: main.")
+@click.option(
+    "--revision", metavar="TEXT", help="Branch, tag or commit of the repository. Default: main."
+)
 def pull(repo: str, path: Path, revision: str | None) -> None:
     """Pull a store or a drafter from the Hugging Face Hub, and check every byte.
 

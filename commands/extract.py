@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 @stage_command(RegenerateConfig)
 @click.option(
-    "--dry-run", is_flag=True, help="Print what would be generated, time a few tokens, and stop."
+    "--dry-run",
+    is_flag=True,
+    help="Only print what would be generated and how fast a few tokens are.",
 )
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, or write the questions too.
 
-    The chats are the input of `extract`. Drafters learn best from the target's own answers. Each
-    question is asked after the target's own answers to earlier questions of the chat. A chat is
-    kept up to its last answer; unusable rows are counted by reason. With --drafter, the answers are
-    the same as without. With --self-prompted no dataset is needed: the target writes the questions
-    too.
+    Drafters learn best from text that the target wrote. `extract` can read the chats that this
+    command writes. In chats with several turns, each question follows the target's own earlier
+    answers. Rows that cannot be used are counted by reason. --drafter makes the command faster and
+    does not change the answers. With --self-prompted no dataset is needed, because the target
+    writes the questions too.
 
     Answered chats are appended to FILE in batches. Run the same command again after an
-    interruption; the result has the same bytes as an uninterrupted run. NAME.regeneration.json next
-    to NAME.jsonl records the target and the settings.
+    interruption; the result has the same bytes as an uninterrupted run. The file
+    NAME.regeneration.json next to NAME.jsonl records the target and all settings.
 
     \b
     Examples:
@@ -69,10 +71,10 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 
     `moa-data plan` with the same options estimates the cost.
 
-    Run the same command again to continue after an interruption: committed parts are kept. If
-    anything that determines the data has changed in between, the command stops with an error that
-    names the change. To add --activations or --target-layers to an existing store, use `moa-data
-    add`.
+    Run the same command again to continue after an interruption: committed parts are kept. If the
+    target, the dataset or a setting that affects the data has changed since then, the command
+    refuses to continue and names the change. To add --activations or --target-layers to an existing
+    store, use `moa-data add`.
 
     With --workers N, the command starts N worker processes with one device each. The same command
     can also be started several times, on one machine or on machines that share the disk: each takes
@@ -103,11 +105,11 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 def plan(config: ExtractConfig) -> None:
     """Estimate the cost of an extraction, and recommend a drafter and activations.
 
-    Takes the options of `extract`. Reads the dataset, the tokenizer and the target's config.json,
-    and times three batches on this machine: forwards of a model with random weights and the
-    target's sizes, and encoding and writing to the disk of --out. Prints lower and upper estimates
-    of disk space, memory and time. No files are left. Fails if the target does not fit into memory,
-    or the store does not fit onto the disk.
+    The options are those of `extract`. The command reads the dataset, the tokenizer and the
+    target's config.json, but not its weights. It times three batches on this machine, with random
+    weights of the target's sizes, including encoding and writing to the disk of --out. Then it
+    prints bytes, memory and time as ranges. No files are left. It fails if the target does not fit
+    into memory, or if the store does not fit on the disk.
 
     \b
     Example:
@@ -139,7 +141,7 @@ def plan(config: ExtractConfig) -> None:
 
 
 @stage_command(AddConfig, arguments=("store",))
-@click.option("--dry-run", is_flag=True, help="Print what would be added and its cost, and stop.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be added, and its cost.")
 def add(config: AddConfig, dry_run: bool) -> None:
     """Add activations to a store; existing ones are kept, byte for byte.
 
@@ -171,27 +173,33 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="lossless, int8 or "
-    "transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
+    help="Codec of the new store: lossless, int8 or "
+    "transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>] "
+    "(see docs/codecs.md).",
 )
 @click.option(
-    "--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store."
+    "--out",
+    "folder",
+    required=True,
+    type=StoreArgument(),
+    help="Folder of the new store, or its URL in a bucket.",
 )
 @click.option(
     "--drafter",
     metavar="RUN",
-    help="Folder of a drafter trained from STORE. The bits of keys and values are spent where "
-    "errors would change its drafts; needs a transform codec.",
+    help="A drafter that was trained from STORE. Keys and values get more bits where errors would "
+    "change its drafts. Only with a transform codec.",
 )
 def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
-    The result equals a store of `extract --codec`; with a transform codec, up to rounding. Run the
-    same command again to continue after an interruption. With --drafter, a transform codec spends
-    its bits where errors of keys and values change that drafter's next-token distributions most.
-    The store then suits drafters that read the same layers in the same way. For other drafters, it
-    may be worse than without --drafter. The report ends with the output of `moa-data compare` for
-    the two stores.
+    The new store is the one that `extract --codec` would have written; with a transform codec it
+    can differ by rounding. Run the same command again to continue after an interruption. The report
+    ends with the output of `moa-data compare` for the two stores.
+
+    With --drafter, keys and values get more bits where errors would change the next-token
+    distributions of that drafter. The new store then suits drafters that read the same layers in
+    the same way. Other drafters may lose more accuracy than without --drafter.
 
     \b
     Examples:
@@ -219,7 +227,8 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 @click.argument("store", type=StoreArgument())
 @click.option(
     "--model",
-    help="The stores' target; it then continues sequences from the keys and values of both stores.",
+    help="The target of the stores. With it, the command also measures how the target continues "
+    "sequences from the keys and values of both stores.",
 )
 @click.option(
     "--samples",
@@ -227,7 +236,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     default=16,
     show_default=True,
     metavar="N",
-    help="Sequences to compare.",
+    help="Number of sequences to compare.",
 )
 @click.option(
     "--seed",
@@ -235,13 +244,13 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     default=0,
     show_default=True,
     metavar="N",
-    help="Random seed of the choice of sequences.",
+    help="Seed of the random choice of sequences.",
 )
 @click.option(
     "--device",
     default="auto",
     show_default=True,
-    help="Device of the target: auto, cpu, cuda, cuda:1, ...",
+    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
 )
 def compare(
     reference: "StorePath",
@@ -253,12 +262,13 @@ def compare(
 ) -> None:
     """Measure the loss of a codec: compare a store with a lossless store of the same chats.
 
-    Prints bytes per token, and relative errors of keys and values by layer, of hidden states, and
-    of the logits computed from the last hidden states. Also prints the KL divergence of the
-    next-token distributions from these logits. With --model, the target also computes the second
-    half of each sequence from the stored keys and values of the first half, and the KL divergence
-    of its next-token distributions is printed. The compared sequences are drawn at random from
-    those in both stores.
+    Prints the bytes per token of both stores, the relative errors of keys, values, hidden states
+    and logits, and the KL divergence (Kullback-Leibler) between the next-token distributions that
+    the stored hidden states give. The sequences are chosen at random from those that are in both
+    stores.
+
+    With --model, the target also runs the second half of each sequence on the stored keys and
+    values of the first half. The KL divergence of the resulting distributions is printed as well.
 
     \b
     Examples:
@@ -283,28 +293,30 @@ def compare(
 @click.argument("store", type=StoreArgument())
 @click.option(
     "--model",
-    help="Extract damaged and missing parts with this target, the one of the store.",
+    help="The target of the store. With it, damaged and missing parts are extracted again.",
 )
 @click.option(
     "--dataset",
-    help="The chats, if they have moved since the store's last extraction.",
+    help="The dataset of chats. Give it if the chats have moved since the last extraction.",
 )
-@click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
+@click.option(
+    "--device", help="Device that runs the target. Default: the device of the last extraction."
+)
 @click.option(
     "--drop",
     is_flag=True,
-    help="Delete the damaged parts instead, and keep the rest of the store.",
+    help="Delete the damaged parts instead of extracting them again. The other parts are kept.",
 )
 def repair(
     store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool
 ) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
-    Every byte is checked first. With --model or --drop, damaged parts are then deleted. With
-    --model, damaged and missing parts are extracted again. Run the same command again, or
-    `extract`, to continue after an interruption. If a file could not be checked (too many open
-    files, no right to read it), nothing is deleted and the exit code is 2. Without --model and
-    --drop the command does the same as `moa-data verify`.
+    Every byte is checked first. With --model, damaged parts are deleted, and then extracted again
+    together with missing parts. With --drop, damaged parts are deleted only. Without either option,
+    the command only checks the store, as `moa-data verify` does. Run the same command again, or
+    `extract`, to continue after an interruption. If a file cannot be checked, for example because
+    it may not be read, nothing is deleted and the exit code is 2.
 
     \b
     Examples:
@@ -338,7 +350,7 @@ def repair(
 @click.option(
     "--model",
     required=True,
-    help="The target of the store: a folder, a GGUF file, or a hub id.",
+    help="The target of the store: a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME).",
 )
 @click.option(
     "--samples",
@@ -346,7 +358,7 @@ def repair(
     default=8,
     show_default=True,
     metavar="N",
-    help="Sequences to run again.",
+    help="Number of sequences to run again.",
 )
 @click.option(
     "--seed",
@@ -354,14 +366,19 @@ def repair(
     default=0,
     show_default=True,
     metavar="N",
-    help="Random seed of the choice of sequences.",
+    help="Seed of the random choice of sequences.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
+)
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run the target on random sequences of a store, and compare its activations with the store.
 
-    Compares tokens, masks, keys and values, hidden states and the target's logits. The exit code is
-    1 if any difference exceeds its tolerance.
+    Tokens, masks, keys and values, hidden states and the target's logits are compared. The exit
+    code is 1 if a difference exceeds the tolerance.
 
     \b
     Example:

@@ -154,17 +154,18 @@ def stage_command(
 def _sources(presets: Presets | None) -> list[click.Parameter]:
     names = ", ".join(presets or ())
     preset = click.Option(
-        ["--preset"], help=f"Named values; all other sources override them: {names}."
+        ["--preset"],
+        help=f"Named set of values: {names}. Values given in any other way replace those of the preset.",
     )
     return [
         *([preset] if presets else []),
         click.Option(
             ["--config", "config_path"], type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-            help="YAML file of settings, as `name: value`; --set and flags take precedence.",
+            help="YAML file of settings, as lines `name: value`. --set and flags override it.",
         ),
         click.Option(
             ["--set", "assignments"], multiple=True, metavar="NAME=VALUE",
-            help="Any setting by name; `none` means no value.",
+            help="Set any setting by its name; `none` means no value. Can be repeated.",
         ),
     ]  # fmt: skip
 

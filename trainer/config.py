@@ -53,70 +53,84 @@ class DrafterSettings(Config):
     """Settings of all kinds of drafters."""
 
     forward_kl_weight: NonNegative = 0.1
-    """Weight of the forward KL to the target's next-token distribution."""
+    """Weight of the distillation loss, which compares the drafter's next-token distribution with
+    the target's. --set divergence=... selects this loss."""
     divergence: Literal["kl", "lk", "lk-hybrid", "tv"] = "kl"
-    """Distillation loss. kl: KL divergence; lk: negative logarithm of the acceptance probability of
-    samples; lk-hybrid: moves from the KL to the share of rejected drafts as drafts get better; tv:
-    a tenth of the KL plus nine tenths of that share."""
+    """The distillation loss. kl: KL divergence (Kullback-Leibler) from the target's distribution to
+    the drafter's. tv: 0.1 of kl plus 0.9 of the total variation distance, which is the probability
+    that a sampled draft is rejected. lk: negative logarithm of the probability that a sampled draft
+    is accepted. lk-hybrid: a mixture of kl and the total variation distance, in which the weight of
+    kl falls as drafts get better."""
     lk_decay: NonNegative = 3.0
-    """Decay rate d of the KL weight in lk-hybrid, which is exp(-d * acceptance)."""
+    """Only with divergence lk-hybrid: how fast the weight of the KL divergence falls. The weight is
+    exp(-lk_decay * acceptance), where acceptance is the probability that a sampled draft is
+    accepted."""
     draft_vocabulary: Count | Literal["all"] | None = None
-    """Number of tokens that can be drafted: the most frequent ones of the store's responses, or
-    all. Training is the same; a draft reads only the rows of the LM head for these tokens. Default:
-    the number with which a round commits the most tokens per weight read; all for a vocabulary of
-    fewer than 16,384."""
+    """Number of different tokens that the drafter can propose: the most frequent tokens of the
+    store's responses, or all. A smaller number makes drafts cheaper, because fewer rows of the LM
+    head (the output layer) are read; training stays the same. Default: the number that is expected
+    to commit the most tokens per weight read, or all if the vocabulary has fewer than 16,384
+    tokens."""
 
 
 class FeatureLossSettings(DrafterSettings):
     """Settings of drafters whose features are trained to match the target's hidden states."""
 
     feature_weight: NonNegative = 1.0
-    """Weight of the smooth-L1 loss on hidden states."""
+    """Weight of the smooth-L1 loss between the drafter's features and the target's hidden
+    states."""
 
 
 class PositionSettings(Config):
     """Weights of the drafts of a round or block in the loss."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
-    """Weights of the drafts of a round or block. decay: as published (blocks by position_decay,
-    EAGLE-3 by 0.8 per step, Mixture of Attentions equally). d-pace: by how much each draft adds to
-    the current expected acceptance length."""
+    """How the loss weighs the drafts of a round or block by their position. decay: the published
+    weights. Blocks use position_decay, EAGLE-3 uses 0.8 per step, and Mixture of Attentions weighs
+    all drafts equally. d-pace: each draft is weighed by its contribution to the current expected
+    acceptance length."""
     d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """D-PACE smoothing s: a draft's probability q becomes (1 - s) q + s. A lower s gives later
-    drafts less weight while earlier ones are uncertain."""
+    """Only with position_weights d-pace: the smoothing s, from 0 to 1. The probability q of a draft
+    is replaced by (1 - s) q + s. A lower s gives later drafts less weight while earlier drafts are
+    uncertain."""
 
 
 class LayerSettings(Config):
     """Sizes of the drafter's own decoder layers."""
 
     self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's, which context kv requires."""
+    """Number of key and value heads in the drafter's self-attention. Default: as many as the target
+    has. dspark and dflash with context kv require this number."""
     self_attention_mlp_width: Count | None = None
-    """MLP width of self-attention; default: the target's."""
+    """Width of the MLP (feed-forward network) after the drafter's self-attention. Default: the
+    target's MLP width."""
 
 
 class RoundSettings(Config):
     """The draft rounds of training: which positions are drafted, and what each of them sees."""
 
     step_bound: bool = True
-    """Limit the length of draft rounds in training. If false, a response is one round, which sees
-    no target activations of the response."""
+    """Train with draft rounds of limited length, as in decoding. A draft round is the sequence of
+    drafts between two target calls. If false, each response is one long round, in which the drafter
+    sees no activations of the target for the response."""
     step_bound_min: Annotated[int, Field(ge=2)] = 5
-    """Smallest step bound. After that many tokens a position is verified context again."""
+    """Minimum length of a draft round in training, in tokens. The length is drawn at random for
+    each sequence, between this minimum and step_bound_max."""
     step_bound_max: int = 15
-    """Largest step bound, inclusive. The bound is drawn uniformly per sequence; equal limits give
-    one fixed bound."""
+    """Maximum length of a draft round in training, in tokens. Equal minimum and maximum give rounds
+    of one fixed length."""
     on_policy: bool = True
-    """Train with what draft rounds see. If false, each position sees the target's activations up to
-    the previous position, which is the paper's standard training (without step bound and
-    staircase)."""
+    """Train in draft rounds: a draft sees the target's activations only up to the start of its
+    round, as in decoding. If false, each position sees the target's activations of all earlier
+    positions, which is the paper's standard training; step bound and staircase are then not
+    used."""
     teacher_forced_weight: NonNegative = 1.0
-    """Weight of a second pass over each batch, in addition to the on-policy one, in which every
-    position is the first draft of its own round; 0 for the paper's training
-    (docs/decisions/0004)."""
+    """Loss weight of a second, teacher-forced pass over each batch. In this pass every position is
+    trained as the first draft of a round. 0 turns it off, as in the paper (docs/decisions/0004)."""
     staircase: bool = True
-    """Curriculum: in a share of rows, self-attention sees only the drafted block. The share falls
-    to 0 at half of training."""
+    """Begin training with a curriculum: in some sequences, self-attention sees only the tokens
+    drafted in the current round. The share of these sequences falls from all to none during the
+    first half of training."""
 
     @override
     def problems(self) -> list[str]:
@@ -132,26 +146,29 @@ class MemorySettings(Config):
     """Settings of the encoded KV, for drafters that have one."""
 
     layer_groups: Count = 2
-    """Number of groups of consecutive layers. The encoded KV is made from the means over each
-    group, concatenated; 1 in the paper and in what the MoA authors' code and vLLM run
-    (docs/decisions/0006)."""
+    """Number of groups into which the target's layers are divided for the encoded KV (the vectors
+    that the drafter attends to, computed from the target's keys and values). The keys and values
+    are averaged within each group of consecutive layers, and the averages are concatenated. The
+    paper, the MoA authors' code and vLLM use 1 (docs/decisions/0006)."""
     layer_stride: Count = 1
-    """The encoded KV is made from the last layer and every n-th layer below it. 2 halves the bytes
-    read from a store and the work of layer self-attention; 1, as in the paper, uses all layers."""
+    """Encode the keys and values of every n-th layer only, counted down from the last one. 1 uses
+    all layers, as in the paper. 2 halves the bytes read from the store and the cost of layer
+    self-attention."""
     unrotated_keys: bool | None = None
-    """Make the encoded KV from the target's keys before RoPE, which look alike at every position;
-    the paper and the MoA authors' code use keys after RoPE (docs/decisions/0006). Default: true if
-    the target rotates as Llama does."""
+    """Encode the target's keys as they are before RoPE (rotary position embedding), so that equal
+    content looks the same at every position. The paper and the MoA authors' code use keys after
+    RoPE (docs/decisions/0006). Default: true if the target applies RoPE as Llama does."""
     layer_attention: bool = True
-    """Use layer self-attention over the KV of all layers. If false, only the KV of the last layer
-    is read and encoded."""
+    """Combine the keys and values of all layers by attention over the layers (layer
+    self-attention). If false, only the keys and values of the last layer are read and encoded."""
     layer_attention_heads: Count | None = None
-    """Query heads of layer self-attention; default: the largest number, up to the target's, that
-    divides the KV width."""
+    """Number of query heads in layer self-attention. Default: the largest number that divides the
+    width of the target's keys and values, and is not above the target's number of heads."""
     layer_attention_kv_heads: Count | None = None
-    """KV heads of layer self-attention; default: the target's."""
+    """Number of key and value heads in layer self-attention. Default: as many as the target has."""
     layer_attention_mlp_width: Count | None = None
-    """MLP width of layer self-attention; default: 1.5 times the KV width."""
+    """Width of the MLP (feed-forward network) in layer self-attention. Default: 1.5 times the width
+    of the target's keys and values."""
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
@@ -160,19 +177,23 @@ class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSe
     kind: Literal["moa"] = "moa"
     """Mixture of Attentions."""
     target_layer_inference: Natural = 0
-    """N: drafted features pass through the target's last N layers, which the store must hold
-    (--target-layers)."""
+    """Also run the drafter's output through the last N decoder layers of the target (Target Layer
+    Inference). The store must hold these layers: extract it with --target-layers N."""
     self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: half of the target's."""
+    """Number of key and value heads in the drafter's self-attention. Default: half of the target's
+    number."""
     self_attention_mlp_width: Count | None = None
-    """MLP width of self-attention; default: 3/7 of the target's."""
+    """Width of the MLP (feed-forward network) after the drafter's self-attention. Default: 3/7 of
+    the target's MLP width."""
     cross_attention_kv_heads: Count | None = None
-    """KV heads of cross-attention; default: half of the target's."""
+    """Number of key and value heads in the drafter's cross-attention. Default: half of the target's
+    number."""
     cross_attention_mlp_width: Count | None = None
-    """MLP width of cross-attention; default: 3/7 of the target's."""
+    """Width of the MLP (feed-forward network) after the drafter's cross-attention. Default: 3/7 of
+    the target's MLP width."""
     cross_attention_drafts: bool = True
-    """Cross-attention also sees the drafts of its round, so that the last draft of a long chain is
-    as good as the first; not so in the paper and in what the MoA authors' code and vLLM run
+    """Let cross-attention also see the earlier drafts of the round. This makes the last draft of a
+    long chain as good as the first one. The paper, the MoA authors' code and vLLM do not do this
     (docs/decisions/0005)."""
 
 
@@ -182,16 +203,18 @@ class EagleSettings(LayerSettings, FeatureLossSettings):
     kind: Literal["eagle"] = "eagle"
     """EAGLE."""
     feature_noise: NonNegative = 0.2
-    """Width of the uniform noise added to the target's hidden states in training."""
+    """Width of the uniform random noise that is added to the target's hidden states in training: a
+    width of 0.2 adds numbers between -0.1 and 0.1."""
     eagle_layers: Count = 1
-    """Decoder layers of the drafter."""
+    """Number of decoder layers in the EAGLE drafter."""
     eagle_input_norm: bool = True
-    """The first layer has a norm before its attention. Without it, vLLM and SGLang can run the
-    drafter unchanged."""
+    """Apply a norm before the attention of the first layer. If false, vLLM and SGLang can run the
+    exported drafter without an additional layer."""
     eagle_embedding_scale: NonNegative = 0.0
-    """Factor for embeddings before they are joined with hidden states, a power of two; 1 as
-    published. 0 chooses the factor that makes them as large as the hidden states. Exports fold the
-    factor into the weights, so other programs need not know it."""
+    """Factor by which token embeddings are multiplied before they are joined with hidden states; a
+    power of two. 0 chooses the factor that makes embeddings as large as hidden states. 1 is EAGLE
+    as published. Exported drafters have the factor in their weights, so other programs need no
+    change."""
 
 
 class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
@@ -200,55 +223,61 @@ class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
     kind: Literal["eagle3"] = "eagle3"
     """EAGLE-3."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers, from 0, whose outputs EAGLE-3 fuses; default: 1, L / 2 - 1 and L - 4 of the
-    target's L."""
+    """The decoder layers of the target whose outputs EAGLE-3 reads, counted from 0. Default for a
+    target of L layers: 1, L / 2 - 1 and L - 4."""
     draft_vocabulary: Count | Literal["all"] | None = None
-    """Number of tokens that EAGLE-3 can draft: the most frequent ones of the store's responses, or
-    all. Its own LM head has only these rows. Default: as for other drafters, at most 32,000."""
+    """Number of different tokens that EAGLE-3 can propose: the most frequent tokens of the store's
+    responses, or all. EAGLE-3 has an LM head (output layer) of its own with one row for each of
+    these tokens. Default: chosen as for other drafters, but at most 32,000."""
     test_time_steps: Count = 7
-    """Draft steps unrolled in EAGLE-3's training; each reads the output of the previous one."""
+    """Number of draft steps that are unrolled in training. Each step reads the output of the step
+    before it, as in decoding."""
     fc_norm: bool = False
-    """EAGLE-3.1: each fused output has its own norm before they are joined."""
+    """EAGLE-3.1: normalize each of the target's layer outputs separately before they are joined."""
     norm_output: bool = False
-    """EAGLE-3.1: the drafter reads its previous output after the final norm, so that the scale does
-    not grow with the draft steps."""
+    """EAGLE-3.1: feed the drafter's previous output back after the final norm instead of before it,
+    so that its size does not grow from draft to draft."""
 
 
 class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSettings):
     """Settings of block-parallel drafters: context, training blocks and losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
-    """What the drafter sees of verified positions. hidden: outputs of the target's layers, as
-    published; kv: the target's keys and values, unchanged; memory: the encoded KV of Mixture of
-    Attentions."""
+    """What the drafter reads of the tokens that the target has already verified. hidden: outputs of
+    the target's layers, as published. kv: the target's keys and values, unchanged. memory: the
+    encoded KV of Mixture of Attentions."""
 
     forward_kl_weight: NonNegative = 1.0
-    """Weight of the forward KL to the target's next-token distribution; 0 as published."""
+    """Weight of the distillation loss, which compares the drafter's next-token distribution with
+    the target's. --set divergence=... selects this loss. The published DSpark uses 0."""
     cross_entropy_weight: NonNegative = 0.0
-    """Weight of the cross-entropy to the tokens of the text; 0.1 as published for DSpark."""
+    """Weight of the cross-entropy loss, whose labels are the tokens of the training text. The
+    published DSpark uses 0.1."""
     l1_weight: NonNegative = 0.0
-    """Weight of the L1 distance to the target's next-token distribution, twice the total variation;
-    0.9 as published for DSpark."""
+    """Weight of the L1 distance between the drafter's and the target's next-token distributions,
+    which is twice their total variation distance. The published DSpark uses 0.9."""
     anchors: Count = 512
-    """Maximum number of blocks of a sequence that a step trains; their positions are drawn again
-    for each step."""
+    """Maximum number of blocks per sequence that are trained in one step. Each step draws new
+    random positions for them."""
     block_size: Count = 7
-    """Slots of a block."""
+    """Number of slots (token positions) in a block. A block is drafted in one forward pass."""
     sample_from_anchor: bool = True
-    """If true, the anchor slot predicts the next token. If false, each masked slot predicts the
-    token at its own position."""
+    """If true, the first slot of a block (the anchor, a known token) predicts the token after it.
+    If false, each later slot is masked and predicts its own token."""
     position_decay: NonNegative | None = None
-    """Decay d of the loss weights: draft k of a block, from 0, has the weight exp(-k / d); with d =
-    0 all weights are 1. Default: 4 for blocks of up to 8 slots, 5 up to 12, 7 for longer ones."""
+    """Decay d of the loss weights within a block: the draft at index k, counted from 0, has the
+    weight exp(-k / d). 0 gives all drafts the weight 1. Default: 4 for blocks of up to 8 slots, 5
+    for up to 12 slots, 7 for longer blocks."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers of the target, from 0, that the drafter reads. With context hidden, the list
-    may begin with -1, the embedding; with kv, its length is a multiple of block_layers. Default:
-    five layers, or block_layers with kv, from 1 to L - 3; none with memory."""
+    """The decoder layers of the target that the drafter reads, counted from 0. With context hidden,
+    the first one may be -1, which is the embedding. With context kv, the number of layers must be a
+    multiple of block_layers. With context memory, none are given. Default for a target of L layers:
+    five layers from 1 to L - 3, or block_layers layers with context kv."""
     block_layers: Count = 5
-    """Decoder layers of the drafter."""
+    """Number of decoder layers in the drafter."""
     mask_token: Natural | None = None
-    """Token that marks a position to draft, preferably one that texts do not contain; default: the
-    last of the vocabulary."""
+    """Id of the token that marks a position to be drafted, preferably a token that does not occur
+    in texts. Default: the last token of the vocabulary."""
 
     @override
     def problems(self) -> list[str]:
@@ -284,16 +313,18 @@ class DSparkSettings(BlockSettings):
     kind: Literal["dspark"] = "dspark"
     """DSpark."""
     markov_head: Literal["none", "vanilla", "gated", "rnn", "product"] = "vanilla"
-    """How a draft depends on the previous one. vanilla, gated and rnn: as published for DSpark;
-    product: as in the scores of DFlash 2's selector."""
+    """The head that makes each draft depend on the previous draft. none: no such head. vanilla,
+    gated, rnn: the heads published with DSpark. product: the product of a slot's hidden state and
+    the previous token's embedding, as in DFlash 2."""
     markov_rank: Count = 256
-    """Rank of the Markov head."""
+    """Rank of the low-rank matrices in the Markov head."""
     confidence_head: bool = True
-    """Train a head that predicts the probability that a draft is accepted."""
+    """Train an additional head that predicts how likely each draft is to be accepted. Decoding can
+    use it to end a chain of drafts early (--tree 7c0.3)."""
     confidence_with_markov: bool = True
-    """The confidence head also reads the embedding of the previous token."""
+    """Let the confidence head also read the Markov head's embedding of the previous token."""
     confidence_weight: NonNegative = 1.0
-    """Weight of the confidence head's binary cross-entropy."""
+    """Weight of the confidence head's loss, which is a binary cross-entropy."""
 
 
 class DFlashSettings(BlockSettings):
@@ -302,14 +333,15 @@ class DFlashSettings(BlockSettings):
     kind: Literal["dflash"] = "dflash"
     """DFlash."""
     forward_kl_weight: NonNegative = 0.0
-    """Weight of the forward KL to the target's next-token distribution."""
+    """Weight of the distillation loss, which compares the drafter's next-token distribution with
+    the target's. --set divergence=... selects this loss."""
     cross_entropy_weight: NonNegative = 1.0
-    """Weight of the cross-entropy to the tokens of the text."""
+    """Weight of the cross-entropy loss, whose labels are the tokens of the training text."""
     block_size: Count = 16
-    """Slots of a block."""
+    """Number of slots (token positions) in a block. A block is drafted in one forward pass."""
     sample_from_anchor: bool = False
-    """If true, the anchor slot predicts the next token. If false, each masked slot predicts the
-    token at its own position."""
+    """If true, the first slot of a block (the anchor, a known token) predicts the token after it.
+    If false, each later slot is masked and predicts its own token."""
 
 
 class GlideSettings(LayerSettings, DrafterSettings):
@@ -318,8 +350,8 @@ class GlideSettings(LayerSettings, DrafterSettings):
     kind: Literal["glide"] = "glide"
     """GLIDE."""
     block_size: Count = 5
-    """Tokens of a block in GLIDE's training; they see the target's keys and values of earlier
-    blocks."""
+    """Number of tokens in a block in GLIDE's training. The tokens of a block see the target's keys
+    and values of earlier blocks only."""
 
 
 class MedusaSettings(DrafterSettings):
@@ -328,9 +360,10 @@ class MedusaSettings(DrafterSettings):
     kind: Literal["medusa"] = "medusa"
     """Medusa."""
     medusa_heads: Count = 6
-    """Number of Medusa heads, which is the maximum number of draft levels."""
+    """Number of Medusa heads. Head k predicts the k-th token of a draft, so this is also the
+    maximum number of tokens that are drafted in a row."""
     medusa_layers: Count = 1
-    """Residual layers of each Medusa head."""
+    """Number of residual layers in each Medusa head."""
 
 
 class IndependentSettings(DrafterSettings):
@@ -339,30 +372,34 @@ class IndependentSettings(DrafterSettings):
     kind: Literal["independent"] = "independent"
     """Independent."""
     independent_layers: Count = 2
-    """Decoder layers of the independent model."""
+    """Number of decoder layers in the independent drafter."""
     independent_width: Annotated[int, Field(ge=2)] | None = None
-    """Width of the independent model, even; default: half of the target's."""
+    """Hidden size of the independent drafter, an even number. Default: half of the target's hidden
+    size."""
 
 
 class ScheduleSettings(Config):
     """How long the run is, and how the learning rate changes."""
 
     max_steps: Common[Count | None] = None
-    """Optimizer steps; an alternative to --epochs."""
+    """Length of the run in optimizer steps. Give either this or --epochs."""
     epochs: Common[Positive | None] = None
-    """Passes over the training split (40 in the paper); default: from 1 to 10, enough for a million
-    tokens."""
+    """Length of the run in epochs, which are passes over the training split; the paper uses 40.
+    Default: from 1 to 10, enough for a million tokens in total."""
     warmup_steps: Natural | None = None
-    """Linear warm-up from 0 to the peak, in steps; default: a tenth of the run, at most 50."""
+    """Number of steps in which the learning rate rises linearly from 0 to its peak. Default: a
+    tenth of the run, at most 50."""
     peak_multiplier: Positive | None = None
-    """Peak learning rate as a multiple of the final learning rate; 1 for warm-up and then a
-    constant rate. Default: 10, or 20 as in the paper for long runs of large targets."""
+    """Ratio of the peak learning rate to the final learning rate. 1 keeps the rate constant after
+    the warm-up. Default: 10. For a target of width 2,048 or more and at least 20 million training
+    tokens: 20, as in the paper."""
     decay_steps: Annotated[int, Field(ge=-1)] | None = None
-    """Step at which the linear decay to the final learning rate ends; -1 is the end of the run, the
-    default. For long runs of large targets the default is one epoch, as in the paper."""
+    """Step at which the learning rate has fallen linearly to its final value. -1 means the end of
+    the run, which is the default. For a target of width 2,048 or more and at least 20 million
+    training tokens, the default is the end of the first epoch, as in the paper."""
     stop_after_steps: Count | None = None
-    """Stop this invocation at that step with everything saved; the schedule still spans the whole
-    run."""
+    """Stop after this step and save everything, so that --resume can continue. The learning rate
+    schedule still covers the whole run."""
 
     @override
     def problems(self) -> list[str]:
@@ -384,88 +421,94 @@ class OptimizerSettings(Config):
     """The optimizer and its learning rates."""
 
     kind: Literal["auto", "adamw", "muon"] = "auto"
-    """muon: Muon for matrices and AdamW for the rest, which needs fewer steps; adamw: AdamW for all
-    weights, as in the paper; auto: adamw for long runs of large targets, otherwise muon."""
+    """The optimizer. muon: Muon for matrices and AdamW for all other weights; needs fewer steps.
+    adamw: AdamW for all weights, as in the paper. auto: adamw for a target of width 2,048 or more
+    and at least 20 million training tokens, otherwise muon."""
     learning_rate: Common[Positive | None] = None
-    """Learning rate at the end of the schedule; default: 1e-4, or 3e-5 as in the paper for long
-    runs of large targets."""
+    """Final learning rate, at the end of the schedule. Default: 1e-4. For a target of width 2,048
+    or more and at least 20 million training tokens: 3e-5, as in the paper."""
     matrix_learning_rate: Positive | None = None
-    """Muon's learning rate at the end of the schedule; it follows the same schedule as
+    """Final learning rate of Muon, which trains the matrices. It rises and falls like
     --learning-rate. Default: 2e-3."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, as in AdamW."""
     gradient_clip: NonNegative = 1.0
-    """Maximum global norm of the gradient; 0 for no clipping."""
+    """Maximum norm of the whole gradient; larger gradients are scaled down. 0 turns this off."""
 
 
 class BatchSettings(Config):
     """The sequences of a step, and how they are read."""
 
     batch_size: Common[Count | None] = None
-    """Sequences per optimizer step, over all devices and micro-batches; default: 2 to 32, more for
-    longer runs."""
+    """Number of sequences per optimizer step, over all devices together. Default: from 2 to 32,
+    more for longer runs."""
     micro_batch_size: Count | None = None
-    """Sequences per forward; gradients are accumulated over the batch. Default: as many as fit into
-    memory, on a CPU at most 2,048 tokens."""
+    """Number of sequences per forward pass of a device. Gradients are accumulated until the batch
+    is complete. Default: as many as fit into memory; on a CPU also at most 2,048 tokens."""
     reader_threads: Count | None = None
-    """Threads that read and decode shards; default: the cores divided by the devices, at most
-    16."""
+    """Number of threads that read and decode activations from the store. Default: the number of CPU
+    cores divided by the number of devices, at most 16."""
     prefetch_batches: Count = 4
-    """Maximum number of micro-batches read ahead."""
+    """Maximum number of micro-batches that are read ahead."""
     prefetch_mb: Count = 1024
-    """Maximum MiB of activations read ahead; one micro-batch is always read ahead, however
-    large."""
+    """Maximum size in MiB of the activations that are read ahead. At least one micro-batch is read
+    ahead, whatever its size."""
     cache_dir: str | None = None
-    """Local folder that caches data read from a store in a bucket, for later epochs and runs;
-    several processes and stores may share it. Default: MOA_DATA_CACHE_DIR if it is set, otherwise
-    no cache."""
+    """Local folder that caches the data of a store in a bucket, so that later epochs and runs need
+    not download it again. Several processes and stores can share it. Default: the environment
+    variable MOA_DATA_CACHE_DIR; if it is not set, nothing is cached."""
     cache_gb: Positive | None = None
-    """Maximum gigabytes in that folder; the least recently used blocks are evicted first. Default:
-    MOA_DATA_CACHE_GB, or 100."""
+    """Maximum size of the cache in gigabytes. The least recently used blocks are evicted first.
+    Default: the environment variable MOA_DATA_CACHE_GB, or 100."""
 
 
 class ValidationSettings(Config):
     """Which sequences are held out, and when the run is validated on them."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of sequences held out, chosen by a hash of their content. Default: 0.02; more in small
-    stores, up to 0.2, until 50 sequences or 5,000 response tokens are held out."""
+    """Fraction of the sequences that are held out for validation. A hash of their content selects
+    them. Default: 0.02. In small stores it is higher, up to 0.2, until 50 sequences or 5,000
+    response tokens are held out."""
     validation_sequences: Natural = 64
-    """Maximum number of sequences per validation."""
+    """Maximum number of held-out sequences that a validation uses."""
     validate_every: Count | None = None
-    """Steps between validations; default: a tenth of the run, at most 1,000."""
+    """Number of steps between two validations. Default: a tenth of the run, at most 1,000."""
     draft_length: Count = 5
-    """Drafts per round for the expected acceptance length in validation."""
+    """Number of drafts per round that is assumed for the expected acceptance length in
+    validation."""
 
 
 class RecordSettings(Config):
     """How often a run logs and saves."""
 
     log_every: Count | None = None
-    """Steps between logged rows; default: a twentieth of the run, at most 10."""
+    """Number of steps between two rows of the log. Default: a twentieth of the run, at most 10."""
     checkpoint_every: Count = 100
-    """Steps between saves of the last state."""
+    """Number of steps between two checkpoints of the current state."""
     logger: Literal["wandb", "mlflow"] | None = None
-    """Also log to Weights & Biases or MLflow, which are configured by their environment
-    variables."""
+    """Also log to Weights & Biases (wandb) or MLflow (mlflow). Accounts and servers come from the
+    environment variables of these tools. Default: neither."""
     project: str = "moa-data"
-    """Project (Weights & Biases) or experiment (MLflow) of the run."""
+    """Name of the project in Weights & Biases, or of the experiment in MLflow."""
 
 
 class MachineSettings(Config):
     """The devices that train, and their precision."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    """Kind of device; auto uses an accelerator if there is one."""
+    """Kind of device that trains. auto takes an accelerator if the machine has one, and otherwise
+    the CPU."""
     devices: Common[str] = "auto"
-    """Devices to use on each machine: auto or a number."""
+    """Number of devices to use on each machine; auto uses all accelerators."""
     num_nodes: Count = 1
-    """Machines that train together, each started by torchrun or SLURM with the same command."""
+    """Number of machines that train together. Start the same command on each of them, by torchrun
+    or SLURM."""
     precision: str = "auto"
-    """bf16-mixed, 32-true or 16-mixed; auto is bf16-mixed on an accelerator and 32-true on CPU."""
+    """Numeric precision of training: bf16-mixed, 32-true or 16-mixed. auto means bf16-mixed on an
+    accelerator and 32-true on a CPU."""
     compile: bool = False
-    """Compile the drafter's layers, which takes minutes at the start; results differ by rounding
-    errors."""
+    """Compile the drafter's layers with torch.compile. This takes minutes at the start, and changes
+    results by rounding errors."""
 
     @override
     def problems(self) -> list[str]:
@@ -505,13 +548,14 @@ class TrainConfig(Config):
         def __init__(self, /, **values: Any) -> None: ...
 
     store: str
-    """Activation store to train from."""
+    """The activation store to train from: a folder, or the URL of a store in a bucket."""
     out: Common[str]
-    """Folder of the run: checkpoints, logs, curves and the exported drafter."""
+    """Folder of the run. It gets the checkpoints, logs, curves and the trained drafter."""
     drafter: Common[AnyDrafter] = Field(default_factory=MoASettings, discriminator="kind")
-    """Kind of drafter. moa (Mixture of Attentions) and glide (keys and values of the last layer
-    only) read the target's keys and values; eagle (EAGLE-2), eagle3, dspark and dflash (blocks of
-    drafts), medusa and independent (a small Llama) need none by default."""
+    """Kind of drafter to train. moa (Mixture of Attentions) needs a store with the target's keys
+    and values, and glide needs those of the last layer. By default the others need hidden states
+    only: eagle (EAGLE-2), eagle3 (EAGLE-3), dspark and dflash (which draft blocks of tokens),
+    medusa, and independent (a small Llama)."""
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     data: BatchSettings = Field(default_factory=BatchSettings)
@@ -519,16 +563,16 @@ class TrainConfig(Config):
     record: RecordSettings = Field(default_factory=RecordSettings)
     machine: MachineSettings = Field(default_factory=MachineSettings)
     init_from: Common[str | None] = None
-    """Start from the weights of another drafter: a run, or a folder in another format. Optimizer
-    and schedule start from scratch."""
+    """Start from the weights of an existing drafter: a run, or a folder with a drafter in another
+    format. Optimizer state and learning rate schedule start anew."""
     resume: Common[bool] = False
-    """Continue from the last checkpoint in --out, with the settings of that run. A larger
-    --max-steps makes the run longer."""
+    """Continue the run in --out from its last checkpoint, with its settings. Add a larger
+    --max-steps to make the run longer."""
     dry_run: Common[bool] = False
-    """Print the time, memory and disk that the run needs, measured by training on a few
-    micro-batches, and write nothing."""
+    """Train on a few micro-batches, print how much time, memory and disk the run needs, and write
+    nothing."""
     seed: Seed = 0
-    """Random seed of the initial weights, the data order and all random draws."""
+    """Seed of all random numbers: initial weights, data order and random draws in training."""
 
     @property
     def target_layer_inference(self) -> int:
@@ -588,7 +632,8 @@ class DrafterExportConfig(Config):
     """Settings of `moa-data export-drafter`: which drafter to write, in which format, and where."""
 
     drafter: str
-    """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""
+    """The drafter to export: a run of `moa-data train`, or a folder with a drafter in any format
+    that can be loaded."""
     format: Literal[
         "speculators-eagle3",
         "speculators-dspark",
@@ -606,13 +651,14 @@ class DrafterExportConfig(Config):
         "eagle3",
         "llama",
     ]
-    """Layout of the files; docs/interop.md lists the programs that load each."""
+    """File format to write. docs/interop.md lists the programs that load each format."""
     out: str
-    """Folder to write; it must be empty or not exist."""
+    """Folder to write. It must be empty or not exist."""
     model: str | None = None
-    """The target: a folder, a GGUF file, a hub id or a store. Formats moa and moa-eagle include its
-    config.json, eagle and speculators-eagle3 its embeddings, dspark its embeddings and LM head. The
-    speculators formats also store its folder or hub id, and require it. Default: the store that the
-    run was trained from."""
+    """The drafter's target: a folder, a GGUF file, a Hub id or a store. Some formats include parts
+    of it: moa and moa-eagle its config.json, eagle and speculators-eagle3 its embeddings, dspark
+    its embeddings and LM head (output layer). The speculators formats record its folder or Hub id,
+    so they require this option. Default for other formats: the store that the run was trained
+    from."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the weights; inference engines cast them to their own dtype."""
+    """Data type of the written weights. Inference engines convert them to their own data type."""

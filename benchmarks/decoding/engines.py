@@ -65,19 +65,19 @@ WORDS: dict[str, Any] = {
     "order": 700,
     "page": "interop",
     "title": "The same drafters in other engines",
-    "text": "Drafters trained here for minutes, each in the format of each program, and decoded "
-    "with by the program itself: greedy chains of five in float32. A round is a target call that "
-    "verifies drafts; acceptance length is the tokens written in rounds over rounds; answers are "
-    "compared with plain decoding here, token by token. An empty cell: the program loads no such "
-    "drafter.",
+    "text": "These drafters were trained here for a few minutes, and exported in the format of each program. Each "
+    "program then decoded with them, with greedy chains of five drafts in float32. A round is a target call that "
+    "verifies drafts. The acceptance length is the number of tokens written in all rounds, divided by the number of "
+    "rounds. Answers are compared with plain decoding in this package, token by token. If a cell is empty, the program "
+    "cannot load this kind of drafter.",
     "data": "8 prompts of GSM8K's test questions, answers of up to 96 tokens",
     "machine": "two virtual cores, with other work on them; no GPU",
     "measured": "November 2026",
     "caveats": [
-        "Rounds are what is compared, not seconds; and the drafters are no good ones, as they "
-        "learned from 1,200 chats in 60 to 200 steps.",
-        "transformers drafts with an independent drafter from the prompt on, where the others take "
-        "the first token from the prompt's call.",
+        "The table compares numbers of rounds, not seconds. The drafters are weak, because they were trained on 1,200 "
+        "chats in 60 to 200 steps.",
+        "With an independent drafter, transformers already drafts the first token of an answer. The other programs "
+        "take this token from the target's call over the prompt.",
     ],
     "commands": {
         "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE "

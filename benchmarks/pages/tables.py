@@ -58,16 +58,17 @@ target, data and training alone.
 LEADERBOARD_HEAD = """\
 # Leaderboard
 
-Drafters for one target, side by side: what each was trained on, how many tokens a target call commits, and how much
-faster it makes decoding. `make figures` writes this page from `benchmarks/results/leaderboard.json`.
+This page compares drafters for the same target: the data that each was trained on, the number of tokens that a target
+call commits, and the speed of decoding. `make figures` writes this page from `benchmarks/results/leaderboard.json`.
 
-Yours enters it by one command, in whatever format [can be loaded](interop.md):
+This command adds your drafter, which can have any format [that can be loaded](interop.md):
 
 ```bash
 python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "..." --target gsm8k
 ```
 
-Every answer must equal plain decoding's, or nothing is entered. Brackets are 95 % intervals, bootstrap over prompts.
+The command adds nothing if an answer differs from that of plain decoding. Numbers in brackets are 95 % intervals,
+from a bootstrap over prompts.
 """
 
 TOPICS = {

@@ -14,26 +14,27 @@ class ExportConfig(Config):
     """Settings of `moa-data export`: the store to read, the layout to write and the output path."""
 
     store: str
-    """Folder of the store."""
+    """The store to export: a folder, or the URL of a store in a bucket."""
     format: ExportFormat
-    """Layout to write: speculators, specforge (EAGLE-3), eagle (EAGLE v1) or index. The index is a
-    single Parquet file of all sequences, without their activations."""
+    """Format to write. speculators, specforge (EAGLE-3) and eagle (EAGLE v1): files that these
+    projects train from. index: one Parquet file that lists all sequences, without their
+    activations."""
     out: str
-    """Folder to write to; for index, the file. The same command, run again, continues where it
-    stopped."""
+    """Folder to write; for the format index, the file to write. If it is incomplete, the same
+    command continues it."""
     max_sequences: Count | None = None
-    """Write only the first sequences of the store; default: all."""
+    """Maximum number of sequences to write, from the start of the store. Default: all."""
     layers: tuple[int, ...] = ()
-    """Decoder layers, counted from 0, whose outputs are written in addition to the last layer's.
-    Default: the project's three."""
+    """Decoder layers whose outputs are written in addition to the last layer's, counted from 0 and
+    separated by commas. Default: the three layers that the other project uses."""
     kv: bool = False
-    """Also write keys and values (speculators only): kv_last_local_k and _v of the target's last
-    layer with a sliding window, and kv_last_global_k and _v of its last layer without one. A kind
-    of layer that the target lacks is skipped."""
+    """Also write keys and values; only for the format speculators. Those of the target's last layer
+    with a sliding window are named kv_last_local_k and _v; those of its last layer without one are
+    named kv_last_global_k and _v. Without such a layer, its two arrays are left out."""
 
     rows_only: bool = False
-    """Write only the rows of token ids and loss masks (speculators only). The trainer of
-    speculators then reads the hidden states from the store."""
+    """Write only token ids and loss masks, no hidden states; only for the format speculators. The
+    trainer of speculators then reads the hidden states from the store."""
 
     @override
     def problems(self) -> list[str]:
@@ -49,28 +50,31 @@ class ImportConfig(Config):
     """Settings of `moa-data import`: the other project's folder, its target, and the new store."""
 
     folder: str
-    """Folder in the layout of the other project."""
+    """The folder to import, with files in the format of another project."""
     format: Format
-    """Layout of the folder: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
+    """Format of the folder: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
     model: str
-    """The target that the hidden states come from: a folder, a GGUF file or a hub id."""
+    """The target that the hidden states were computed with: a folder, a GGUF file, or a Hugging
+    Face Hub id (OWNER/NAME)."""
     out: str
-    """Folder of the store. The same command, run again, continues where it stopped."""
+    """Folder of the new store. If it is incomplete, the same command continues it."""
     max_sequences: Count | None = None
-    """Read only the first sequences of the folder; default: all."""
+    """Maximum number of sequences to read, from the start of the folder. Default: all."""
     layers: tuple[int, ...] = ()
-    """Decoder layers, counted from 0, whose outputs the files hold in addition to the last layer's.
-    Default: the project's three."""
+    """Decoder layers whose outputs the files contain in addition to the last layer's, counted from
+    0 and separated by commas. Default: the three layers that the other project uses."""
     target_layers: Natural = 0
-    """Number of the target's decoder layers that the store keeps for Target Layer Inference."""
+    """Number of the target's last decoder layers whose weights are kept in the store. Drafters with
+    Target Layer Inference run their drafts through these layers."""
     part_tokens: Count = 65_536
-    """Tokens per part. A part is the unit of work, of resuming and of data loss."""
+    """Number of tokens in a part. A store is written part by part, so an interruption loses at most
+    the part that is being written."""
     target_license: str | None = None
-    """Licence of the target for the store's card, by its name on the Hub. Default: a blank to fill
-    in."""
+    """Licence of the target, as the Hugging Face Hub names it. It is written to the store's card
+    (README.md). Default: a blank to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset for the store's card, by its name on the Hub. Default: a blank to fill
-    in."""
+    """Licence of the dataset, as the Hugging Face Hub names it. It is written to the store's card
+    (README.md). Default: a blank to fill in."""
 
     @override
     def problems(self) -> list[str]:
