@@ -175,7 +175,7 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
 
     Args:
         path: the path that the ``with`` block writes, for the message.
-        advice: what the user can do if there is no space left.
+        advice: what the user can do if no space is left.
     """
     try:
         yield

@@ -129,7 +129,7 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
     """Return the bytes that are left within one limit, as a list of one number.
 
-    The page cache counts as free. The list is empty if there is no limit.
+    The page cache counts as free. The list is empty without a limit.
     """
     try:
         # If memory is not limited, the file of cgroup version 2 contains "max", which raises

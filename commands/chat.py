@@ -73,7 +73,7 @@ class ChatConfig(Config):
     """Data type in which the server sends activations to the drafter. Fewer bits mean less network
     traffic; with int4, drafts are slightly worse. The text of the answer stays the same."""
     max_offline: Natural = 64
-    """Maximum number of tokens that the drafter writes alone while there is no network."""
+    """Maximum number of tokens that the drafter writes alone while the network is down."""
     offline_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Without a network, the drafter stops when the estimated probability that all its tokens are
     right falls below this value."""

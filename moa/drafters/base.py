@@ -214,7 +214,7 @@ class Drafter(nn.Module, ABC):
     def own_head(self) -> Tensor | None:
         """A trained matrix [V or V_d, n] whose products are the logits, or are added to the logits.
 
-        By default there is no such matrix.
+        By default a drafter has no such matrix.
         """
         return None
 

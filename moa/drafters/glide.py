@@ -10,7 +10,7 @@ target KV heads, d target head dim, b nodes of one level, n tokens fed at once, 
                      -> + MLP -> LM head
 
 Only the drafted tokens are fed back, not features. As in the MoA authors' code
-(``train/glide.py``), there is no norm before the cross-attention and before the LM head.
+(``train/glide.py``), neither the cross-attention nor the LM head has a norm before it.
 
 Training cuts sequences into blocks. Each block is a draft round: its positions see the target's KV
 of the blocks before it. Example for blocks of 3 positions and offset 1::
@@ -26,7 +26,7 @@ key, and its values are the latent. This corresponds to multi-head latent attent
 projections.
 
 The MoA authors' code uses offset 0, rotates the target's keys a second time, and lets the first
-block attend to all keys, because there is no block before it. Here the first block is a round that
+block attend to all keys, because it has no block before it. Here the first block is a round that
 starts after position 0, and position 0 itself has no loss.
 """
 

@@ -263,7 +263,7 @@ def final_norm(body: nn.Module) -> nn.Module:
 
 
 def _norm_factors(body: nn.Module, config: Any) -> Tensor:
-    """Return the factors [E] of the norm after the last layer; ones if there is no such norm."""
+    """Return the factors [E] of the norm after the last layer; ones without such a norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(

@@ -284,7 +284,7 @@ def _parse_columns(
     item_name: str,
     malformed: RejectReason,
 ) -> list[_T] | Rejection | None:
-    """Parse the list that a row has under one of several names; None if there is no list."""
+    """Parse the list that a row has under one of several names; None without a list."""
     values = [_unpacked(value) for value in _values(row, names) if value not in ("", {})]
     parsed = [_parse_list(value, parse, item_name, malformed) for value in values]
     for items in parsed:

@@ -152,7 +152,7 @@ def parse_target_config(
     Args:
         values: the content of config.json.
         source: name of the config file in error messages.
-        folder: the folder that holds the config file; None if there is no folder.
+        folder: the folder that holds the config file; None without a folder.
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
 
@@ -421,7 +421,7 @@ def logit_scale(config: Any) -> float:
 
 
 def logit_cap(config: Any) -> float | None:
-    """Return the soft cap of a target's logits, which a tanh applies; None if there is no cap."""
+    """Return the soft cap of a target's logits, which a tanh applies; None without a cap."""
     # The second name is used by RecurrentGemma, the third name by xLSTM.
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)

@@ -105,7 +105,7 @@ class Publication:
             commit: path of the commit.
 
         Returns:
-            The publication, or None if there is no valid record.
+            The publication, or None without a valid record.
         """
         try:
             content = parse_object(backend.read_file(publication_path(commit)))

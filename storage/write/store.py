@@ -29,7 +29,7 @@ time. A process holds a lock while it renames the shards of a part and writes th
 checks whether another writer has committed the part. In that case, it leaves the part unchanged and
 deletes its own files.
 
-In a bucket the order is the same, but there is no lock, and files are copied instead of renamed.
+In a bucket the order is the same, but without a lock, and files are copied instead of renamed.
 Each file of steps 2 to 6 is created by the first writer, and all other writers compare it with the
 content that they would write (see ``publish``).
 """
