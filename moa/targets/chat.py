@@ -35,7 +35,7 @@ _UNREAD = re.compile(
     r"|tool_call|function_calls|tool_results?|available_tools"
     r"|refusal|train_detail|think|scratch_?pad|inner_monologue"
     r"|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
-    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summar(?:y|ies)"
+    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
     re.IGNORECASE,
 )

@@ -330,7 +330,7 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
     {"isMasked": True},
     {"loss_masked": True}, {"mask_out": True}, {"untrained": True},
     {"loss-mask": 0}, {"trained": False}, {"should_mask": True}, {"mask_labels": True},
-    {"requires_grad": False}, {"weight": "0.00"}, {"weight": -1}, {"weight": float("nan")},
+    {"requires_grad": False}, {"weight": "0.00"}, {"weight": -1},
 ])  # fmt: skip
 def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, Any]) -> None:
     asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
