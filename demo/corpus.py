@@ -125,6 +125,51 @@ def arithmetic(rng: random.Random) -> Chat:
     )
 
 
+def sorting(rng: random.Random) -> Chat:
+    """Draw words that are put into alphabetical order, one per line."""
+    words = rng.sample(WORDS, rng.randint(3, 5))
+    ask = rng.choice(
+        (
+            "Sort these words alphabetically: {}.",
+            "Put these words in alphabetical order: {}.",
+            "Please sort: {}.",
+        )
+    )
+    lines = [f"{i}. {word}" for i, word in enumerate(sorted(words), start=1)]
+    return _chat(
+        ask.format(", ".join(words)),
+        "Here are the words in alphabetical order:\n" + "\n".join(lines),
+    )
+
+
+UNITS = (
+    ("kilometers", "meters", 1000), ("meters", "centimeters", 100),
+    ("centimeters", "millimeters", 10), ("kilograms", "grams", 1000),
+    ("liters", "milliliters", 1000), ("euros", "cents", 100), ("weeks", "days", 7),
+    ("pairs", "pieces", 2), ("decades", "years", 10), ("centuries", "years", 100),
+    ("yards", "feet", 3),
+)  # fmt: skip
+
+
+def conversion(rng: random.Random) -> Chat:
+    """Draw a unit conversion: the rule, the product, the answer."""
+    big, small, factor = rng.choice(UNITS)
+    value = rng.randint(2, 12) if factor in (2, 3, 7) else rng.randint(2, 99)
+    name = rng.choice(NAMES)
+    ask = rng.choice((
+        f"Convert {value} {big} to {small}.",
+        f"How many {small} are {value} {big}?",
+        f"{name} has {value} {big} and wants to know how many {small} that is.",
+        f"{name} asks: what is {value} {big} in {small}?",
+    ))  # fmt: skip
+    rule = f"Each of the {big} has {factor} {small}."
+    return _chat(
+        ask,
+        f"{rule}\nMultiply: {value} x {factor} = {value * factor}.\n"
+        f"So {value} {big} are {value * factor} {small}.",
+    )
+
+
 def story(rng: random.Random) -> Chat:
     """Draw a chat with a tiny story about an animal, a name, a place and a treasure."""
     animal = rng.choice(ANIMALS)
@@ -183,10 +228,23 @@ def shopping(rng: random.Random) -> Chat:
     return _chat(*turns)
 
 
+def echo(rng: random.Random) -> Chat:
+    """Draw a few words that are repeated: the simplest exercise in copying from the prompt."""
+    words = [rng.choice((*WORDS, *NAMES, *ITEMS)) for _ in range(rng.randint(3, 7))]
+    text = " ".join(words)
+    return _chat(
+        rng.choice(("Say: {}", "Repeat after me: {}", "Copy this line: {}")).format(text),
+        f"You said: {text}",
+    )
+
+
 FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
     "arithmetic": arithmetic,
+    "sorting": sorting,
+    "conversion": conversion,
     "story": story,
     "shopping": shopping,
+    "echo": echo,
 }
 
 

@@ -51,12 +51,15 @@ def test_answers_follow_from_their_prompts() -> None:
                 == (int(first) + int(second) if sign == "+" else int(first) - int(second))
                 >= 0
             )
+        answer = FAMILIES["sorting"](rng)[-1]["content"]
+        words = [line.split(". ")[1] for line in answer.splitlines()[1:]]
+        assert words == sorted(words)
 
 
 def test_a_family_without_new_prompts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         FAMILIES,
-        "story",
+        "echo",
         lambda rng: [{"role": role, "content": "x"} for role in ("user", "assistant")],
     )
     with pytest.raises(OptionInvalid):
