@@ -110,11 +110,19 @@ LONG = {
 GOOD: list[Any] = random_chats(8)
 
 
+def test_embeddings_that_do_not_fit_the_vocabulary_are_named_before_chats_are_read(
+    config: ExtractConfig, model: Path
+) -> None:
+    lower_vocabulary(model)
+    Path(config.dataset).write_text("{broken")
+    with pytest.raises(TargetError, match=r"embed_tokens.weight has shape .*, expected"):
+        build_plan(config.replaced(model=str(model)), with_weights=True)
+
+
 @pytest.mark.parametrize(
     ("change", "rows", "options", "error", "message"),
     [
         (None, [], {}, DatasetError, "is empty: no rows"),
-        (lower_vocabulary, None, {}, TargetError, r"embed_tokens.weight has shape .*, expected"),
         (
             None,
             [{"text": "hi"}] * 3,
