@@ -60,6 +60,9 @@ _KEYWORD = re.compile(
 _SHARDED = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*")
 _SHARD_NUMBER = re.compile(r"(?:[-_. ]?(?:part|shard|chunk))?[-_. ]?\d+(?:[-_ ]of[-_ ]\d+\b.*)?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Errors of Arrow for a row that Python cannot represent: invalid UTF-8, a date outside Python's
+# range, too deep nesting, or a map with two equal keys.
+_UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError, KeyError)
 _HASH_BYTES = 1 << 20
 _READ_ROWS = 1024
 
@@ -385,8 +388,8 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     try:
         # The full validation also finds offsets that point outside the buffers of the batch.
         batch.validate(full=True)
-        rows: Iterable[Any] = batch.to_pylist()
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        rows: Iterable[Any] = batch.to_pylist(maps_as_pydicts="strict")
+    except _UNREADABLE as error:
         if isinstance(error, pa.ArrowInvalid) and "UTF8" not in str(error):
             raise
         rows = (_arrow_row(batch.slice(index, 1)) for index in range(batch.num_rows))
@@ -396,9 +399,8 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
-        return batch.to_pylist()[0]
-    # These errors mean invalid UTF-8, a date outside Python's range, or too deep nesting.
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        return batch.to_pylist(maps_as_pydicts="strict")[0]
+    except _UNREADABLE as error:
         return UnreadableRow(first_line(error))
 
 

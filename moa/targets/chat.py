@@ -84,10 +84,9 @@ _CHAT_KEYS = {
     *_TOOL_COLUMNS,
     "content",
     "value",
-    "function",
-    "function_call",
     "arguments",
 }
+_NESTED = (Mapping, list, tuple)
 # Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
@@ -405,11 +404,11 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     while pending:
         value = pending.pop()
         if isinstance(value, (list, tuple)):
-            pending += [element for element in value if isinstance(element, Mapping)]
+            pending += [element for element in value if isinstance(element, _NESTED)]
             continue
         for key, inner in value.items():
             yield str(key), inner
-            if isinstance(inner, (Mapping, list, tuple)) and key not in _CHAT_KEYS:
+            if isinstance(inner, _NESTED) and key not in _CHAT_KEYS:
                 pending.append(inner)
 
 
@@ -578,14 +577,21 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries whose values are valid JSON and not null."""
-    return {key: value for key, value in values.items() if value is not None and _is_json(value)}
+    """Return the entries that can be encoded as JSON and are not null.
+
+    NaN is kept, because a train mark may have this value.
+    """
+    return {
+        key: value
+        for key, value in values.items()
+        if value is not None and _is_json(value, allow_nan=True)
+    }
 
 
-def _is_json(value: Any) -> bool:
-    """Whether a value can be encoded as JSON: no NaN, bytes or dates, and no deep nesting."""
+def _is_json(value: Any, allow_nan: bool = False) -> bool:
+    """Whether a value can be encoded as JSON: no bytes or dates, and no deep nesting."""
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=allow_nan)
     except (ValueError, TypeError, RecursionError):
         return False
     return True

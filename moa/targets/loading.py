@@ -126,7 +126,13 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     weights = bundle.weight_files(folder)
     headers: dict[str, TensorHeader] = {}
     for file in weights:
-        headers |= read_header(file, TargetError)
+        found = read_header(file, TargetError)
+        if twice := headers.keys() & found.keys():
+            raise TargetError(
+                f"{folder}: {min(twice)} is in two files of weights, and their values may differ. "
+                "Remove the files that are not part of the model."
+            )
+        headers |= found
     index = folder / "model.safetensors.index.json"
     weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
     names = [*weight_map.values()] if isinstance(weight_map, dict) else [weight_map]

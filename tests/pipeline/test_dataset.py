@@ -139,6 +139,19 @@ def test_keys_that_arrow_adds_are_dropped_in_every_column(tmp_path: Path, suffix
     assert [row for _, row in ChatSource(str(path), None).rows()] == rows
 
 
+def test_maps_of_arrow_become_objects(tmp_path: Path) -> None:
+    maps = pa.array(
+        [[("train", False)], [("a", True), ("a", False)], None], pa.map_(pa.string(), pa.bool_())
+    )
+    table = pa.table({"messages": [CHAT] * 3, "metadata": maps})
+    pq.write_table(table, tmp_path / "chats.parquet")
+    rows = [row for _, row in ChatSource(str(tmp_path / "chats.parquet"), None).rows()]
+    assert rows[0]["metadata"] == {"train": False}
+    rejected(parse_chat(rows[0]), RejectReason.MARKED_UNTRAINED, "train False")
+    rejected(parse_chat(rows[1]), RejectReason.MALFORMED_ROW, "duplicate key was 'a'")
+    assert isinstance(parse_chat(rows[2]), Chat)
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     table = pa.Table.from_pylist(rows)
     if path.suffix == ".parquet":

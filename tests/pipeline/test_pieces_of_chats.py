@@ -622,6 +622,13 @@ for _ in range(900):
             "content": "a",
             "tool_calls": [{"weight": 0, "function": {"name": "look_up", "arguments": {}}}],
         },
+        {
+            "content": "a",
+            "tool_calls": [{"function": {"name": "look_up", "arguments": {}, "train": False}}],
+        },
+        {"function_call": {"name": "look_up", "arguments": "{}", "masked": True}},
+        {"weight": float("nan")},
+        {"metadata": [[{"train": False}]]},
     ],
 )
 def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:

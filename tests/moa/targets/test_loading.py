@@ -112,6 +112,12 @@ def test_weights_in_several_files(folder: Path) -> None:
     refused(folder / "shards", f"{EMBEDDINGS} has shape [67, 48], expected [66, 48]")
 
 
+def test_a_tensor_in_two_files_is_named(folder: Path) -> None:
+    model = load_file(folder / "model.safetensors")
+    save_file({HEAD: model[HEAD] * 2}, folder / "more.safetensors")
+    refused(folder, f"{HEAD} is in two files", "Remove the files")
+
+
 def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> None:
     extra = {
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)
