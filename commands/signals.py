@@ -61,6 +61,7 @@ class _State:
     # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
     # because they would interrupt the handling of the first one.
     is_raised = False
+    is_lost = False  # Whether Python has discarded the SignalReceived that was raised.
     code: int | None = None  # Exit code of the process; None until it is decided.
 
 
@@ -148,9 +149,12 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 
 def _drop(unraisable: "UnraisableHookArgs") -> None:
-    # Python discards exceptions that are raised in a destructor. Do not print a discarded
-    # SignalReceived. The watching thread will end the process.
-    if not isinstance(unraisable.exc_value, SignalReceived):
+    # Python discards exceptions that are raised in a destructor, or in a function that runs after a
+    # fork. The watching thread raises a discarded SignalReceived again.
+    if isinstance(unraisable.exc_value, SignalReceived):
+        _State.is_raised = False
+        _State.is_lost = True
+    else:
         sys.__unraisablehook__(unraisable)
 
 
@@ -168,6 +172,10 @@ def _watch(pipe: int) -> NoReturn:
     began_s = time.monotonic()
     while is_patient or time.monotonic() < began_s + CLEANUP_S:
         next_signal = _next_signal(pipe, _POLL_S)
+        if _State.is_lost:
+            _State.is_lost = False
+            # Not SIGINT, which could count as a second Ctrl-C.
+            os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:
             _tell("Finishing what has started; press Ctrl-C again to stop at once.")

@@ -151,6 +151,23 @@ def test_a_command_that_resists_ends_as_well(
     assert "went on" not in done.stdout
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "body",
+    ["Dying()", "os.register_at_fork(after_in_parent=lambda: RAISE)\n    os.fork() or os._exit(0)"],
+)
+def test_an_interruption_that_python_discards_is_raised_again(
+    number: signal.Signals, body: str
+) -> None:
+    lines = [
+        "try:", *(f"    {line.strip()}" for line in body.splitlines()), "    time.sleep(60)",
+        "finally:", "    print('cleaned up', flush=True)",
+    ]  # fmt: skip
+    done = raising(RUNS.replace("0.4, 0.2", "60, 0.2"), number, "\n    ".join(lines))
+    assert "did not end by itself" not in one_line(done, number)
+    assert done.stdout.startswith("cleaned up\n")
+
+
 def test_a_second_sigterm_does_not_break_off_the_cleaning_up() -> None:
     body = (
         "try:\n        RAISE\n    finally:\n        RAISE\n        print('cleaned up', flush=True)"
