@@ -567,6 +567,16 @@ class Columns:
         }
         return turns | dict(self.renamed)
 
+    @property
+    def _wanted(self) -> list[str]:
+        turns = [name for _, columns in self.turns for name in columns]
+        return turns + [name for _, name in self.renamed]
+
+    def left_out(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the filled columns that :meth:`apply` leaves out, as others take their place."""
+        replaced = {"messages", "conversations", *(name for name, _ in self.renamed)}
+        return [name for name in row if name in replaced - {*self._wanted} and row[name]]
+
     def apply(self, row: Any) -> Any | Rejection:
         """Return the chat that a row contains.
 
@@ -575,10 +585,7 @@ class Columns:
         """
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):
             return row
-        wanted = [name for _, columns in self.turns for name in columns] + [
-            name for _, name in self.renamed
-        ]
-        if missing := [name for name in wanted if name not in row]:
+        if missing := [name for name in self._wanted if name not in row]:
             return Rejection(
                 RejectReason.NO_COLUMN,
                 f"{missing[0]}; columns: " + ", ".join(map(str, list(row)[:8])),
@@ -586,7 +593,7 @@ class Columns:
         chat = {
             key: value
             for key, value in row.items()
-            if key not in ("messages", "conversations", *wanted)
+            if key not in ("messages", "conversations", *self._wanted)
         }
         chat |= {name: row[column] for name, column in self.renamed}
         if self.turns:

@@ -382,7 +382,10 @@ def tokenize_row(
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
     if isinstance(tokenized, Rejection):
         return tokenized
-    return replace(tokenized, beside=tuple(names_beside_chat(row, template.text)))
+    beside = names_beside_chat(row, template.text)
+    if columns is not None:
+        beside += [f"column {name}" for name in columns.left_out(content)]
+    return replace(tokenized, beside=tuple(beside))
 
 
 def _check_fits(

@@ -8,6 +8,7 @@ that the chat template shows each piece.
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -46,13 +47,13 @@ _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium",
 # and others. Training uses a message if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
-    r"|.+_mask|requires_grad",
+    r"|.+_mask|lossmask|requires_grad",
     re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
-    r"(?:is_|should_|to_)?mask(?:ed)?(?:_(?:out|loss|from_loss|labels?))?|loss_masked|untrained"
-    r"|(?:no|not|do_not)_(?:train|loss|learn).*"
-    r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
+    r"(?:is_|should_|to_)?mask(?:ed)?(?:_(?:out|loss|from_.+|labels?))?|loss_masked(?:_out)?"
+    r"|untrained|(?:no|not|non|do_not|dont)_(?:train|loss|learn).*"
+    r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
     re.IGNORECASE,
 )
 # Matches the start of a word inside a name such as isTrainable.
@@ -65,18 +66,15 @@ _ROW_MARK = re.compile(
     r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask",
     re.IGNORECASE,
 )
-_NO = ("false", "no", "off")  # And numbers that are not above 0.
-_YES = (
-    "1",
-    "1.0",
-    "true",
-    "yes",
-    "on",
-    "assistant",
-)  # In NeMo's chats the value of `mask` is a role.
+# Besides these words, numbers above 0 mean yes, and other numbers mean no. In NeMo's chats the value
+# of `mask` is a role.
+_NO = ("false", "no", "n", "off")
+_YES = ("true", "yes", "y", "on", "assistant")
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
+_CALL_KEYS = {"id", "type", "index", "function"}
+_FUNCTION_KEYS = {"name", "arguments"}
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS, "finish_reason"}
 # Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
@@ -437,8 +435,8 @@ def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str
 def names_beside_chat(row: Any, template_text: str) -> list[str]:
     """List the columns of a row and the keys of its messages that are not part of the tokens.
 
-    Empty values do not count, nor do keys of messages that the chat template names, because it may
-    show them.
+    The keys of tool calls are listed too. Empty values do not count, nor do keys that the chat
+    template reads, because it may show them.
 
     Args:
         row: what :func:`parse_chat` has parsed.
@@ -451,47 +449,77 @@ def names_beside_chat(row: Any, template_text: str) -> list[str]:
     ]
     for column in _MESSAGE_COLUMNS:
         for message in _unpacked(row.get(column)) or ():
-            for key, value in message.items():
-                is_read = key in _READ_KEYS or str(key) in template_text
-                if not is_read and _is_filled(value):
-                    names.append(f"message key {key}")
+            # Few templates show the names of speakers.
+            names += _unread_keys(message, _READ_KEYS - {"name"}, "message key", template_text)
+            for call in _unpacked(message.get("tool_calls")) or ():
+                function = call.get("function", call)
+                is_bare = function is call
+                known = _CALL_KEYS | _FUNCTION_KEYS if is_bare else _CALL_KEYS
+                names += _unread_keys(call, known, "tool call key", template_text)
+                if not is_bare:
+                    names += _unread_keys(function, _FUNCTION_KEYS, "tool call key", template_text)
     return list(dict.fromkeys(names))
+
+
+def _unread_keys(
+    item: Mapping[Any, Any], known: Collection[str], kind: str, template_text: str
+) -> list[str]:
+    """List the filled keys of an item that are not known and that the chat template does not read.
+
+    A template reads a key by ``item.key`` or ``item['key']``.
+    """
+    return [
+        f"{kind} {key}"
+        for key, value in item.items()
+        if key not in known
+        and _is_filled(value)
+        and not re.search(rf"[.'\"]{re.escape(str(key))}\b", template_text)
+    ]
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
     """Return the mark that excludes a message or row from training; empty if there is none."""
     for key, value in _fields(item):
-        values = value if isinstance(value, (list, tuple)) else [value]
-        words = [
-            str(element).strip().lower()
-            for element in values
-            if isinstance(element, (bool, int, float, str))
-        ]
         name = _snake_case(key)
         # A float column named "loss" is not a mark: it is the loss of some model on this row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
-        if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
+        if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
         if _SKIP_MARK.fullmatch(name):
-            excludes = any(word in _YES for word in words)
+            excludes = any(_has_meaning(word, _YES, True) for word in _words(value))
+        elif _TRAIN_MARK.fullmatch(name):
+            excludes = any(_has_meaning(word, _NO, False) for word in _words(value))
         else:
-            excludes = bool(_TRAIN_MARK.fullmatch(name)) and any(map(_is_no, words))
+            continue
         if excludes:
             return f"{key} {value!r:.40}"
     return ""
 
 
+def _words(value: Any) -> Iterator[str]:
+    """Yield the values in a mark, at every depth, as lower-case texts."""
+    pending = [_unpacked(value)]
+    while pending:
+        element = pending.pop()
+        if isinstance(element, Mapping):
+            pending += element.values()
+        elif isinstance(element, (list, tuple)):
+            pending += element
+        elif element is not None:
+            yield str(element).strip().lower()
+
+
 def _snake_case(key: str) -> str:
-    """Write a name such as lossMask or loss-mask as loss_mask."""
-    return _CAMEL_CASE.sub("_", key).replace("-", "_")
+    """Write a name such as lossMask, loss-mask or loss.mask as loss_mask."""
+    return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", key))
 
 
-def _is_no(word: str) -> bool:
-    """Whether the value of a train mark, as a lower-case text, means no."""
+def _has_meaning(word: str, words: Collection[str], is_yes: bool) -> bool:
+    """Whether the value of a mark, as a lower-case text, means yes, or whether it means no."""
     try:
-        return not float(word) > 0  # NaN means no, too.
+        return (float(word) > 0) == is_yes  # NaN means no, too.
     except ValueError:
-        return word in _NO
+        return word in words
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
@@ -577,21 +605,22 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries that can be encoded as JSON and are not null.
+    """Return the entries that are not null as JSON values. Dates and decimals become texts.
 
-    NaN is kept, because a train mark may have this value.
+    Entries with other keys than texts, or that are nested too deeply, are left out.
     """
-    return {
-        key: value
-        for key, value in values.items()
-        if value is not None and _is_json(value, allow_nan=True)
-    }
+    found = {}
+    for key, value in values.items():
+        if value is not None:
+            with suppress(ValueError, TypeError, RecursionError):
+                found[key] = json.loads(json.dumps(value, default=str))
+    return found
 
 
-def _is_json(value: Any, allow_nan: bool = False) -> bool:
-    """Whether a value can be encoded as JSON: no bytes or dates, and no deep nesting."""
+def _is_json(value: Any) -> bool:
+    """Whether a value can be encoded as JSON: no NaN, bytes or dates, and no deep nesting."""
     try:
-        json.dumps(value, allow_nan=allow_nan)
+        json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return False
     return True

@@ -191,6 +191,13 @@ def tokenize_chat(
             # Take the prompt and the response as they were generated. The template might add text
             # to a complete response.
             prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
+            before = _MarkedChat(messages[:-1], tools)
+            if hidden := _find_hidden_piece(template, before, prompt):
+                return hidden
+            # The template may write earlier responses otherwise in a prompt.
+            end = spans[-2][1] if len(spans) > 1 else 0
+            if prompt[:end] != text[:end]:
+                return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
             text = prompt + "".join(content_texts(messages[-1]))
             spans[-1] = len(prompt), len(text)
         elif is_cut:

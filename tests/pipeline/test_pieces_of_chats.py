@@ -5,6 +5,8 @@ The pieces stand where transformers puts them.
 
 import json
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -331,6 +333,10 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
     {"loss_masked": True}, {"mask_out": True}, {"untrained": True},
     {"loss-mask": 0}, {"trained": False}, {"should_mask": True}, {"mask_labels": True},
     {"requires_grad": False}, {"weight": "0.00"}, {"weight": -1},
+    {"weight": Decimal("0.00")}, {"loss_mask": [[0, 0], [1, 0]]}, {"loss_mask": {"1": 0}},
+    {"loss_mask": "[0]"}, {"loss mask": 0}, {"metadata.train": False}, {"dont_train": 1},
+    {"non_trainable": 1}, {"is_ignored": 1}, {"loss_masked_out": 1}, {"masked_from_training": 1},
+    {"lossmask": 0}, {"train": "n"}, {"masked": "y"}, {"masked": "1.00"},
 ])  # fmt: skip
 def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, Any]) -> None:
     asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -629,6 +635,7 @@ for _ in range(900):
         {"function_call": {"name": "look_up", "arguments": "{}", "masked": True}},
         {"weight": float("nan")},
         {"metadata": [[{"train": False}]]},
+        {"metadata": {"train": False, "created": datetime(2026, 1, 2, tzinfo=UTC)}},
     ],
 )
 def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:
@@ -643,7 +650,7 @@ def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:
         {"loss_weight": 0}, {"weight": 0.0}, {"sample_weight": "0"}, {"is_trainable": False},
         {"do_not_train": True},
         {"metadata": {"train": False}}, {"info": {"quality": [{"loss_weight": 0.0}]}},
-        {"exclude": "yes"},
+        {"exclude": "yes"}, {"loss_weight": Decimal(0)}, {"loss_mask": [[0, 1]]},
     ],
 )  # fmt: skip
 def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
@@ -805,16 +812,53 @@ def test_a_prompt_whose_message_has_tools_is_rejected() -> None:
 
 def test_what_a_row_has_besides_its_chat_is_named() -> None:
     row = {
-        "messages": [ASKS | {"timestamp": 7, "name": "Ada"}, ANSWERS | {"rating": None}],
+        "messages": [ASKS | {"timestamp": 7, "start": "!"}, ANSWERS | {"rating": None}],
         "prompt_id": "x",
         "notes": "",
     }
     found = tokenize_row(template_of("chatml"), row, 100)
     assert isinstance(found, TokenizedChat), found
-    assert found.beside == ("column prompt_id", "message key timestamp")
+    # The template has <|im_start|>, which is not the key.
+    assert found.beside == ("column prompt_id", "message key timestamp", "message key start")
     sequences = Sequences()
     sequences.add(0, found)
     assert sequences.beside_lines() == [
-        "besides      column prompt_id (1), message key timestamp (1): not part of the tokens"
+        "besides      column prompt_id (1), message key timestamp (1), message key start (1): "
+        "not part of the tokens"
     ]
     assert Sequences.from_arrow(sequences.to_arrow()).beside == sequences.beside
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "name"),
+    [
+        ({}, {"params": {"x": 1}}, "params"),
+        ({"result": "r"}, {}, "result"),
+        ({"id": "1", "index": 0}, {}, None),
+    ],
+)
+def test_what_a_call_has_besides_its_arguments_is_named(
+    outer: dict[str, Any], inner: dict[str, Any], name: str | None
+) -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}} | inner} | outer
+    row = {"messages": [ASKS, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    found = tokenize_row(template_of("qwen2.5"), row, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ((f"tool call key {name}",) if name else ())
+
+
+def test_columns_that_others_take_the_place_of_are_named() -> None:
+    row = {"chat": [ASKS, ANSWERS], "sys": "B", "system": "A", "messages": None}
+    columns = Columns.parse(["messages=chat", "system=sys"])
+    found = tokenize_row(template_of("chatml"), row, 100, columns)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("column system",)
+
+
+def test_a_cut_answer_after_one_that_a_prompt_writes_otherwise_is_rejected() -> None:
+    """Qwen3 writes an empty thought before the last answers, but not in a prompt."""
+    answers = [ANSWERS | {"content": "A first answer."}, ANSWERS | {"content": "A second one."}]
+    row = {"messages": [ASKS, *answers], "finish_reason": "length"}
+    found = tokenize_row(template_of("qwen3"), row, 1000)
+    rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
+    assert isinstance(tokenize_row(template_of("chatml"), row, 1000), TokenizedChat)
