@@ -1,20 +1,22 @@
 """Ends writers at chosen moments, in this process or in forks of it.
 
-Forks are made by scripts in their own process, because pytest has threads.
+Forks are made in processes of ``kit.apart``, because pytest has threads.
 """
 
 import errno
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+
+from .apart import Apart
 
 CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "link")
 
@@ -92,15 +94,9 @@ def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> AbstractCo
 
 def run_apart(function: Callable[..., object], *arguments: object) -> None:
     """Run a function of a test module in its own process, with text arguments. It must succeed."""
-    code = (
-        f"import sys, torch; torch.set_num_threads(1); from moa_data.{function.__module__} import "
-        f"{function.__name__} as run; run(*sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+    with TemporaryDirectory() as folder:
+        failure = Apart(function, *map(str, arguments), log=Path(folder) / "stderr").wait()
+    assert not failure, failure
 
 
 def die() -> None:
@@ -157,5 +153,7 @@ def kill_at_every_change(
     for n in range(1, 10_000, every):
         status = _status_of(partial(action, n, failing_at(n, die).__enter__))
         if os.WIFEXITED(status):
-            sys.exit(os.WEXITSTATUS(status))
+            if code := os.WEXITSTATUS(status):
+                sys.exit(code)
+            return
         assert os.WTERMSIG(status) == signal.SIGKILL

@@ -1,16 +1,11 @@
 """Runs a function in several single-threaded processes that find each other like torchrun's."""
 
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .apart import Apart
 from .object_stores import free_port
-
-_MAIN = "import pickle, sys; f, args = pickle.load(open(sys.argv[1], 'rb')); f(*args)"
 
 
 def run_ranks(
@@ -19,11 +14,9 @@ def run_ranks(
     """Call a module's function in each process. The rank is in the environment.
 
     Args:
-        folder: folder for the file with the pickled call.
+        folder: folder for the logs of the processes.
         n_nodes: number of machines that the processes appear to run on.
     """
-    call = folder / "call.pickle"
-    call.write_bytes(pickle.dumps((function, args)))
     per_node = n_ranks // n_nodes
     shared = {
         "WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_ADDR": "127.0.0.1",
@@ -32,10 +25,8 @@ def run_ranks(
     running = []
     for rank in range(n_ranks):
         own = {"RANK": rank, "LOCAL_RANK": rank % per_node, "GROUP_RANK": rank // per_node}
-        environment = os.environ | {name: str(value) for name, value in (shared | own).items()}
-        command = [sys.executable, "-c", _MAIN, str(call)]
-        running.append(
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    ended = [process.communicate(timeout=1200)[1] for process in running]
-    assert not any(process.returncode for process in running), "\n".join(ended)
+        environment = {name: str(value) for name, value in (shared | own).items()}
+        log = folder / f"rank-{rank}.log"
+        running.append(Apart(function, *args, log=log, environment=environment))
+    failures = [process.wait(1200) for process in running]
+    assert not any(failures), "\n".join(failures)

@@ -30,6 +30,7 @@ from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
+from moa_data.tests.kit.variants import quick
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 
@@ -83,7 +84,10 @@ def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
     return AddConfig.of(**new | changes)
 
 
-@pytest.mark.parametrize("codec", ["lossless", "int8", "transform:3,tokens"])
+@pytest.mark.parametrize(
+    "codec",
+    quick(["lossless", "int8", "transform:3,tokens"], ["lossless", "transform:3,tokens"]),
+)
 def test_the_store_becomes_the_one_of_a_single_extraction(
     config: ExtractConfig, codec: str
 ) -> None:

@@ -21,6 +21,7 @@ from moa_data.storage.schema import commit_path
 from moa_data.tests.kit.command import run
 from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.variants import quick
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,13 @@ def folder_bytes(store: Path, name: str = "") -> int:
     return sum(file.stat().st_size for file in (store / name).rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2,tokens,from-kv"])
+@pytest.mark.parametrize(
+    "codec",
+    quick(
+        ["lossless", "int8", "transform:2,tokens,from-kv"],
+        ["lossless", "transform:2,tokens,from-kv"],
+    ),
+)
 def test_a_store_takes_the_planned_bytes(
     config: ExtractConfig, wide_target: Path, codec: str
 ) -> None:

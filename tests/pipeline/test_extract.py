@@ -6,6 +6,7 @@ The bytes are the same whatever ends a run or damages the store.
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -43,6 +44,7 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
 from moa_data.storage.write import part as part_writer
 from moa_data.storage.write.repair import drop_damage
+from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, write_target
@@ -50,8 +52,28 @@ from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
+@pytest.fixture(scope="module")
+def chats_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same chats for all tests, so that those of one setting can share a store."""
+    return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", random_chats(24))
+
+
 def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
     return config.replaced(out=str(Path(config.out).with_name(name)))
+
+
+def made_once(config: ExtractConfig) -> Path:
+    """Return the store of an extraction. Tests copy it or compare with it."""
+    folder = Path(str(config.dataset)).with_name(f"store-{config.storage.codec}")
+    if not folder.exists():
+        extract(config.replaced(out=str(folder)))
+    return folder
+
+
+def extracted(config: ExtractConfig) -> tuple[Path, dict[str, bytes]]:
+    """Put the store of an extraction at ``config.out``; return it and its files."""
+    shutil.copytree(made_once(config), config.out)
+    return Path(config.out), read_tree(config.out)
 
 
 def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> None:
@@ -184,7 +206,6 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
     expected: type[BaseException],
     message: str,
 ) -> None:
-    extract(elsewhere(config))
     real, calls = getattr(module, name), count()
 
     def fails_late(*arguments: Any) -> Any:
@@ -210,7 +231,7 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
     assert parts == commits
     assert len(commits) < 5
     extract(config)
-    assert read_tree(config.out) == read_tree(elsewhere(config).out)
+    assert read_tree(config.out) == read_tree(made_once(config))
 
 
 def shard_weights(folder: Path) -> Path:
@@ -382,8 +403,7 @@ def kill(settings: str, *names: str) -> None:
 def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_bytes(
     config: ExtractConfig, names: list[str]
 ) -> None:
-    extract(config)
-    expected = read_tree(config.out)
+    expected = read_tree(made_once(config))
     run_apart(kill, config.model_dump_json(), *names)
     for name in names:
         killed = elsewhere(config, f"store-{name}")
@@ -400,7 +420,7 @@ def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_
 def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(
     config: ExtractConfig,
 ) -> None:
-    extract(config)
+    extracted(config)
     commit = commit_path(Path(config.out), 1)
     content, n_told = commit.read_bytes(), 0
     commit.unlink()
@@ -414,12 +434,6 @@ def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(
     timings = extract(config, progress=commit_meanwhile).timings
     assert (timings.n_parts, timings.n_late, timings.n_tokens) == (0, 1, 0)
     assert timings.n_computed_tokens > 0
-
-
-def extracted(config: ExtractConfig) -> tuple[Path, dict[str, bytes]]:
-    """Extract to a store; return it and its files."""
-    extract(config)
-    return Path(config.out), read_tree(config.out)
 
 
 def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:
@@ -485,8 +499,17 @@ def test_a_repair_on_a_full_disk_goes_on(
     assert read_tree(store) == whole
 
 
-@pytest.mark.parametrize("name", ["store.json", "plan.parquet", "parts/kv/zarr.json"])
-@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_lost"),
+    [
+        ("store.json", False),
+        ("plan.parquet", True),
+        ("parts/kv/zarr.json", True),
+        pytest.param("store.json", True, marks=pytest.mark.slow),
+        pytest.param("plan.parquet", False, marks=pytest.mark.slow),
+        pytest.param("parts/kv/zarr.json", False, marks=pytest.mark.slow),
+    ],
+)
 def test_parts_that_other_damage_hides_are_repaired_at_once(
     config: ExtractConfig, name: str, is_lost: bool
 ) -> None:

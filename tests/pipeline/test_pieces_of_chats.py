@@ -287,12 +287,15 @@ def answer_of(marked: str, form: Form) -> str:
     return marked.strip()
 
 
+@pytest.mark.parametrize("n_examples", [15, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMS)
-def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: str) -> None:
+def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(
+    name: str, n_examples: int
+) -> None:
     form = FORMS[name]
     n_kept = 0
 
-    @settings(max_examples=40, phases=PHASES)
+    @settings(max_examples=n_examples, phases=PHASES)
     @given(drawn=chats(form.shows))
     def check(drawn: Drawn) -> None:
         nonlocal n_kept

@@ -3,6 +3,7 @@
 Every job works with states that are predicted from others.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from moa_data.storage.codecs import coding
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
+from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.stores import flip, read_tree
+from moa_data.tests.kit.variants import quick
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import BatchReader
 
@@ -157,12 +160,29 @@ SOURCES = {
 HIDDEN = ("hidden/last", "hidden/layer_0", "hidden/layer_1")
 
 
-@pytest.fixture(params=SOURCES)
-def joint(config: ExtractConfig, request: pytest.FixtureRequest) -> ExtractConfig:
-    activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
-    config = config.replaced(activations=activations, codec=request.param)
+@pytest.fixture(
+    scope="module", params=quick(SOURCES, ["transform:4,hidden=4,tokens,from-kv,joint"])
+)
+def joint_once(
+    request: pytest.FixtureRequest, target_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> ExtractConfig:
+    """An extraction with predicted states. Tests must not change its store."""
+    folder = tmp_path_factory.mktemp("joint")
+    config = ExtractConfig.of(
+        model=str(target_folder), out=str(folder / "store"), max_length=128, device="cpu",
+        dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(24))), target_layers=1,
+        part_tokens=512, batch_tokens=256, compute_dtype="float32", codec=request.param,
+        activations=("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1"),
+    )  # fmt: skip
     extract(config)
     return config
+
+
+@pytest.fixture
+def joint(joint_once: ExtractConfig, tmp_path: Path) -> ExtractConfig:
+    """The same extraction with a copy of the store that a test may change."""
+    shutil.copytree(joint_once.out, tmp_path / "store")
+    return joint_once.replaced(out=str(tmp_path / "store"))
 
 
 def error(one: Path, exact: Path, field: str) -> float:
@@ -213,9 +233,11 @@ def test_a_state_that_is_added_leaves_the_others_as_they_are(joint: ExtractConfi
 
 
 @pytest.mark.parametrize("fields", [(0, 1), (1,)])
-def test_training_reads_what_the_store_gives(joint: ExtractConfig, fields: tuple[int, ...]) -> None:
+def test_training_reads_what_the_store_gives(
+    joint_once: ExtractConfig, fields: tuple[int, ...]
+) -> None:
     settings = TrainConfig.of(
-        store=joint.out,
+        store=joint_once.out,
         out="",
         batch_size=2,
         reader_threads=1,
@@ -223,7 +245,7 @@ def test_training_reads_what_the_store_gives(joint: ExtractConfig, fields: tuple
         fused_layers=fields,
         block_layers=1,
     )
-    with ActivationStore(joint.out) as store:
+    with ActivationStore(joint_once.out) as store:
         inputs, encoded = BatchReader(store, settings, torch.device("cpu")).read(
             np.array([4, 1]), store.lengths[[4, 1]]
         )

@@ -90,25 +90,30 @@ def own_questions(config: RegenerateConfig) -> RegenerateConfig:
     )
 
 
-def kill(folder: str, settings: str, every: str) -> None:
-    """Kill each run at a later change of the disk.
+def kill(every: str, *runs: str) -> None:
+    """Kill each of the runs at a later change of the disk again and again.
 
     The next process must finish what the killed one began, with the output of an uninterrupted run.
     """
-    config = RegenerateConfig.model_validate_json(settings)
-    loaded = Target.load(str(config.model), device="cpu")
+    configs = [RegenerateConfig.model_validate_json(settings) for settings in runs]
+    loaded = Target.load(str(configs[0].model), device="cpu")
     _ = loaded.identity
     setattr(Target, "load", lambda *_: loaded)  # noqa: B010
+    # What is loaded for the first run is then there in all forks.
+    for config in configs:
+        regenerate(elsewhere(config, "whole"))
 
-    def answer(name: str) -> None:
-        regenerate(config.replaced(out=str(Path(folder) / f"{name}.jsonl")))
+    def answer(config: RegenerateConfig, name: str) -> None:
+        regenerate(elsewhere(config, name))
 
-    def begin(n: int, arm: Callable[[], None]) -> None:
-        answer(f"killed-{n - int(every)}" if n > 1 else "whole")
+    def begin(config: RegenerateConfig, n: int, arm: Callable[[], None]) -> None:
+        if n > 1:
+            answer(config, f"killed-{n - int(every)}")
         arm()
-        answer(f"killed-{n}")
+        answer(config, f"killed-{n}")
 
-    kill_at_every_change(begin, int(every))
+    for config in configs:
+        kill_at_every_change(partial(begin, config), int(every))
 
 
 def read(config: RegenerateConfig) -> dict[int, list[str]]:
@@ -241,7 +246,7 @@ def test_answers_are_those_of_plain_decoding_turn_by_turn(
 def test_drafts_change_no_distribution_and_greedily_no_word(
     config: RegenerateConfig, drafter_folder: Path, temperature: float
 ) -> None:
-    config = config.replaced(max_rows=5)
+    config = config.replaced(max_rows=5, max_new_tokens=12 if temperature else 36)
     drafted = elsewhere(config, "drafted", drafter=str(drafter_folder), temperature=temperature)
     regenerate(drafted)
     settings = record(drafted)["settings"]
@@ -255,30 +260,28 @@ def test_drafts_change_no_distribution_and_greedily_no_word(
         assert read(elsewhere(drafted, "other")) != read(drafted)
 
 
-@pytest.mark.parametrize("is_self_prompted", [False, True])
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_kill_ends_in_the_bytes_of_a_run_that_was_not_interrupted(
-    config: RegenerateConfig,
-    drafter_folder: Path,
-    tmp_path: Path,
-    every: int,
-    is_self_prompted: bool,
+    config: RegenerateConfig, drafter_folder: Path, tmp_path: Path, every: int
 ) -> None:
-    folder = tmp_path / "kills"
-    folder.mkdir()
-    killed_run = config.replaced(
-        drafter=str(drafter_folder), batch_size=2, max_rows=5, max_new_tokens=8
-    )
-    if is_self_prompted:
-        killed_run = killed_run.replaced(
-            dataset=None, self_prompted=5, question_tokens=12, drafter=None, max_rows=None
+    runs = [
+        config.replaced(
+            out=str(tmp_path / name / "x.jsonl"), batch_size=2, max_new_tokens=8, **changes
         )
-    run_apart(kill, folder, killed_run.model_dump_json(), every)
-    whole = outputs(elsewhere(config.replaced(out=str(folder / "x")), "whole"))
-    killed = sorted(folder.glob("killed-*.jsonl"))
-    assert len(killed) >= 3
-    for path in killed:
-        assert outputs(config.replaced(out=str(path))) == whole, path
+        for name, changes in {
+            "drafted": {"drafter": str(drafter_folder), "max_rows": 5},
+            "self-prompted": {"dataset": None, "self_prompted": 5, "question_tokens": 12},
+        }.items()
+    ]
+    for one in runs:
+        Path(one.out).parent.mkdir()
+    run_apart(kill, every, *(one.model_dump_json() for one in runs))
+    for one in runs:
+        whole = outputs(elsewhere(one, "whole"))
+        killed = sorted(Path(one.out).parent.glob("killed-*.jsonl"))
+        assert len(killed) >= 3
+        for path in killed:
+            assert outputs(one.replaced(out=str(path))) == whole, path
 
 
 def test_what_is_complete_is_not_asked_again_and_foreign_files_are_left_alone(

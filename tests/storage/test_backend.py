@@ -223,7 +223,7 @@ class TestSeaweed(ObjectStoreContract):
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "0.3")
+    monkeypatch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "0.1")
     with use("http://127.0.0.1:9"):
         store = ObjectStore("s3://bucket/store")
         for ask in (

@@ -222,7 +222,7 @@ _ANY_TIME = settings(
 
 
 class TestStore(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
-    settings = settings(_ANY_TIME, max_examples=10, stateful_step_count=8)
+    settings = settings(_ANY_TIME, max_examples=6, stateful_step_count=8)
 
 
 @pytest.mark.slow

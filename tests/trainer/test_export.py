@@ -59,9 +59,11 @@ def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str
     return folder
 
 
-@pytest.fixture
-def runs(target: Path, store: Path, tmp_path: Path) -> dict[str, Path]:
-    return {kind: make_run(tmp_path / kind, target, store, kind) for kind in KINDS}
+@pytest.fixture(scope="module")
+def runs(target: Path, store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind of drafter. Tests must not change them."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind: make_run(folder / kind, target, store, kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -185,7 +187,7 @@ def test_what_cannot_be_exported_is_named(
     monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
     with pytest.raises(DrafterError, match=r"fc\.weight does not load as it was written"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=out))
-    assert {path.name for path in tmp_path.iterdir()} == {*KINDS, "other", "gone"}
+    assert {path.name for path in tmp_path.iterdir()} == {"other", "gone"}
 
 
 def test_the_command_says_what_it_did_and_how_it_failed(
@@ -238,7 +240,7 @@ def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
     torch.testing.assert_close(held, seen)
 
 
-@pytest.mark.parametrize("name", quick(FEATURES, ("deepseek_v3", "gemma2")))
+@pytest.mark.parametrize("name", quick(FEATURES, ("deepseek_v3",)))
 def test_formats_of_families(name: str, tmp_path: Path) -> None:
     """Each format that the support table lists is written; the others are refused.
 

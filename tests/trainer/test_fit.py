@@ -41,7 +41,7 @@ from moa_data.trainer.step import DrafterModule
 
 @pytest.mark.draws
 def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path) -> None:
-    report = run(store_path, tmp_path / "run", max_steps=150, validate_every=25)
+    report = run(store_path, tmp_path / "run", max_steps=75, validate_every=25)
     out = tmp_path / "run"
     metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
     assert metrics["val/kl"][-1] < 0.8 * metrics["val/kl"][0]
@@ -51,7 +51,7 @@ def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path
     assert report.best_expected_acceptance_length == pytest.approx(
         max(metrics["val/expected_acceptance_length"])
     )
-    assert report.n_steps == 150
+    assert report.n_steps == 75
     assert report.n_pending_parts == 0
     assert 0 <= report.data_wait_share < 1
     for name in (
@@ -100,7 +100,7 @@ def test_resume_with_another_accumulation(
 
     The same holds for another number of devices.
     """
-    settings = {"max_steps": 14, "checkpoint_every": 5}
+    settings = {"drafter": "eagle", "max_steps": 14, "checkpoint_every": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(store_path, whole, **settings)
     run(store_path, parts, **settings, stop_after_steps=5)
@@ -127,7 +127,7 @@ def test_the_last_step_is_validated(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
     """The interval need not divide the run, and Ctrl-C may interrupt that validation."""
-    settings = {"max_steps": 7, "validate_every": 5, "micro_batch_size": 4}
+    settings = {"drafter": "eagle", "max_steps": 7, "validate_every": 5, "micro_batch_size": 4}
     report = run(store_path, tmp_path / "whole", **settings)
     lengths = read_metrics(tmp_path / "whole")["val/expected_acceptance_length"]
     assert [step for step, _ in lengths] == [4, 6], "metrics count steps from 0"
@@ -175,7 +175,8 @@ def test_a_validation_that_did_not_end_is_done_again(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
     """A kill leaves a checkpoint without the validation of its step; Ctrl-C interrupts one."""
-    settings = {"max_steps": 8, "validate_every": 4, "micro_batch_size": 4, "checkpoint_every": 4}
+    settings = {"drafter": "eagle", "max_steps": 8, "validate_every": 4, "checkpoint_every": 4}
+    settings["micro_batch_size"] = 4
     run(store_path, tmp_path / "whole", **settings)
     real = callbacks.Saves.on_validation_end
 

@@ -21,6 +21,7 @@ from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.device import Counts, CudaTensor
 from moa_data.tests.kit.runs import SIZES, settings
+from moa_data.tests.kit.variants import quick
 from moa_data.trainer import data as data_module
 from moa_data.trainer.data import Batch, StoreDataModule, TrainingStream, ValidationBatches
 from moa_data.trainer.fit import build_module
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = SIZES | {
     "dspark on a memory": {"context": "memory", "block_layers": 1, "markov_rank": 8},
     "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
 }
-N_STEPS = 3
+N_STEPS = 2
 # Most waits of one step, with its batch, forward, backward, clipping and optimizer.
 MAX_WAITS = 4
 MAX_LAUNCHES = {
@@ -134,7 +135,7 @@ def assert_equal(found: Sequence[Step], expected: Sequence[Step]) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, KINDS.keys() - {"moa", "dspark"}))
 def test_steps_are_those_of_the_cpu_and_wait_rarely(
     store_of_all: Path, device: Counts, kind: str
 ) -> None:

@@ -53,17 +53,13 @@ def codec_of(model: Any, scope: str) -> TransformCodec:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("moa", {}),
+        pytest.param("moa", {}, marks=pytest.mark.slow),
         pytest.param(
             "moa",
             {"layer_groups": 2, "unrotated_keys": True, "cross_attention_drafts": True},
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "dspark",
-            {"context": "kv", "block_layers": 1, "fused_layers": (1,)},
-            marks=pytest.mark.slow,
-        ),
+        ("dspark", {"context": "kv", "block_layers": 1, "fused_layers": (1,)}),
     ],
 )
 def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(

@@ -18,6 +18,7 @@ from moa_data.pipeline.exchange.transfer import export_store
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.stores import read_by_zarr
+from moa_data.tests.kit.variants import quick
 
 PAGE = (Path(__file__).parents[3] / "docs" / "interop.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Choosing sequences by an index")[1].split("\n## ")[0]
@@ -46,7 +47,7 @@ def export_index(store: Path, out: Path, **options: Any) -> str:
     return export_store(ExportConfig(store=str(store), format="index", out=str(out), **options))
 
 
-@pytest.mark.parametrize("library", READ)
+@pytest.mark.parametrize("library", quick(READ, ["duckdb", "polars"]))
 def test_the_examples_read_what_they_choose(store: Path, tmp_path: Path, library: str) -> None:
     (tmp_path / "store").symlink_to(store)
     export_index(store, tmp_path / "index.parquet")

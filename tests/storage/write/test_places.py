@@ -273,7 +273,7 @@ STEPS = {
     "the commit": (2 * N_PUTS + 1, True), "the deletion": (2 * N_PUTS + 2, True),
     "the end": (2 * N_PUTS + 3, True),
 }  # fmt: skip
-FAST = ("the record", "half")
+FAST = ("half",)
 
 
 @pytest.mark.parametrize(
