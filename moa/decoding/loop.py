@@ -196,8 +196,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # The verification has just synchronized with the device. So marking this moment does not
-        # have to wait.
+        # Taking the time here does not have to wait for the device, because the verification has
+        # just synchronized with it.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)

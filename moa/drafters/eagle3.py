@@ -101,8 +101,8 @@ class Eagle3Sizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # Without ``n_layers``, use the highest fused layer: checkpoints of other projects do not
-        # contain the target's number of layers.
+        # Checkpoints of other projects do not contain the target's number of layers. For these,
+        # assume that the highest fused layer is the target's last layer.
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
@@ -206,7 +206,7 @@ class Eagle3Drafter(FeatureDrafter):
     def draft_tokens(self) -> Tensor | None:
         """Ids of the tokens of the draft vocabulary, [V_d] int64, ascending.
 
-        None if all can be drafted.
+        None if all tokens can be drafted.
         """
         if self.config.draft_vocabulary == self.config.vocab_size:
             return None
@@ -245,8 +245,9 @@ class Eagle3Drafter(FeatureDrafter):
         marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
-                f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 "
-                f"to {len(marked) - 1}; it holds offsets (target id - draft id), not target ids."
+                f"d2t yields token ids from {int(ids.min())} to {int(ids.max())}, but the target's "
+                f"ids go from 0 to {len(marked) - 1}; d2t must hold offsets (target id - draft "
+                "id), not target ids."
             )
         if (
             len(ids.unique()) < len(ids)
@@ -254,8 +255,8 @@ class Eagle3Drafter(FeatureDrafter):
             or not bool(marked[ids].all())
         ):
             raise DrafterError(
-                f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks "
-                f"{int(marked.sum())} tokens; both must name the same tokens."
+                f"d2t has {len(ids)} entries for {len(ids.unique())} different tokens, and t2d "
+                f"marks {int(marked.sum())} tokens; both must name the same tokens, each once."
             )
 
     @override
@@ -374,9 +375,9 @@ class Eagle3Drafter(FeatureDrafter):
         """Run all draft steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
 
         Returns:
-            Two tensors. First the features [J, B, Q, E] of each position in step j. Then [J, B, Q]
-            bool, whether the round whose root is j - 1 tokens before the position reaches it
-            without leaving the response.
+            The features [J, B, Q, E] of each query in each draft step. In step j, a query belongs
+            to the round whose root is j - 1 tokens before it. And [J, B, Q] bool, true if this
+            round reaches the query without leaving the response.
         """
         # [B, S, E]. Slot t has the embedding of token t + 1.
         embeddings = frozen.embed(inputs.tokens[:, 1:])
@@ -401,8 +402,8 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # A round reaches the query that is ``step`` places after its start if no position
-            # between them is missing.
+            # A round that starts at one query reaches the query ``step`` places further right if
+            # their positions differ by ``step``, so that all positions between them are queries.
             features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))

@@ -62,7 +62,7 @@ class GlideSizes(LayerSizes):
     # widest layer.
     kv_width: int
     # The attended target layer, its number of heads, and the widths of a key and of a value. Empty
-    # if it is the last layer of a target that rotates keys like Llama.
+    # for targets that rotate keys like Llama. There the last layer is attended to.
     target_kv: tuple[int, ...] = ()
     # True if the attended layer caches a latent as key and a rotated key as value.
     target_latents: bool = False

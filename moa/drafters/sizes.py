@@ -21,7 +21,7 @@ class DrafterSizes:
     Subclasses add the drafter's own sizes.
     """
 
-    kind: ClassVar[str]  # The drafter with these sizes, see ``registry.DRAFTERS``.
+    kind: ClassVar[str]  # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
     # Prefixes of names of fields. The JSON form omits these fields if they are empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     # Names of fields on which no weight depends.
@@ -76,7 +76,7 @@ class DrafterSizes:
     def problems(self) -> Iterator[str]:
         """Yield descriptions of sizes that do not fit together.
 
-        The sizes are valid on their own.
+        Each size by itself has been checked before.
         """
         yield from ()
 
@@ -94,8 +94,9 @@ class DrafterSizes:
         """Check a number of draft levels; raise DrafterError if it exceeds ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
-                f"this {self.kind} drafter drafts {self.max_depth} levels, got a shape of {depth}; "
-                f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
+                f"this {self.kind} drafter drafts at most {self.max_depth} levels, but the shape "
+                f"of the drafts has {depth} levels; give a shape of at most {self.max_depth} "
+                "levels, or a drafter that was trained for more."
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
@@ -155,7 +156,7 @@ class DrafterSizes:
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
         except TypeError as error:
-            raise DrafterError(f"drafter.json is incomplete: {error}") from error
+            raise DrafterError(f"drafter.json is incomplete, restore it: {error}") from error
 
     @classmethod
     def _is_valid(cls, value: Any, item: Field[Any]) -> bool:

@@ -14,9 +14,11 @@ teacher-forced pass has half the weight::
     context       2  4  4  4    2    3    4    5    6    7      last visible target activation
     weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      weight in the loss
 
-Queries 5, 6 and 7 of the first pass are one round: query 6 sees target activations up to position 4
-and the drafts at positions 5 and 6. In the second pass each query is its own round. A row with
-fewer queries than another row is padded with position 0.
+In the first pass, positions 4 and 8 are no queries, because every fourth position is verified and
+only gives context. Query 3 is a round of its own: its last verified position is 2, the end of the
+prompt. Queries 5, 6 and 7 are one round: query 6 sees target activations up to position 4 and the
+drafts at positions 5 and 6. In the second pass each query is its own round. A row with fewer
+queries than another row is padded with position 0.
 
 **Blocks** are used by block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
 token whose preceding tokens are verified, like the root of a draft round. The slots of a block are
@@ -95,7 +97,8 @@ class TrainingInputs:
         """Return the KV; raise DrafterError if the batch has no KV."""
         if self.kv is None:
             raise DrafterError(
-                "this drafter needs the target's keys and values, which the batch lacks."
+                "this drafter reads the target's keys and values, but the batch has none; set `kv` "
+                "of the batch."
             )
         return self.kv
 
@@ -195,11 +198,10 @@ class Rounds:
         return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
-        """Compute D-PACE weights [P] of the positions at the indices ``at``.
+        """Compute D-PACE weights [P] of the queries at the indices ``at``.
 
-        Each round counts as a block.
-
-        Positions of the teacher-forced pass have the weight 1.
+        Each round of the on-policy pass counts as a block. Queries of the teacher-forced pass have
+        the weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
@@ -354,7 +356,8 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
 class LossWeights:
     """Weights of the loss terms. The defaults come from the papers of the drafters."""
 
-    # Table 6 of the Mixture of Attentions paper. It also gives the weight of the feature loss.
+    # The weights of the forward KL and of the feature loss are from table 6 of the Mixture of
+    # Attentions paper.
     forward_kl: float = 0.1
     feature: float = 1.0
     # Weight of the cross-entropy to the actual next tokens. This term and the next two are for
@@ -459,11 +462,11 @@ def distillation(
 
 
 def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """Group P positions by their teacher. A teacher has one or two positions.
+    """Group P positions by the id of their teacher. N teachers have one or two positions each.
 
     Returns:
-        The positions of each teacher, [N, 2] int64; a single position is repeated. And [N] bool,
-        true for teachers with two positions.
+        The indices of each teacher's positions, [N, 2] int64; a single index is repeated. And [N]
+        bool, true for teachers with two positions.
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]

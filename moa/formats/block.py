@@ -77,7 +77,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         )
     if type(block) is not int or type(mask) is not int:
         raise DrafterError(
-            "config.json lacks block_size or mask_token_id; restore the checkpoint's own."
+            "config.json lacks block_size or mask_token_id; restore the original config.json."
         )
     fused_layers = layout.read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
@@ -126,8 +126,8 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
         "model_type": "muse_glimmer_assistant",
     }
     block_settings = config.pop("dflash_config")
-    # This model type has defaults for these keys that belong to another vocabulary. Null turns them
-    # off.
+    # The defaults of these keys for this model type belong to another vocabulary. Null turns the
+    # defaults off.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
     return {**config, **block_settings}
