@@ -61,7 +61,8 @@ class DisconnectionSettings(Config):
 class EvalConfig(DecodingConfig):
     """Settings of `moa-data eval`."""
 
-    # Type checkers only: at run time this signature would reject the names of grouped settings.
+    # This signature is only for type checkers. At run time it would reject the names of grouped
+    # settings.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...

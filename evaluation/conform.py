@@ -1,9 +1,9 @@
 """``conform``: checks whether another engine drafts the same tokens as this package.
 
 The other engine decodes greedily and reports what it drafted in each round (:mod:`.other_side`).
-Here the same drafter drafts after the same tokens. If the drafts differ, each known wrong choice
-(:mod:`.wrong_choices`) of a program is applied to our own code. If a choice makes our drafts equal
-to those of the other engine in all rounds, it is reported as the cause.
+This package then drafts with the same drafter after the same tokens. If the drafts differ, our own
+code is changed by one known wrong choice after the other (:mod:`.wrong_choices`). A choice that
+makes our drafts equal to those of the other engine in all rounds is reported as the cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -51,7 +51,10 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft of a round that differs: the tokens drafted here and by the other engine."""
+    """The first draft of a round at which this package and the other engine differ.
+
+    This package drafts the token ``here``, and the other engine drafts the token ``there``.
+    """
 
     prompt: int
     n_tokens: int  # number of tokens of prompt and answer before the round
@@ -264,7 +267,7 @@ def compare(
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
-        # A choice is no cause if a single round still differs, so stop counting there.
+        # If a single round still differs, the choice is not the cause. So count up to 1.
         result.causes += [name] * (count(change, 1) == 0)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")

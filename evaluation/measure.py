@@ -64,12 +64,12 @@ class MethodRun(DecodeStats):
 
     @property
     def calls(self) -> tuple[int, int]:
-        """Numerator and denominator of tokens per call: committed tokens, and target calls."""
+        """The number of tokens that target calls committed, and the number of these calls."""
         return sum(self.committed_per_call), self.n_target_calls
 
     @property
     def speed(self) -> tuple[int, float]:
-        """Numerator and denominator of tokens per second: generated tokens, and seconds."""
+        """The number of generated tokens, and the seconds that their generation took."""
         return self.n_tokens, self.total_s
 
 
@@ -410,7 +410,10 @@ def _continue_batch(
     n_tokens: int,
     scorer: Scorer | None,
 ) -> None:
-    """Let the target and each drafter continue from the cuts; store this in their ``by_writer``."""
+    """Let the target and each drafter continue from the cuts.
+
+    The continuations are stored in ``by_writer`` of the rows of the cuts.
+    """
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
         if name == TARGET:

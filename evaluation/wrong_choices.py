@@ -26,7 +26,7 @@ from ..moa.targets.bundle import FrozenTarget
 
 @dataclass
 class Reading:
-    """A copy of a drafter that choices may change, and the choice of target states for it."""
+    """A copy of a drafter that choices may change, and the target layers that the copy observes."""
 
     drafter: Any
     frozen: FrozenTarget

@@ -294,8 +294,8 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
 
     Args:
         probability: p [V], on the host.
-        seed: see :func:`noise`.
-        position: see :func:`noise`.
+        seed: seed of the noise, an integer of 64 bits.
+        position: position of the token in the sequence.
 
     Returns:
         [n] int64, ascending.

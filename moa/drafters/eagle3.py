@@ -347,7 +347,7 @@ class Eagle3Drafter(FeatureDrafter):
             at: indices of the P loss positions among the queries.
             own: [P, J, E], normed features of the drafter.
             reached: [J, B, Q] bool, the second result of :meth:`test_time_features`.
-            smoothing: see :func:`..nn.losses.d_pace_weights`.
+            smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
         """
         labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
         # The drafter gives no probability to a token outside the draft vocabulary.

@@ -11,7 +11,8 @@ inference, b nodes of one level, n tokens of one call.
 
 Training runs many draft rounds at once. Each position sees the same as a draft step of decoding. In
 the example, a sequence of nine tokens has a response that starts at position 3, and the step bound
-is 4. The tokens 5, 6 and 7 are one round: tokens 0 to 4 are verified, and 5 is the root::
+is 4, so that every fourth position is verified and only gives context. The tokens 5, 6 and 7 are
+one round: tokens 0 to 4 are verified, and 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2

@@ -125,11 +125,13 @@ class BlockDraws:
 class Draws:
     """The random draws of one training step. Tensors and ``seeds`` have one entry per row."""
 
-    # [B] int64, step bound of each row, see :func:`masks.drafted_positions`. None for no bound.
+    # [B] int64, step bound e of each row: every e-th position is verified and is not drafted. None
+    # drafts all positions of responses.
     step_bound: Tensor | None
-    # [B] bool, whether a row is a staircase row; see :func:`masks.self_attention_mask`.
+    # [B] bool. In a staircase row, the self-attention of a query sees only tokens of its own round.
     staircase_rows: Tensor
-    # [B] int64, offset of the step bound in each row. None for 0.
+    # [B] int64. With an offset o, the positions that the step bound verifies are o, o + e, ... None
+    # for 0.
     offset: Tensor | None = None
     seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
     noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
@@ -172,8 +174,8 @@ class Rounds:
     context: Tensor  # [B, Q] int64, last position whose target activations the query sees
     drafted: Tensor  # [B, Q] bool; False is padding
     weights: Tensor  # [B, Q] float32, weight in the loss
-    # [B, Q] bool, whether the query's row is a staircase row and its pass is on-policy; see
-    # :func:`masks.self_attention_mask`.
+    # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is so in
+    # the on-policy pass of staircase rows.
     staircase: Tensor
     pass_index: Tensor  # [Q] int64. Queries of different passes do not see each other.
 
@@ -366,7 +368,8 @@ class LossWeights:
     l1: float = 0.9  # weight of the L1 distance of the drafter's and the target's distributions
     confidence: float = 1.0  # weight of the confidence head's binary cross-entropy
     divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
-    # Smoothing of D-PACE weights, see :func:`..nn.losses.d_pace_weights`. None for fixed weights.
+    # Smoothing s of D-PACE weights: the probability q of a draft becomes (1 - s) q + s. None for
+    # fixed weights.
     d_pace: float | None = None
 
     @classmethod
