@@ -347,8 +347,8 @@ class _Row:
             unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
         ) is not None:
             raise DrafterError(
-                f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; "
-                "use its tokenizer."
+                f"the prompt has the token {unknown}, but the target's tokens are 0 to "
+                f"{vocab_size - 1}; encode the prompt with the target's tokenizer."
             )
         self._ends = ends
         self._on_tokens = on_tokens

@@ -79,8 +79,8 @@ class Drafter(nn.Module, ABC):
     # True if the drafter can draft from token ids and lengths that only the device knows, as CUDA
     # graphs require.
     by_graph: ClassVar[bool] = False
-    # Target layers whose outputs :meth:`observe` receives. If empty, it receives the last hidden
-    # state.
+    # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
+    # last hidden state.
     observed_layers: tuple[int, ...] = ()
     # True if the drafter can run on another machine than its target.
     drafts_remotely: ClassVar[bool] = False
@@ -278,7 +278,7 @@ class Drafter(nn.Module, ABC):
         """Create an empty state of B rows, a :class:`~.caches.RowState`."""
 
     def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Receive the target's hidden states of newly committed tokens. By default ignore them.
+        """Receive the target's hidden states of newly committed tokens; ignored by default.
 
         Args:
             state: the drafter's caches of all rows.

@@ -12,8 +12,8 @@ Hidden states are the target's states AFTER its final norm. In transformers they
 ``hidden_states[-1]``, in the store they are ``hidden/last``. The LM head turns hidden states and
 features into logits without another norm. The MoA authors' code does the same (``train/eagle.py``).
 
-Embeddings are about fifty times smaller than hidden states, so that a drafter would learn late to
-read them. Therefore embeddings are multiplied by a scale first. The published drafter has no scale.
+Embeddings are about fifty times smaller than hidden states, so a drafter would learn late to read
+embeddings. Therefore they are multiplied by a scale first. The published drafter has no scale.
 Exports multiply the weights of the linear layer by the scale, which gives the same results.
 
 Slot t of the drafter's cache is computed from the hidden state of position t and the token at t+1.

@@ -131,7 +131,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
             "EAGLE-3 reads three layers of the target. Only a target with 7 or more layers has "
-            f"defaults; this one has {n_layers}. Choose them: "
+            f"defaults, and this target has {n_layers}. Choose the layers yourself: "
             f"--fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
         )
     return layers

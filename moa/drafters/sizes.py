@@ -260,22 +260,22 @@ def check_target_fits(
     """
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
-        f"{name} {getattr(config, name)}, this target has {sizes[name]}"
+        f"its {name} is {getattr(config, name)}, but this target has {sizes[name]}"
         for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
         # A size of 0 means that a checkpoint of another project does not state the size.
         if getattr(config, name, sizes[name]) not in (sizes[name], 0)
     ]
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
-        wrong.append(f"it reads layer {last}, this target has {sizes['n_layers']} layers")
+        wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")
     if wrong:
         raise TargetError(
-            f"the drafter was trained for another target: {wrong[0]}. Pass the target that its "
-            "store was extracted from."
+            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
+            "drafter's store was extracted from."
         )
     expected = config.target.get("weights_sha256")
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetError(
-            f"the drafter was trained for a target with weights {expected[:12]}, this one has "
-            f"{got[:12]}. Pass the target that its store was extracted from."
+            f"the drafter was trained for a target with weights {expected[:12]}, but this target "
+            f"has weights {got[:12]}. Pass the target that the drafter's store was extracted from."
         )
