@@ -173,7 +173,8 @@ def _chains_of_blocks(
         max_anchors=len(anchors),
     )  # fmt: skip
     first_slot = 0 if model.config.sample_from_anchor else 1
-    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]  # [N, K, V]
+    # [N, K, V]: N blocks of K drafts, V tokens of the draft vocabulary.
+    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]
     head: Any = getattr(model, "markov_head", None)
     before = text[0, anchors][:, None].repeat(1, model.block_size)
     tokens = torch.empty_like(blocks[..., 0], dtype=text.dtype)

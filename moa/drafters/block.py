@@ -249,7 +249,7 @@ class BlockDrafter(KVEncoder, Drafter):
     drafts_remotely = True
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
-    # [V] bool, whether a token can be drafted, if the draft vocabulary is reduced.
+    # [V] bool, whether a token can be drafted. Only drafters with a reduced vocabulary have it.
     t2d: Tensor
 
     def __init__(self, config: BlockDrafterSizes) -> None:

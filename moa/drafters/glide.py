@@ -216,7 +216,7 @@ class GlideDrafter(Drafter):
         values: Tensor,
         mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run the layer on x [B, Q, E], which attends to the target's KV and the drafter's KV."""
+        """Run the layer on x [B, Q, E]. It attends to the drafter's KV and to the target's KV."""
         block = self.self_attention
         x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
         q = self.cross_attention.queries(x, None if self.config.target_kv else rotation)

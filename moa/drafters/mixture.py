@@ -252,7 +252,8 @@ class MoADrafter(KVEncoder, Drafter):
         before = None
         feature_term = feature
         if n_layers:
-            assert inputs.entering_hidden is not None  # ``reads`` requests these states.
+            # Batches have these states if N > 0, because ``reads`` requests them.
+            assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
             # The losses before and after the last N layers have the same weight.

@@ -256,7 +256,12 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 def round_queries(
     response_mask: Tensor, draws: Draws, first: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the positions of :func:`draft_rounds`: queries, valid and last context, [B, Q] each."""
+    """Pack the drafted positions from ``first`` on to the left.
+
+    Returns:
+        The positions, whether each of them is real or padding, and the last context position of
+        each, [B, Q] each.
+    """
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
     return queries, valid, context.gather(1, queries)

@@ -60,12 +60,13 @@ def _is_dspark(config: ForeignConfig) -> bool:
 
 
 def _is_block(names: set[str]) -> bool:
-    # The names are the projection of the context, its norm, and the norm of each head's queries.
+    # These tensors are the projection of the context, the norm of the context, and the norm of each
+    # head's queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """Read the sizes that DFlash and DSpark share from config.json and the shapes of tensors."""
+    """Read the common sizes of DFlash and DSpark, from config.json and the shapes of tensors."""
     settings = dict(config) | layout.nested(config, "dflash_config")
     facts = layout.drafter_facts(config)
     block = settings.get("block_size")

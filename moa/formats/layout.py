@@ -75,7 +75,7 @@ class Layout:
         return EMBEDDINGS in self.needs or EMBEDDINGS not in self.ignored
 
     def refusals(self, sizes: Any) -> list[str]:
-        """List reasons why the reading program would run the drafter differently than trained."""
+        """List reasons why the program that reads the layout would not run a drafter as trained."""
         reasons = [
             f"{name} is {getattr(sizes, name)}, but must be {' or '.join(map(str, values))}"
             for name, values in self.requires.items()
