@@ -20,14 +20,15 @@ class DecodingConfig(TargetSettings):
     max_new_tokens: Common[Count] = 128
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "6x8x62"
-    """Shape of the drafts of method tree: levels x breadth x maximum number of verified nodes.
-    LENGTH@PROBABILITY gives a chain that ends when its acceptance becomes unlikely. The default is
-    the tree of EAGLE-2; its authors count one more level, the root."""
+    """Shape of the drafts of method tree, as LEVELSxBREADTHxNODES. BREADTH nodes of each level get
+    BREADTH children each, and the best NODES of all nodes are verified. LENGTH@PROBABILITY gives a
+    chain that ends when the probability of all its drafts together falls below PROBABILITY. The
+    default is the tree of EAGLE-2; its authors count one more level, the root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
     """Use CUDA graphs on a GPU: all kernels of a target call, or of a greedy chain of drafts, are
-    launched at once. A step of an 8B target takes half the time. Only for targets with Llama's
-    layers."""
+    launched at once. With graphs, a step of an 8B target takes half as long as without. Only for
+    targets with Llama's layers."""
 
     @override
     def problems(self) -> list[str]:
@@ -44,7 +45,7 @@ class DecodingConfig(TargetSettings):
 
 
 class DisconnectionSettings(Config):
-    """Settings for drafters that continue without a reachable target."""
+    """Settings for measuring how drafters continue an answer without their target."""
 
     disconnect: Common[Natural] = 0
     """Measure how well drafters continue without the target: answers of the target are cut, and
@@ -60,7 +61,8 @@ class DisconnectionSettings(Config):
 class EvalConfig(DecodingConfig):
     """Settings of `moa-data eval`."""
 
-    # Type checkers only: at run time this signature would reject the names of grouped settings.
+    # This signature is only for type checkers. At run time it would reject the names of grouped
+    # settings.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...
@@ -77,8 +79,8 @@ class EvalConfig(DecodingConfig):
     plain decoding while drafts would make decoding slower. prompt-lookup: drafts copied from the
     text, without a drafter."""
     out: Common[str] = "report.json"
-    """File of the report (JSON). The same report as Markdown, and its figures, are written next to
-    it."""
+    """File of the report (JSON). The report as Markdown and its figures are written next to this
+    file."""
     n_prompts: Common[Count | None] = None
     """Number of prompts to use: the first chats, or Spec-Bench questions from each category in
     turn. Default: all."""
@@ -87,14 +89,15 @@ class EvalConfig(DecodingConfig):
     batch_size: Count = 1
     """Number of prompts that are decoded together in one batch."""
     repeats: Count = 1
-    """Number of times that each method decodes each prompt. The report has the median time."""
+    """Number of times that each method decodes each prompt. The report has the median of the
+    times."""
     warmup: Natural = 2
     """Number of prompts that each method decodes before the measurement begins."""
     disconnection: DisconnectionSettings = Field(default_factory=DisconnectionSettings)
 
     @property
     def needs_drafters(self) -> bool:
-        """Whether a method or the disconnection uses the drafters."""
+        """Whether drafters are used by a method, or by the measurement of disconnections."""
         return bool(set(self.method) & set(DRAFTING)) or self.disconnection.disconnect > 0
 
     @override

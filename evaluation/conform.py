@@ -1,11 +1,11 @@
 """``conform``: checks whether another engine drafts the same tokens as this package.
 
 The other engine decodes greedily and reports what it drafted in each round (:mod:`.other_side`).
-Here the same drafter drafts after the same tokens. If the drafts differ, each known wrong choice
-(:mod:`.wrong_choices`) is applied to our own code. A choice with which all rounds are equal to
-those of the other engine is reported as the cause.
+This package then drafts with the same drafter after the same tokens. If the drafts differ, our own
+code is changed by one known wrong choice after the other (:mod:`.wrong_choices`). A choice that
+makes our drafts equal to those of the other engine in all rounds is reported as the cause.
 
-Shapes: n tokens of a text, E target width, V vocabulary.
+Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
 
 import json
@@ -45,33 +45,40 @@ QUESTIONS = (
     "Translate 'good morning' into French.", "How does a bicycle stay upright?",
 )  # fmt: skip
 _TIES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Difference of two logits, relative to the larger, that counts as a tie. Rounding decides ties."""
+"""dtype -> largest difference of two logits, relative to the larger one, that counts as a tie."""
 _TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft of a round that differs: the tokens drafted here and by the other engine."""
+    """The first draft of a round at which this package and the other engine differ.
+
+    This package drafts the token ``here``, and the other engine drafts the token ``there``.
+    """
 
     prompt: int
-    n_tokens: int  # committed tokens before the round
+    n_tokens: int  # number of tokens of prompt and answer before the round
     draft: int  # index of the draft in the round, from 0
     here: int
     there: int
-    # Logit of ``here`` minus logit of ``there``, computed here. It is small if precision decides.
+    # Our logit of the token ``here`` minus our logit of the token ``there``. A small gap means that
+    # rounding may have decided between the two tokens.
     gap: float
 
 
 @dataclass
 class Conformance:
-    """The result of a comparison."""
+    """The result of comparing an engine's drafts with ours."""
 
     n_rounds: int
     n_prompts: int
     partings: list[Parting]
-    other_answers: list[int]  # Prompts whose answers differ from plain decoding here.
-    causes: list[str] = field(default_factory=list)  # Choices that explain all rounds.
-    # If no choice explains all rounds: the one with the fewest differing rounds, and their number.
+    # Indices of prompts whose answer by the engine differs from our plain decoding.
+    other_answers: list[int]
+    # Names of wrong choices with which our drafts are equal to the engine's in all rounds.
+    causes: list[str] = field(default_factory=list)
+    # If there is no such choice: the choice with which the fewest rounds differ, and the number of
+    # these rounds. None if no choice reduces the number of differing rounds.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
@@ -120,27 +127,28 @@ def conform(
     """Compare an engine's drafts with ours, and find the cause of differences.
 
     Args:
-        drafter: the drafter's folder.
-        model: the target.
+        drafter: folder of the drafter.
+        model: folder or name of the target.
         engine: name of the engine.
-        python: Python of the engine's environment.
+        python: path of the Python in the environment of the engine.
         prompts: a file of chats. None uses :data:`QUESTIONS`.
-        n_prompts: upper bound of the prompts.
-        max_new_tokens: upper bound of an answer's tokens.
-        n_drafts: drafts of a round. DFlash drafts whole blocks.
-        dtype: dtype of both sides.
+        n_prompts: maximum number of prompts.
+        max_new_tokens: maximum number of tokens of an answer.
+        n_drafts: number of drafts of a round. DFlash ignores it and drafts whole blocks.
+        dtype: dtype of target and drafter, here and in the engine.
         progress: receives the number of wrong choices that were tried.
 
     Raises:
-        OptionInvalid: the engine cannot run this drafter, failed, or drafted nothing.
+        OptionInvalid: the engine cannot run this kind of drafter, failed, or drafted nothing.
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (loaded,) = load_drafters([drafter], target, target.model.dtype).values()
-    # Other programs draft all tokens with the target's LM head.
+    # Other programs draft from the whole vocabulary with the target's LM head, so do the same here.
     loaded.config = replace(loaded.config, draft_tokens=())
     if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
-            f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {loaded.kind}."
+            f"{engine} runs drafters of kind {', '.join(FORMATS[engine])}, but this drafter is of "
+            f"kind {loaded.kind}; choose another engine."
         )
     layout, method = FORMATS[engine][loaded.kind]
     chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
@@ -167,8 +175,8 @@ def conform(
         answers = ask_engine(job, python, Path(folder))
     if not any(answer["rounds"] for answer in answers):
         raise OptionInvalid(
-            f"{engine} drafted nothing after these prompts; ask for longer answers, or give other "
-            "prompts."
+            f"{engine} drafted nothing after these prompts; allow longer answers (max_new_tokens), "
+            "or give other prompts."
         )
     return compare(loaded, target, texts, answers, max_new_tokens, progress)
 
@@ -184,19 +192,23 @@ def pieces_of(target: Target) -> dict[str, Any]:
 
 
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
-    """Run the engine in another Python; raises OptionInvalid with its last line if it fails."""
+    """Run an engine in its own Python, and return its answers with their rounds.
+
+    Raises:
+        OptionInvalid: the engine failed. The message has the last line of its output.
+    """
     job_file = folder / "job.json"
     written = folder / "rounds.json"
     log = folder / "log"
     job_file.write_text(json.dumps(job))
-    # vLLM runs in one process, so that its scheduler can be observed. Its CPU build needs the
+    # Let vLLM run in one process, so that its scheduler can be observed. vLLM's CPU build needs the
     # VLLM_CPU variables.
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     } | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    # It belongs to this Python.
+    # PYTHONPATH has packages for the Python of this process, not for the engine's.
     environment.pop("PYTHONPATH", None)
     with log.open("w") as sink:
         words = [python, other_side.__file__, str(job_file), str(written)]
@@ -209,7 +221,8 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
     if code or not written.is_file():
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise OptionInvalid(
-            f"{job['engine']} failed ({code}) in {python}: {(lines or [''])[-1].strip()[:300]}"
+            f"{job['engine']} failed in {python} (exit status {code}): "
+            f"{(lines or [''])[-1].strip()[:300]}"
         )
     return list(json.loads(written.read_text()))
 
@@ -222,7 +235,7 @@ def compare(
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> Conformance:
-    """Compare the rounds of the answers with ours, and look for wrong choices that explain them."""
+    """Compare an engine's rounds with ours, and look for wrong choices that explain differences."""
     texts = [[*prompt, *answer["tokens"]] for prompt, answer in zip(prompts, answers, strict=True)]
     outputs = [_outputs(target, text) for text in texts]
     frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
@@ -239,7 +252,7 @@ def compare(
     def count(change: Choice, most: int) -> int:
         try:
             return sum(1 for _ in islice(partings(change), most))
-        # The choice does not apply to this drafter.
+        # These errors mean that the choice does not apply to this drafter.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
@@ -254,7 +267,7 @@ def compare(
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
-        # A single round that still differs refutes the choice.
+        # If a single round still differs, the choice is not the cause. So count up to 1.
         result.causes += [name] * (count(change, 1) == 0)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
@@ -267,7 +280,10 @@ def compare(
 
 @torch.inference_mode()
 def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
-    """Run a text: layer -> outputs [n, E], with -1 for the embedding and L for the final norm."""
+    """Run the target over tokens, and return the outputs [n, E] of each layer by its index.
+
+    The embedding has the index -1, and the final norm has the index L.
+    """
     cache = target.new_cache()
     n_layers = target.sizes["n_layers"]
     cache.watched_layers = tuple(range(n_layers))
@@ -285,9 +301,9 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
 def _partings(
     reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
 ) -> Iterator[tuple[int, int, int, int, float]]:
-    """Draft in the rounds of another engine and yield the first difference of each round.
+    """Draft after the same tokens as an engine, and yield the first difference of each round.
 
-    A near tie does not count as a difference.
+    If the two tokens have nearly equal logits, the difference is not yielded.
     """
     drafter = reading.drafter
     frozen = reading.frozen
@@ -307,7 +323,8 @@ def _partings(
             logits = chain.logits[0].float()
             best = int(logits.argmax())
             if best != token:
-                gap = min(float(logits[best] - logits[token]), 1e9)  # JSON has no infinity
+                # Limit the gap, because JSON has no infinity.
+                gap = min(float(logits[best] - logits[token]), 1e9)
                 if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
                     yield n, index, best, token, gap
                 break

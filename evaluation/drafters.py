@@ -1,4 +1,4 @@
-"""Describes drafters, and the differences in their training."""
+"""Describes drafters, and the differences between their training runs."""
 
 import json
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# Settings that may differ between drafters that were trained alike. The kind of drafter is what is
-# compared. The number of steps is compared as recorded, not as configured. A preset only sets other
-# settings. ``micro_batch_size`` and ``compile`` change only rounding.
+# Settings whose differences are not reported. Drafters of different kinds are meant to be compared.
+# The numbers of steps are compared as recorded, not as configured. A preset only sets other
+# settings, and these are compared. ``micro_batch_size`` and ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",
@@ -26,22 +26,22 @@ _MAY_DIFFER = CHANGE_NO_RESULT | {
 
 
 def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
-    """Return the facts of a drafter and of its training run, if its folder has one.
+    """Return facts about a drafter and about its training run.
 
-    Facts that are not known are None or empty.
+    If the folder belongs to no training run, the facts about the run are None or empty.
     """
     folder = Path(folder).expanduser().absolute()
     facts: dict[str, Any] = {
         "folder": str(folder),
         "kind": drafter.kind,
-        "n_parameters": sum(weight.numel() for weight in drafter.parameters()),  # trained weights
+        "n_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
-        # Tokens that the drafter was trained on. A run that recorded no total has the tokens of its
-        # last invocation.
+        # Number of tokens that the drafter was trained on. For a run that was resumed and recorded
+        # no total, only those since it was last resumed.
         "n_tokens": None,
-        "n_bytes_read": None,  # bytes read from the store for these tokens
-        "store": {},  # identity of the store: sequences, tokens, hashes, codec
+        "n_bytes_read": None,  # number of bytes read from the store for these tokens
+        "store": {},  # facts that identify the store: sequences, tokens, hashes, codec
         "settings": {},
     }
     run = next(
@@ -64,9 +64,9 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
 
 
 def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """List the differences in the training of drafters, one line each.
+    """List the differences between the training runs of drafters, one line per difference.
 
-    ``drafters`` maps a name to the facts of :func:`drafter_facts`.
+    ``drafters`` maps the name of each drafter to the result of :func:`drafter_facts`.
     """
     if len(drafters) < 2:
         return []
@@ -77,7 +77,7 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     ]
     known = {name: _compared(facts) for name, facts in drafters.items() if facts["settings"]}
     for key in dict.fromkeys(key for values in known.values() for key in values):
-        # A value that a run did not record does not count as a difference.
+        # Compare only the runs that recorded the value.
         by_run = {name: values[key] for name, values in known.items() if key in values}
         if len(set(map(str, by_run.values()))) > 1:
             differences.append(
@@ -87,13 +87,16 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that must be equal, by the words with which a line about them starts."""
+    """Return the facts of a run that are compared with those of other runs.
+
+    The keys are the first words of the line that reports a difference in this fact.
+    """
     recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
     recorded |= {f"stores differ in {key}": value for key, value in facts["store"].items()}
     compared = {key: value for key, value in recorded.items() if value is not None}
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
-            # Settings of a single kind of drafter are part of the comparison, so they may differ.
+            # The other drafter settings belong to one kind of drafter, so they may differ.
             if name == "drafter" and key != "forward_kl_weight":
                 continue
             key = name if key == "kind" else key

@@ -1,13 +1,14 @@
 """Decodes the same prompts with every method in alternation, compares the tokens, and cuts answers.
 
-All methods are counted by the same code. Tokens are the ids that a method generated; seconds are
-the time of its whole call, including the prefill. A method that is measured against itself has
-equal counts, and a speed ratio of 1 up to noise.
+The same code counts for all methods. The number of tokens is the number of generated token ids. The
+time is that of the whole call of a method, including the prefill. If a method is measured against
+itself, the counts are equal and the speed ratio is 1 up to noise.
 
-Disconnections (arXiv 2410.03804): the target answers up to a cut. From there a drafter writes one
-chain without verification. It has the target's activations of all tokens before the last one, and
-none after it. In Mixture of Attentions and GLIDE, tokens after the cut have no target KV. In EAGLE,
-the drafter's own features are fed back.
+Disconnections (arXiv 2410.03804) are simulated by cutting answers. The target answers up to the
+cut. From there a drafter writes a continuation, one chain of drafts without verification. The
+drafter has the target's activations of all tokens before the cut except the last one. Mixture of
+Attentions and GLIDE have no target KV of the tokens after the cut. EAGLE feeds back its own
+features there.
 
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
@@ -37,32 +38,38 @@ from ..moa.targets.live import Target
 from ..text import Progress, first_line
 from .prompts import Prompt
 
-# A method takes prompts as token ids and a seed for each, and returns a generation for each.
+# A method takes the token ids and the seed of each prompt, and returns a generation per prompt.
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
-# A scorer takes the text of the prompt's messages and of the answer. A greater number is better.
+# A scorer takes two texts, the messages of a prompt and the answer. It returns a number that is
+# higher for better answers.
 Scorer = Callable[[str, str], float]
-TARGET = "target"  # The writer whose continuation is the reference.
-_BATCH = 8  # Cuts that are continued together. Results do not depend on it.
+TARGET = "target"  # Name of the writer whose continuations are the reference.
+# Number of cuts that are continued together. The results do not depend on this number.
+_BATCH = 8
 
 
 @dataclass
 class MethodRun(DecodeStats):
-    """The figures of one method on one prompt. With several repeats, those of the median run."""
+    """The figures of one method on one turn of a prompt.
 
-    # Index of the first generated token that differs from the baseline's.
+    If the turn was repeated, the figures are those of the run with the median time.
+    """
+
+    # Index of the first generated token that differs from the baseline's. None if all are equal.
     first_divergence: int | None = None
-    # Difference of the two highest target logits there, after the repetition penalty.
+    # Difference of the two highest target logits for that token, after the repetition penalty. None
+    # if all tokens are equal, or if tokens are sampled.
     top2_gap: float | None = None
     repeats_s: tuple[float, ...] = ()
 
     @property
     def calls(self) -> tuple[int, int]:
-        """Tokens committed by target calls, and the number of calls, as a ratio's two sides."""
+        """The number of tokens that target calls committed, and the number of these calls."""
         return sum(self.committed_per_call), self.n_target_calls
 
     @property
     def speed(self) -> tuple[int, float]:
-        """Generated tokens, and seconds, as a ratio's two sides."""
+        """The number of generated tokens, and the seconds that their generation took."""
         return self.n_tokens, self.total_s
 
 
@@ -80,15 +87,16 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn without an answer.
+    """A turn that was not answered.
 
-    The turn, or one before it, leaves no position to generate into, or follows an answer that
-    contains a control token.
+    Its prompt leaves no position of the target to generate into, or an answer before it contains a
+    control token. All turns after a skipped turn are skipped too.
     """
 
     prompt_id: str
     turn: int
-    n_prompt_tokens: int  # 0 if the answer before it contains a control token.
+    # Number of tokens of the first skipped turn's prompt. 0 if a control token was the reason.
+    n_prompt_tokens: int
 
 
 @dataclass
@@ -117,15 +125,15 @@ def measure(
 
     Args:
         target: the target.
-        methods: name -> method. The first is the baseline: later turns have its answers in their
-            history, and the tokens of other methods are compared with its tokens.
+        methods: name -> method. The first method is the baseline: later turns have its answers in
+            their history, and the tokens of other methods are compared with its tokens.
         prompts: the prompts.
         warmup: number of prompts that each method decodes before the measurement.
-        batch_size: prompts decoded together.
-        repeats: number of times that each method decodes each batch, in alternation.
-        seed: prompt i uses seed + i.
-        progress: receives the number of prompts done.
-        sampling: sampling of the methods.
+        batch_size: number of prompts that are decoded together.
+        repeats: number of times that each method decodes each batch. Methods alternate.
+        seed: the prompt with index i uses ``seed + i``.
+        progress: receives the number of measured prompts.
+        sampling: sampling settings of all methods.
     """
     first = opening_tokens(target, prompts)[:warmup]
     result = Measurement()
@@ -143,8 +151,8 @@ def measure(
             if answered := [
                 chat for chat in chats if chat.begin_turn(target, turn, result.skipped)
             ]:
-                # Each method comes first equally often, because the first one has cold caches and
-                # an idle machine.
+                # Each method comes first equally often, because the first method of a batch runs
+                # with cold caches and on an idle machine.
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
                 result.rows += _measure_batch(
@@ -159,7 +167,7 @@ def measure(
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Encode the first turns of prompts, without those that leave no position to generate into."""
-    # Check the texts of all turns, so that none is rejected after others were decoded.
+    # Check the texts of all turns first, so that none is rejected in the middle of a measurement.
     for prompt in prompts:
         try:
             target.template.check_prompt(
@@ -172,7 +180,7 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
 
 
 class _Chat:
-    """A prompt with its answered turns."""
+    """A prompt, and the turns of it that have been answered."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.prompt = prompt
@@ -182,16 +190,16 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Encode a turn. Returns False if there is none with room for an answer.
+        """Encode a turn. Returns False if there is no such turn, or if it cannot be answered.
 
-        Such a turn and all turns after it are added to ``skipped``.
+        A turn that cannot be answered and all turns after it are added to ``skipped``.
         """
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
         try:
             self.tokens = _tokens(target, self.prompt, self.history)
-        # All prompts were checked before, so it is an answer that contains a control token.
+        # All prompts were checked before, so the control token is in one of the answers.
         except PromptUnusable:
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
@@ -241,9 +249,9 @@ def _measure_batch(
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
-    """Find the index of the first difference; None if the sequences are equal.
+    """Find the first index at which two sequences differ; None if they are equal.
 
-    If one is a prefix of the other, this is the shorter length.
+    If one sequence is a prefix of the other, the result is the length of the shorter one.
     """
     pairs = enumerate(zip_longest(baseline, other))
     return next((index for index, (left, right) in pairs if left != right), None)
@@ -251,7 +259,7 @@ def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | Non
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
-    """Compute the difference of the two highest logits of the next token, in one forward pass."""
+    """Compute the difference of the target's two highest logits for the token after ``tokens``."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
@@ -273,13 +281,14 @@ def _compare(
     repeats: list[Generation],
     sampling: SamplingConfig,
 ) -> MethodRun:
-    # The lower median is a run that took place, also with an even number of repeats. All repeats
-    # have the same tokens.
+    # Take the lower median, which is the time of an actual run even if the number of repeats is
+    # even. All repeats have the same tokens.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
-        # A gap near zero is a tie that rounding decides. A larger gap is an error of the method.
+        # If the gap is near zero, rounding decided between two tokens. A larger gap means that the
+        # method is wrong.
         gap = top2_gap(
             target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty
         )
@@ -293,23 +302,24 @@ def _compare(
 class Continuation:
     """The tokens that the target or a drafter wrote after a cut."""
 
-    tokens: tuple[int, ...]  # up to the first end of sequence, which is included
+    tokens: tuple[int, ...]  # Tokens up to and including the first end-of-sequence token.
     log_probs: tuple[float, ...]  # The target's log-probability of each token, in nats.
-    # For each token of the reference, whether this writer has the same token there.
+    # For each token of the target's continuation, whether ``tokens`` has the same token at this
+    # position.
     agrees: tuple[bool, ...]
     score: float | None = None
 
     @property
     def n_common(self) -> int:
-        """The number of tokens before the first that differs from the reference."""
+        """The number of tokens before the first difference from the target's continuation."""
         return next((index for index, same in enumerate(self.agrees) if not same), len(self.agrees))
 
 
 @dataclass(frozen=True)
 class CutRow:
-    """One cut of one answer, after ``n_written`` of its tokens.
+    """One cut of one answer, after the first ``n_written`` tokens of the answer.
 
-    ``by_writer`` maps ``target`` and each drafter to its continuation.
+    ``by_writer`` maps ``target`` and the name of each drafter to its continuation.
     """
 
     prompt_id: str
@@ -321,9 +331,10 @@ class CutRow:
 
 
 class _Cut(NamedTuple):
-    """A row with the text before its cut and the reference after it.
+    """A row, the tokens before its cut, and the target's own continuation after the cut.
 
-    The last token of ``committed`` has no target activations.
+    ``committed`` has the tokens of the prompt and of the answer up to the cut. The last of them has
+    no target activations. ``reference`` has the tokens of the continuation.
     """
 
     row: CutRow
@@ -335,7 +346,7 @@ class _Cut(NamedTuple):
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
     """Choose the numbers of tokens after which an answer is cut, evenly spaced.
 
-    A short answer has fewer than ``n_cuts``.
+    A short answer has fewer than ``n_cuts`` cuts.
     """
     points = {round(n_answer_tokens * (number + 1) / (n_cuts + 1)) for number in range(n_cuts)}
     return sorted(point for point in points if 0 < point < n_answer_tokens)
@@ -358,14 +369,15 @@ def measure_disconnections(
     Args:
         target: the target.
         drafters: name -> drafter.
-        prompts: their first turns are answered. A prompt without room for an answer is skipped.
-        n_tokens: upper bound of the tokens written after each cut. There are fewer at the end of
-            the target's positions or of the text.
-        n_cuts: cuts of each answer.
-        max_new_tokens: all cuts are within this many tokens of an answer.
-        batch_size: cuts that are continued together.
+        prompts: prompts whose first turns are answered. Prompts that leave no position for an
+            answer are skipped.
+        n_tokens: maximum number of tokens that are written after each cut. A continuation also ends
+            at the target's maximum number of positions, and at an end-of-sequence token.
+        n_cuts: maximum number of cuts per answer.
+        max_new_tokens: the cuts are within the first ``max_new_tokens`` tokens of an answer.
+        batch_size: number of cuts that are continued together.
         scorer: scores the answers; None for no score.
-        progress: receives the number of answers, then of cuts.
+        progress: receives the number of finished answers, then the number of finished cuts.
     """
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
@@ -398,7 +410,10 @@ def _continue_batch(
     n_tokens: int,
     scorer: Scorer | None,
 ) -> None:
-    """Fill ``by_writer`` of the cuts."""
+    """Let the target and each drafter continue from the cuts.
+
+    The continuations are stored in ``by_writer`` of the rows of the cuts.
+    """
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
         if name == TARGET:
@@ -422,13 +437,15 @@ def _draft(
 ) -> list[list[int]]:
     """Draft a chain after each cut.
 
-    A chain ends at the end of sequence, of the target's positions, or of the drafter's levels.
+    A chain ends at an end-of-sequence token, at the target's maximum number of positions, or at the
+    drafter's maximum number of levels.
     """
     proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
-    # The state is that of the end of a round.
+    # After this prefill, the drafter's state is the same as after a round that committed the same
+    # tokens.
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
-    # Block drafters draft at most ``max_depth`` levels.
+    # Some drafters, such as block drafters, draft at most ``max_depth`` levels.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
     room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
@@ -446,13 +463,13 @@ def continuation_log_probs(
 ) -> list[list[float]]:
     """Compute the target's log-probability of each token of continuations, in nats.
 
-    Each token is conditioned on everything before it.
+    Each token is conditioned on all tokens before it.
 
     Args:
         target: the target.
-        cache: has everything before the roots committed. It is not changed.
-        roots: the token before each continuation.
-        continuations: the tokens of each row.
+        cache: the target's KV of all tokens before the roots. It is not changed.
+        roots: for each row, the last token before the continuation.
+        continuations: for each row, the tokens of the continuation.
     """
     # The last token of a continuation is not fed, because its prediction is not needed.
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
@@ -476,7 +493,8 @@ def load_scorer(name: str) -> Scorer:
     except Exception as error:  # The user's module may raise anything.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            f"--scorer {name}: no such function ({reason}); check the name."
+            f"--scorer {name} cannot be loaded ({reason}); expected module:function or "
+            "file.py:function."
         ) from error
     return scorer
 
@@ -495,5 +513,7 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
             f"with an answer to prompt {cut.row.prompt_id}, failed "
             f"({type(error).__name__}: {first_line(error)})"
         )
-        raise OptionInvalid(f"the scorer, called {reason}; correct the function.") from error
+        raise OptionInvalid(
+            f"the function of --scorer, called {reason}; correct the function."
+        ) from error
     return float(score)

@@ -1,12 +1,13 @@
 """Records the drafts of other engines, round by round.
 
-This script runs in the engine's own Python and needs nothing of this package::
+This script runs in the engine's own Python, and imports nothing from this package::
 
     python other_side.py JOB.json ROUNDS.json
 
-The job names the engine, the folders of the target and of the drafter, prompts as token ids, and
-the lengths of chains and answers. The output has the ``tokens`` and the ``rounds`` of each answer.
-A round is a pair: the number of committed tokens of the text, and the drafts after them.
+JOB.json has the engine, the folders of the target and of the drafter, prompts as token ids, and the
+lengths of chains and answers. ROUNDS.json has the ``tokens`` and the ``rounds`` of each answer. A
+round is a pair: the number of tokens of prompt and answer that were committed before the round, and
+the list of the tokens drafted in it.
 """
 
 import json
@@ -27,7 +28,7 @@ def _load(kind: Any, folder: str, dtype: str, **options: Any) -> Any:
 
 
 def _transformers(job: dict[str, Any]) -> Answers:
-    """Decode with ``generate(assistant_model=...)`` and record its candidates."""
+    """Decode with transformers' ``generate(assistant_model=...)`` and record its drafts."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.generation import candidate_generator as made
@@ -68,7 +69,7 @@ def _transformers(job: dict[str, Any]) -> Answers:
 
 
 def _vllm(job: dict[str, Any]) -> Answers:
-    """Decode one prompt at a time with vLLM in this process; its scheduler receives all drafts."""
+    """Decode one prompt at a time with vLLM, and record the drafts that its scheduler receives."""
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -104,8 +105,8 @@ def _vllm(job: dict[str, Any]) -> Answers:
 def _speculators(job: dict[str, Any]) -> Answers:
     """Run the model of speculators over the target's plain answers, with a round at each token.
 
-    speculators has no decoding loop. Chains of EAGLE-3 are fed with the text, and end at the first
-    draft that differs from it.
+    speculators has no decoding loop. In the rounds of EAGLE-3, the tokens of the answer are fed in
+    place of drafts, so a round ends at the first draft that differs from the answer.
     """
     import torch
     from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -113,12 +114,12 @@ def _speculators(job: dict[str, Any]) -> Answers:
 
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
-    # FlexAttention requires texts of 128 tokens.
+    # Use eager attention, because FlexAttention requires lengths that fit its blocks of 128 tokens.
     config.transformer_layer_config._attn_implementation = "eager"
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
-    # The input of the final norm. hidden_states ends with its output.
+    # Record the input of the final norm, because hidden_states ends with the output of this norm.
     last = deque[Any](maxlen=1)
     target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:
@@ -163,7 +164,7 @@ def _chains_of_blocks(
     from speculators.models.dflash import core
 
     anchors = torch.arange(text.shape[1] - model.block_size)[first - 1 :]
-    if not len(anchors):  # The answer is shorter than a block.
+    if not len(anchors):  # True if the answer is shorter than a block.
         return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(
@@ -172,7 +173,8 @@ def _chains_of_blocks(
         max_anchors=len(anchors),
     )  # fmt: skip
     first_slot = 0 if model.config.sample_from_anchor else 1
-    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]  # [N, K, V]
+    # [N, K, V]: N blocks of K drafts, V tokens of the draft vocabulary.
+    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]
     head: Any = getattr(model, "markov_head", None)
     before = text[0, anchors][:, None].repeat(1, model.block_size)
     tokens = torch.empty_like(blocks[..., 0], dtype=text.dtype)

@@ -2,8 +2,8 @@
 
 Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT
 ``{"conversations": [{"from", "value"}]}``. The prompt is everything before the last assistant
-message, or the whole chat if it ends with the user. Optional keys: ``prompt_id`` (or ``id``; the
-default is the row's number), ``category``, ``tools``, ``system``.
+message, or the whole chat if its last message is the user's. Optional keys: ``prompt_id`` (or
+``id``; the default is the number of the row), ``category``, ``tools``, ``system``.
 
 Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. The target answers
 each turn, and its answer becomes part of the history of the next turn.
@@ -31,14 +31,14 @@ class Prompt:
 
     prompt_id: str
     category: str
-    turns: tuple[tuple[Message, ...], ...]  # The new messages before each answer.
+    turns: tuple[tuple[Message, ...], ...]  # For each answer, the new messages before it.
     # JSON schemas of the tools that the target may call.
     tools: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The prompts of a file, its format, and the number of prompts before a selection."""
+    """Prompts that were selected from a file, and the file's format and number of prompts."""
 
     kind: str  # ``chats`` or ``spec-bench``
     n_in_file: int
@@ -50,11 +50,11 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
     Args:
         path: the file.
-        n_prompts: use this many: the first chats, or Spec-Bench questions in turn from each
-            category. None uses all.
+        n_prompts: number of prompts to use: the first chats, or Spec-Bench questions from each
+            category in turn. None uses all prompts.
 
     Raises:
-        DatasetError: a row is not a prompt; the message names the row.
+        DatasetError: the file cannot be read, has no prompts, or has a row that is not a prompt.
     """
     path = Path(path).expanduser()
     rows = list[tuple[str, Prompt]]()
@@ -64,8 +64,8 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
             rows.append(_parse(row, where, number))
             if rows[-1][0] != rows[0][0]:
                 raise DatasetError(
-                    f"{where} is not a prompt of {rows[0][0]} like the rows before it; put them "
-                    "into two files."
+                    f"{where} does not have the format of the rows before it, {rows[0][0]}; put "
+                    "the two formats into separate files."
                 )
     except OSError as error:
         raise DatasetError(
@@ -80,7 +80,7 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    # Figures are grouped by id, so a repeated id gets a number, ``id#2``.
+    # Statistics group rows by prompt id. So the second prompt with an id is renamed to ``id#2``.
     all_ids = {prompt.prompt_id for prompt in prompts}
     n_seen = Counter[str]()
     renamed = []
@@ -102,7 +102,8 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
     messages = tuple(chat.messages)
     turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
     if not chat.asks_each:
-        # A chat that ends with a question is a prompt already.
+        # Leave out the last assistant message. A chat that ends with another message is a prompt
+        # already.
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(

@@ -26,7 +26,9 @@ KIND = "moa-data evaluation report"
 # First line of the Markdown file next to the report.
 TITLE = "# Speculative decoding against plain decoding"
 SCHEMA_VERSION = 3
-_PROBE_BYTES = 256 << 10  # Approximate size of a report with its figures.
+# Size of a test file that is written before the measurement, to find out early whether the report
+# can be written. A report with its figures has about this size.
+_PROBE_BYTES = 256 << 10
 _N_RESAMPLES = 2000
 _CONFIDENCE = 0.95
 
@@ -61,7 +63,7 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over some rows. ``CONVENTIONS`` defines them."""
+    """The figures of one method over several rows. ``CONVENTIONS`` defines the figures."""
 
     method: str
     n_answers: int
@@ -73,8 +75,8 @@ class MethodSummary:
     draft_s: float
     verify_s: float
     tokens_per_s: float
-    acceptance_length: float | None  # None without a target call.
-    # None if fewer than two prompts have a call, as for ratio_interval.
+    acceptance_length: float | None  # None if the method made no target call after the prefill.
+    # None if the method made target calls for fewer than two prompts.
     acceptance_length_interval: Interval
     accepted_drafts: tuple[int, ...]
     accepted_by_position: tuple[float, ...]
@@ -85,7 +87,10 @@ class MethodSummary:
 
     @property
     def call_ms(self) -> float:
-        """Milliseconds per target call with drafting, without the prefill; 0 without a call."""
+        """Milliseconds per target call, including the drafting and without the prefill.
+
+        The result is 0 if there was no target call after the prefill.
+        """
         return (
             1e3 * (self.seconds - self.prefill_s) / self.n_target_calls
             if self.n_target_calls
@@ -97,7 +102,8 @@ class MethodSummary:
 class Figure:
     """A mean over ``n`` values and its 95 % interval.
 
-    The mean is None without values, and the interval is None with fewer than two prompts.
+    The mean is None if there are no values. The interval is None if the values come from fewer than
+    two prompts.
     """
 
     mean: float | None
@@ -107,9 +113,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The figures of one writer, the target or a drafter, over all cuts.
+    """The figures of one writer (the target or a drafter) over all cuts.
 
-    ``common_prefix`` counts tokens.
+    ``common_prefix`` is the number of tokens before the first difference from the target's own
+    continuation.
     """
 
     writer: str
@@ -124,13 +131,14 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class Disconnection:
-    """The figures and rows of the texts that were written after cuts of answers."""
+    """The figures and rows of the continuations that were written after cuts of answers."""
 
     n_cuts: int
     n_cut_prompts: int
-    # Prompts without a cut: they leave no position to generate into, or the answer has one token.
+    # Number of prompts without a cut. They leave no position to generate into, or their answer has
+    # a single token.
     n_skipped: int
-    writers: list[WriterSummary]  # The target comes first. Empty without a cut.
+    writers: list[WriterSummary]  # The target comes first. Empty if there is no cut.
     rows: list[CutRow]
 
     @classmethod
@@ -149,9 +157,11 @@ class EvaluationReport:
     config: dict[str, Any]
     environment: dict[str, Any]
     provenance: dict[str, Any]
-    prompts: dict[str, Any]  # kind, file, and the numbers of prompts in it and used
-    auto: dict[str, str] = field(default_factory=dict)  # method named auto -> how often it drafted
-    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> its facts
+    prompts: dict[str, Any]  # The file of prompts, its kind, and numbers of prompts and answers.
+    # Name of each method ``auto`` -> a description of how often it drafted.
+    auto: dict[str, str] = field(default_factory=dict)
+    # Name of each drafter -> facts about it, from ``drafter_facts``.
+    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
     disconnection: Disconnection | None = None
 
     @cached_property
@@ -173,7 +183,7 @@ class EvaluationReport:
 
     @cached_property
     def pairs(self) -> list[dict[str, Any]]:
-        """Each drafter compared with the first one, method by method."""
+        """For each method, ratios of each drafter to the first drafter."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
@@ -181,7 +191,7 @@ class EvaluationReport:
         return next(summary for summary in self.methods if summary.method == name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values without NaN."""
+        """Return the report as plain values for JSON, without NaN."""
         values: dict[str, Any] = dataclasses.asdict(self)
         measurement: dict[str, Any] = values.pop("measurement")
         for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
@@ -250,9 +260,9 @@ def _summarize_method(
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
-    """Compare each drafter with the first one, for all methods that both were measured with.
+    """Compute ratios of each drafter to the first drafter, for each method that both were used in.
 
-    Ratios are None without a target call.
+    A ratio is None if no row has target calls of both drafters.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
@@ -313,17 +323,17 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 def ratio_with_interval(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]]
 ) -> tuple[float | None, Interval]:
-    """Compute the ratio of two sums over prompts, optionally divided by that of a baseline.
+    """Compute the ratio of two sums over rows, optionally divided by the ratio of a baseline.
 
     Args:
-        prompt_ids: the prompt of each row.
-        values: for each row a numerator and a denominator, and optionally those of the baseline on
-            the same prompt. A row with denominator 0, such as an answer without a target call, is
-            left out.
+        prompt_ids: for each row, the id of its prompt.
+        values: for each row, a numerator and a denominator, and optionally numerator and
+            denominator of the baseline for the same prompt. A row with a denominator of 0, such as
+            an answer without a target call, is left out.
 
     Returns:
-        (ratio, interval). Both are None without a row; the interval is None with fewer than two
-        prompts.
+        The ratio and its interval. Both are None if no row is left. The interval is None if the
+        rows come from fewer than two prompts.
     """
     if not values:
         return None, None
@@ -332,8 +342,8 @@ def ratio_with_interval(
     if not used.any():
         return None, None
     _, prompt_index = np.unique(np.array(prompt_ids)[used], return_inverse=True)
-    # Sums by prompt. Calls, turns and cuts of one prompt are not independent, so prompts are
-    # resampled as a whole.
+    # Sum the rows of each prompt. Calls, turns and cuts of one prompt are not independent, so the
+    # bootstrap resamples whole prompts.
     sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
     np.add.at(sums, prompt_index, table[used])
 
@@ -344,8 +354,8 @@ def ratio_with_interval(
     value = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
         return value, None
-    # How often each prompt is drawn in each resample. With a fixed seed, equal reports have equal
-    # intervals.
+    # Draw how often each prompt occurs in each resample. The seed is fixed, so that equal
+    # measurements have equal intervals.
     counts = np.random.default_rng(0).multinomial(
         len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES
     )
@@ -355,7 +365,7 @@ def ratio_with_interval(
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """Compute the share of target calls that accepted the draft at each position.
+    """For each position of a draft, compute the share of target calls that accepted the draft.
 
     The argument is the number of tokens that each target call committed.
     """
@@ -366,14 +376,18 @@ def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]
 
 
 def check_output(path: str | Path) -> Path:
-    """Check the file of a report, create its folder, and return its path.
+    """Check that a report can be written to a file, create its folder, and return its path.
 
-    An earlier report may exist there. Raises OptionInvalid if the file cannot be written.
+    An existing file is accepted only if it is a report.
+
+    Raises:
+        OptionInvalid: the file cannot be written, or another file would be replaced.
     """
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise OptionInvalid(
-            f"--out {path} does not end in .json; the report is JSON, with a .md file next to it."
+            f"--out {path} does not end in .json; the report is written as JSON, with a .md file "
+            "next to it."
         )
     notes = path.with_suffix(".md")
     try:
@@ -382,7 +396,8 @@ def check_output(path: str | Path) -> Path:
             raise OptionInvalid(
                 f"--out {path} holds something that is not a {KIND}; choose another --out."
             )
-        # A run that was stopped between its two files leaves only the Markdown file.
+        # A Markdown file alone is a report's if it has the title of reports. A run that was stopped
+        # before it wrote the JSON leaves such a file.
         is_ours = (
             path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         )
@@ -411,9 +426,9 @@ def _is_report(path: Path) -> bool:
 
 
 def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
-    """Write the report as JSON and as Markdown next to it, each file atomically."""
+    """Write the report as JSON, and as Markdown next to it. Each file is written atomically."""
     # The Markdown is written first, so that the report is complete once the JSON exists. The JSON
-    # is serialized before that, so that nothing is replaced if it fails.
+    # is serialized before both are written, so that an error there replaces no file.
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     write_atomic(path.with_suffix(".md"), printable(markdown).encode())
     write_atomic(path, text.encode())

@@ -1,4 +1,4 @@
-"""Implements ``eval``, from loading to the written report, and ``generate`` from Python."""
+"""Implements ``moa-data eval``, from loading to the written report, and ``generate`` for Python."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -32,17 +32,18 @@ def evaluate(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> EvaluationReport:
-    """Measure ways of decoding against plain decoding of the same prompts.
+    """Measure decoding methods against plain decoding of the same prompts.
 
     Returns:
         The report, which is also written: JSON to ``config.out``, Markdown and figures next to it.
 
     Raises:
-        OptionInvalid: settings or prompts cannot be used, or the output holds something else.
+        OptionInvalid: settings or prompts cannot be used, or ``config.out`` would replace a file
+            that is not a report.
         ReportUnwritten: the measurement is complete, but the report cannot be written.
         DrafterError: target or drafter cannot be loaded, or do not belong together.
     """
-    # This imports matplotlib, which `generate` does not need.
+    # Import this module here, because it imports matplotlib, which `generate` does not need.
     from .views import markdown_report, write_figures
 
     out = check_output(config.out)
@@ -103,7 +104,7 @@ def evaluate(
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
-        # The JSON is written last, so that an existing report is complete with its figures.
+        # The JSON is written last, so that the figures are complete if the JSON exists.
         write_report(report, markdown, out)
     except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error
@@ -113,7 +114,12 @@ def evaluate(
 def build_methods(
     config: EvalConfig, target: Target, drafters: Mapping[str, Drafter]
 ) -> tuple[dict[str, Generate], dict[str, AutoPolicy]]:
-    """Build the methods by name, the baseline first, and the policies of the methods named auto."""
+    """Build the decoding methods of an evaluation.
+
+    Returns:
+        Two mappings from names: the methods, the baseline first, and the policies of the methods
+        ``auto``.
+    """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
     sampling = SamplingConfig(**config.sampling.arguments())
@@ -179,28 +185,29 @@ def generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Answer a prompt with drafts. Greedy answers are those of plain decoding.
+    """Answer a prompt with speculative decoding. Greedy answers equal those of plain decoding.
 
     Target and drafter are prepared for decoding, so their weights must not change between calls.
 
     Args:
         target: the target.
-        drafter: the drafter, from load_drafter.
+        drafter: the result of ``load_drafter``.
         prompt: the user's message, a chat (messages with ``role`` and ``content``), or token ids.
-        max_new_tokens: upper bound of the answer's tokens.
+        max_new_tokens: maximum number of tokens of the answer.
         tree: shape of the drafts, also as text such as ``6x8x62``. None is ``auto``: chains, and
-            plain decoding while drafts do not pay off.
-        sampling: greedy by default.
+            plain decoding while drafts cost more time than they save.
+        sampling: sampling settings; greedy by default.
         seed: seed of the sampling.
-        on_tokens: called with each run of tokens, and for each token whether it was drafted.
+        on_tokens: called at each commit with the committed tokens, and for each of them whether it
+            was a draft.
 
     Returns:
         The answer with ``text``, ``tokens`` and ``stats``.
 
     Raises:
         TemplateError: the target's chat template rejects the prompt.
-        DrafterError: the drafter is not a Drafter, or the prompt is empty, too long or outside the
-            target's vocabulary.
+        DrafterError: the drafter is not a Drafter, or the prompt is empty, too long or has tokens
+            outside the target's vocabulary.
     """
     if not isinstance(drafter, Drafter):
         raise DrafterError(f"the drafter is {drafter!r:.60}, expected the result of load_drafter.")

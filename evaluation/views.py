@@ -1,4 +1,4 @@
-"""Shows evaluation reports as Markdown, and as PNG figures that are legible at 850 pixels."""
+"""Shows evaluation reports as Markdown, and as PNG figures of 850 pixels width."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from .report import Figure as Mean
 
 _MAX_DIVERGENCES = 10
 _SHOWN_OFFSETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_WIDTH, _DPI = 6.8, 125  # inches, 850 pixels
+_WIDTH, _DPI = 6.8, 125  # Width in inches, and dots per inch. The product is 850 pixels.
 
 
 def markdown_report(report: EvaluationReport) -> str:
@@ -88,7 +88,7 @@ def _settings(report: EvaluationReport) -> str:
 
 
 def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
-    """Write a figure with its interval in brackets, or a dash if there is none."""
+    """Format a figure with its interval in brackets; a dash if there is no figure."""
     if value is None:
         return "-"
     if bounds is None:
@@ -200,7 +200,7 @@ def _break_even_part(report: EvaluationReport) -> list[str]:
 
 
 def break_even_lines(report: EvaluationReport) -> list[str]:
-    """List the number of tokens that a target call of each method must commit to break even."""
+    """For each method, write how many tokens a round must commit to be as fast as the baseline."""
     baseline_ms = report.methods[0].call_ms
     if not baseline_ms:
         return []
@@ -248,7 +248,7 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """List where greedy answers differ from the baseline's; nothing is listed for sampling."""
+    """List where greedy answers differ from the baseline's. The list is empty for sampling."""
     if report.config["temperature"]:
         return []
     divergences = [
@@ -277,7 +277,10 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
 
 
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
-    """Write one line per writer, then agreement and log-probability by tokens since the cut."""
+    """Write a table with one line per writer, and two tables by the number of tokens since the cut.
+
+    The two tables have the agreement with the target, and the log-probability.
+    """
     lines = [
         "",
         "## After a disconnection: the drafter without the target",
@@ -339,20 +342,27 @@ def _offset_table(
 
 
 def write_figures(report: EvaluationReport, path: Path) -> None:
-    """Write ``report.png`` next to ``report.json``, and ``report_disconnection.png`` for cuts."""
+    """Write the figures of a report next to its JSON file.
+
+    The figures of ``report.json`` are ``report.png`` and, if answers were cut,
+    ``report_disconnection.png``.
+    """
     speed_figure(report, path.with_suffix(".png"))
     if report.disconnection is not None and report.disconnection.writers:
         disconnection_figure(report.disconnection, path.with_name(f"{path.stem}_disconnection.png"))
 
 
 def speed_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw tokens/s of each method over the baseline's as a bar, with its acceptance length."""
+    """Draw a bar for each method: its tokens/s divided by the baseline's.
+
+    Each bar is labelled with the method's acceptance length.
+    """
     summaries = report.methods[1:] or report.methods
     drafters = list(report.drafters) if len(report.drafters) > 1 else []
     figure = Figure(figsize=(_WIDTH, 1.1 + 0.38 * len(summaries)), layout="constrained")
     axes = figure.subplots()
     for y, summary in enumerate(reversed(summaries)):
-        # All methods of a drafter have the same colour.
+        # Methods with the same drafter have the same colour.
         color = next(
             (n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")),
             0,
@@ -381,11 +391,14 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
 
 
 def disconnection_figure(found: Disconnection, path: Path) -> None:
-    """Draw each drafter's agreement with the target by tokens since the cut, with intervals."""
+    """Draw the agreement of each drafter with the target, over the number of tokens since the cut.
+
+    The 95 % intervals are drawn as bands.
+    """
     figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
     for index, summary in enumerate(item for item in found.writers if item.writer != TARGET):
-        # Offsets that only a single continuation reaches say nothing.
+        # Leave out offsets that only a single continuation reaches.
         shown = [
             (n, item) for n, item in enumerate(summary.agreement_by_offset, start=1) if item.n > 1
         ]
@@ -402,5 +415,5 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    # The library's version and the like would make equal figures differ.
+    # Leave out the metadata with matplotlib's version, so that equal figures are equal files.
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})

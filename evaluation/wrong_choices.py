@@ -1,9 +1,10 @@
-"""Known wrong ways to compute a drafter. Each can be applied to our code, to explain a difference.
+"""Known wrong ways to compute a drafter, such as a norm that is left out.
 
-A choice changes a :class:`Reading`, a drafter as it is computed here. If the drafter has no such
-part, the change raises ``AttributeError``, ``KeyError`` or ``IndexError``; the choice then does not
-apply to it. Choices that change only training (losses, weights of positions, teachers) do not
-change drafts, so they cannot be found here.
+If another program drafts other tokens than this package, one of these *choices* may be the reason.
+A choice is a function that changes a :class:`Reading`, which is a copy of a drafter. If the drafter
+lacks the part that a choice changes, the function raises ``AttributeError``, ``KeyError`` or
+``IndexError``, and the choice does not apply to the drafter. Mistakes in training (losses, weights
+of positions, teachers) are not listed, because they do not change how a given drafter drafts.
 
 Shapes: B = 1 row, n tokens, Q slots of a block, S keys, E target width, L target layers.
 """
@@ -25,19 +26,20 @@ from ..moa.targets.bundle import FrozenTarget
 
 @dataclass
 class Reading:
-    """A copy of a drafter that may be changed, and the target states that it gets."""
+    """A copy of a drafter that choices may change, and the target layers that the copy observes."""
 
     drafter: Any
     frozen: FrozenTarget
     n_layers: int  # L
-    # The outputs of these layers are observed, concatenated. -1 is the embedding, and L the output
-    # of the last layer after the final norm.
+    # Target layers whose concatenated outputs the drafter observes. -1 is the embedding, and L is
+    # the output of the last layer after the final norm.
     layers: tuple[int, ...]
-    ahead: int = 0  # number of observed states beyond those of the tokens before the root
+    # Number of states that the drafter observes in addition to those of the tokens before the root.
+    ahead: int = 0
 
     @classmethod
     def of(cls, drafter: Drafter, frozen: FrozenTarget, n_layers: int) -> "Reading":
-        """Copy a drafter; without changes it is computed as in this package."""
+        """Copy a drafter. Until a choice changes the copy, it drafts the same as the drafter."""
         return cls(
             copy.deepcopy(drafter),
             copy.copy(frozen),
@@ -46,7 +48,7 @@ class Reading:
         )
 
     def states(self, outputs: Mapping[int, Tensor]) -> Tensor:
-        """Concatenate the observed states of a text from outputs [n, E] by layer."""
+        """Concatenate the observed layers' outputs, given the outputs [n, E] of each layer."""
         return torch.cat([outputs[layer] for layer in self.layers], dim=-1).to(self.drafter.dtype)
 
 
@@ -54,9 +56,10 @@ Choice = Callable[[Reading], None]
 
 
 def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
-    """Replace a part of the drafter by the result of ``change(owner, part)``.
+    """Make a choice that replaces an attribute by ``change(its owner, its value)``.
 
-    ``part`` is a dotted path of attributes from the drafter. ``*`` stands for all items of a list.
+    ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``. In the path,
+    ``*`` stands for all items of a list.
     """
 
     def choice(r: Reading) -> None:
@@ -75,12 +78,12 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
 
 
 def _layers(pick: Callable[[int, int], int]) -> Choice:
-    """Observe layer ``pick(layer, L)`` in place of each layer."""
+    """Make a choice that observes the layer ``pick(layer, L)`` in place of each observed layer."""
     return lambda r: setattr(r, "layers", tuple(pick(layer, r.n_layers) for layer in r.layers))
 
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
-    """Change a size to ``pick(sizes, size)``."""
+    """Make a choice that changes the size ``name`` of the drafter to ``pick(sizes, size)``."""
     return _put(
         "config",
         lambda owner, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))}),
@@ -96,7 +99,7 @@ def _mask(name: str) -> Choice:
 
 
 def _without(pattern: str) -> Choice:
-    """Leave out the drafter's norms whose names match."""
+    """Make a choice that leaves out the drafter's norms whose names match a regular expression."""
 
     def choice(r: Reading) -> None:
         for name, module in list(r.drafter.named_modules()):
@@ -124,7 +127,7 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Move the positions [B, Q] of a block's slots."""
+    """Make a choice that changes the positions [B, Q] of the slots of a block with ``move``."""
     return _put(
         "run_layers",
         lambda owner, plain: lambda x, positions, *rest: plain(x, move(positions), *rest),
@@ -132,9 +135,9 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Let slot q of a block see key k if the rule [Q, S] is true.
+    """Make a choice with which slot q of a block sees key k if ``rule(q, k)`` [Q, S] is true.
 
-    Both are counted from the block's first slot.
+    The first slot of the block is slot 0 and key 0. Keys of the context are below 0.
     """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
@@ -147,7 +150,7 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Let a method of the drafter take an edited text."""
+    """Make a choice that edits the committed tokens of each row before a method gets them."""
     return _put(
         part,
         lambda own, plain: (
@@ -171,7 +174,10 @@ def _context_normed_again(r: Reading) -> None:
 
 
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
-    """Compute the context's keys with ``make(attention, states [B, n, E], rotation)``."""
+    """Make a choice that computes the context's keys as ``make(attention, states, rotation)``.
+
+    The states are [B, n, E].
+    """
     return _put(
         "layers.*.self_attn.keys_values",
         lambda own, plain: lambda x, rotation: (make(own, x, rotation), own._heads("v", x)),
@@ -303,4 +309,4 @@ CHOICES: dict[str, Choice] = {
     ),
     "it computes in bfloat16": _in_bfloat16,
 }
-"""Description -> change, in the order in which they are tried."""
+"""Description of a wrong choice -> the choice, in the order in which choices are tried."""

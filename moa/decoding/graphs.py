@@ -179,5 +179,9 @@ def _recorded(
 
 
 def _buffers(state: LayerState) -> list[KVBuffer]:
-    """List the cache buffers of a state: its slots, then the buffers that end before the root."""
+    """List the cache buffers of a state.
+
+    The buffers of its slots, which include the root, come before the buffers that end before the
+    root.
+    """
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

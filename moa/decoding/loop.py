@@ -196,8 +196,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # The verification has just synchronized with the device. So marking this moment does not
-        # have to wait.
+        # Taking the time here does not have to wait for the device, because the verification has
+        # just synchronized with it.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
@@ -347,8 +347,8 @@ class _Row:
             unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
         ) is not None:
             raise DrafterError(
-                f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; "
-                "use its tokenizer."
+                f"the prompt has the token {unknown}, but the target's tokens are 0 to "
+                f"{vocab_size - 1}; encode the prompt with the target's tokenizer."
             )
         self._ends = ends
         self._on_tokens = on_tokens

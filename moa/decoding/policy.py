@@ -18,8 +18,8 @@ the decision independent of a temporary slowdown of the machine:
      ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
-The policy keeps two sums of gains. ``lost`` is the loss of the current generation since the moment
-with its highest total gain. While ``lost`` is at or above ``PATIENCE``, the generation is decoded
+The policy keeps two sums of gains. ``lost`` is the difference between the highest and the latest
+total gain of the current generation. While ``lost`` is at or above ``PATIENCE``, it is decoded
 plainly. ``savings`` is the gain of drafts over all generations, limited to four times ``PATIENCE``.
 A generation uses drafts only while ``savings`` is above 0. Each plain step lowers ``lost`` and
 raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more time than the
@@ -38,14 +38,14 @@ from .tree import TreeShape
 # The fastest of all measured shapes on one CPU core, if a draft costs a fifth to a third of a
 # target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# Loss, in plain steps, after which a generation is decoded plainly. With a good drafter, the gains
-# of rounds vary by 2 steps around a mean of 1 or more. A smaller limit would give up good drafters.
-# A larger limit would lose more time if drafts fail.
+# Lost time, in plain steps, after which a generation is decoded plainly. With a good drafter, the
+# gains of rounds vary by 2 steps around a mean of 1 or more. A smaller limit would give up good
+# drafters. A larger limit would lose more time if drafts fail.
 PATIENCE = 12.0
 # Number of rounds with drafts after which a plain step is timed. It is also the number of plain
-# steps that make up for a loss of one step. Each of these two uses costs about 1 % of the time. A
-# value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would notice late that
-# the machine has become slower.
+# steps that make up for the lost time of one step. Each of these two uses costs about 1 % of the
+# time. A value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would notice
+# late that the machine has become slower.
 MEASURE_EVERY = 128
 
 
@@ -105,8 +105,8 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # The higher the loss, the sooner a plain step is timed again. The loss may be due to a
-        # slower machine instead of worse drafts.
+        # The more time the drafts have lost, the sooner a plain step is timed again. If the machine
+        # has become slower, drafts seem to lose time only because the plain step was timed before.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):
@@ -123,14 +123,15 @@ class AutoPolicy(ShapePolicy):
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # Ignore the loss of the first round with drafts. In this round the drafter also reads the
-        # prompt, so its time does not predict later rounds.
+        # ``lost`` ignores the first round with drafts. In this round the drafter also reads the
+        # prompt, so the time of this round does not predict that of later rounds.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # With lower savings the policy tries drafts only now and then, so it still counts as off.
+        # Once the policy is off, it counts as on again only with these savings. With lower savings
+        # it tries drafts only now and then.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 

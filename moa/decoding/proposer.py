@@ -94,8 +94,8 @@ class Chain:
         self._frozen = frozen
         self._state = state
         self._cache = cache
-        # One entry for the root and for each level: index of its token among the fed tokens, and
-        # its features [B, 1, E].
+        # The root, followed by one entry per level. An entry is the index of the level's token
+        # among the fed tokens, and the features [B, 1, E] of this token.
         self._path = [(0, features)]
         self._n_fed = 1
 
@@ -115,8 +115,9 @@ class Chain:
         confidence = self._drafter.confidence(self._path[-1][1][:, 0])
         if confidence is None:
             raise DrafterError(
-                f"this {self._drafter.kind} drafter has no confidence head to cut chains by; "
-                "give a chain's length such as 7, or LENGTH@PROBABILITY such as 10@0.2."
+                "a shape LENGTHcCONFIDENCE needs a drafter with a confidence head, but this "
+                f"{self._drafter.kind} drafter has none; give a chain's length such as 7, or a "
+                "shape LENGTH@PROBABILITY such as 10@0.2."
             )
         return confidence.float()
 
@@ -171,7 +172,7 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # During its calls the target then stores the outputs of these layers for the drafter.
+        # The target's calls then store the outputs of these layers for the drafter.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None

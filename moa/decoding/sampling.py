@@ -115,8 +115,9 @@ class SamplingConfig:
         # rows of the batch. The answer for a seed would depend on the other rows too.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
-                f"chains such as {shape} stop by their probability in greedy decoding only; "
-                f"give a chain's length such as {shape.depth}, or a temperature of 0."
+                f"chains of the shape {shape} stop when their drafts become unlikely, which works "
+                f"only in greedy decoding; give a chain's length such as {shape.depth}, or a "
+                "temperature of 0."
             )
 
 
@@ -293,8 +294,8 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
 
     Args:
         probability: p [V], on the host.
-        seed: see :func:`noise`.
-        position: see :func:`noise`.
+        seed: seed of the noise, an integer of 64 bits.
+        position: position of the token in the sequence.
 
     Returns:
         [n] int64, ascending.
@@ -309,7 +310,8 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     # ``(1 - u) / p``. A token is excluded, without computing its logarithm, if its lower bound is
     # above the value of another token.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # Read as a float64 from 1 to 2, these bits are ``u + 1``, minus half of the last bit.
+    # With this exponent the bits are a float64 from 1 to 2. Its value is ``u + 1``, minus half of
+    # the last bit.
     bits |= np.uint64(0x3FF << 52)
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
     bounds = above / probability
@@ -571,7 +573,7 @@ class _Judge:
         previous: Sequence[int],
         of: Callable[..., Tensor],
     ) -> None:
-        # ``of`` computes a distribution from logits [V] and the tokens before it.
+        # ``of`` computes a distribution from logits [V] and all tokens before the predicted one.
         self._logits, self._previous, self._of = logits, previous, of
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
@@ -598,10 +600,10 @@ class _Judge:
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:
-        """Return the probability that the target gives to a draft after its parent.
+        """List the probability that the target gives to a draft after its parent.
 
-        If the draft was sampled, the list also contains the probability with which the drafter
-        sampled it.
+        If the draft was sampled, the second item is the probability with which the drafter sampled
+        the draft.
         """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 

@@ -68,7 +68,7 @@ class TreeShape:
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
                 f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; "
-                f"give at least {self.depth}."
+                f"give at least {self.depth} nodes."
             )
         if self.n_candidates > _MAX_CANDIDATES:
             raise DrafterError(

@@ -79,8 +79,8 @@ class Drafter(nn.Module, ABC):
     # True if the drafter can draft from token ids and lengths that only the device knows, as CUDA
     # graphs require.
     by_graph: ClassVar[bool] = False
-    # Target layers whose outputs :meth:`observe` receives. If empty, it receives the last hidden
-    # state.
+    # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
+    # last hidden state.
     observed_layers: tuple[int, ...] = ()
     # True if the drafter can run on another machine than its target.
     drafts_remotely: ClassVar[bool] = False
@@ -94,9 +94,10 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        # Rows of LM heads for the draft vocabulary. The first list has the rows of the target's LM
-        # head, with the state of that head; the second list has the rows of the drafter's own head.
-        # Lists prevent PyTorch from registering the layers as submodules.
+        # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
+        # target's LM head, and the state of that head, which shows whether the rows are outdated.
+        # ``_own_rows`` has rows of the drafter's own head. Lists prevent PyTorch from registering
+        # the layers as submodules.
         self._target_rows: list[tuple[tuple[int, int], nn.Linear]] = []
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
@@ -183,9 +184,9 @@ class Drafter(nn.Module, ABC):
     ) -> DraftedFeatures:
         """Compute the features that decoding would compute for all drafted positions.
 
-        The drafted positions are those of ``masks.drafted_positions``. Each draft round sees target
-        activations up to its context position. The actual tokens of the batch take the place of
-        drafts.
+        The drafted positions are those of ``masks.drafted_positions``. Each draft round sees the
+        target's activations only of positions before its root. The actual tokens of the batch take
+        the place of drafts.
         """
 
     # Decoding on the target's machine
@@ -219,7 +220,12 @@ class Drafter(nn.Module, ABC):
         return None
 
     def weights_per_draft(self) -> tuple[int, int]:
-        """Count the weights that a draft reads: per token of the vocabulary, and all others."""
+        """Count the weights that one draft reads.
+
+        Returns:
+            The number of weights per token of the vocabulary (LM heads), and the number of all
+            other weights.
+        """
         own_head = self.own_head
         width = self.config.hidden_size if self.uses_target_head else 0
         n_body = sum(weight.numel() for weight in self.parameters())
@@ -272,7 +278,7 @@ class Drafter(nn.Module, ABC):
         """Create an empty state of B rows, a :class:`~.caches.RowState`."""
 
     def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Receive the target's hidden states of newly committed tokens. By default ignore them.
+        """Receive the target's hidden states of newly committed tokens; ignored by default.
 
         Args:
             state: the drafter's caches of all rows.
@@ -337,7 +343,8 @@ class Drafter(nn.Module, ABC):
         """Store the contexts [n, W] of the next n positions in a state of one row and in a cache.
 
         ``start`` is the first of the n positions. A round can start only at a token whose preceding
-        positions all have contexts. Known tokens after this start are fed as levels of a chain.
+        positions all have contexts. If more tokens are known after the start of a round, they are
+        fed like drafts, one per level of a chain.
         """
         width = self.context_width
         next_position = cache.lengths[0]

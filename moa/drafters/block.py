@@ -177,15 +177,16 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
     if list(layers) != sorted(set(layers)):
         count = "five" if n_read == 5 else str(n_read)
         raise DrafterError(
-            f"the drafter reads {count} layers of the target, by default spread from the "
-            f"second to the third from the end, but the target has only {n_layers} layers. "
-            f"Choose them: --fused-layers {','.join(map(str, range(min(n_read, n_layers))))}."
+            f"the drafter reads {count} layers of the target. The default layers are spread evenly "
+            f"from layer 1 to the third layer from the end, but this target has only {n_layers} "
+            "layers. Choose the layers yourself: --fused-layers "
+            f"{','.join(map(str, range(min(n_read, n_layers))))}."
         )
     return layers
 
 
 def check_context(settings: Any, n_layers: int) -> None:
-    """Check the kind of context and its layers; raise DrafterError if they do not fit."""
+    """Check that ``context`` and ``fused_layers`` are valid; raise DrafterError if not."""
     context = settings.context
     layers = tuple(settings.fused_layers or ())
     if context not in CONTEXTS:
@@ -193,22 +194,23 @@ def check_context(settings: Any, n_layers: int) -> None:
     if context == "memory":
         if layers:
             raise DrafterError(
-                "the context memory encodes all layers; remove fused_layers, or give another "
-                "context."
+                "the context 'memory' encodes all layers of the target; remove fused_layers, or "
+                "set context to 'hidden' or 'kv'."
             )
         return
     check_target_layers(layers, n_layers, embedding=True)
     if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
         layer_names = ",".join(map(str, layers))
         raise DrafterError(
-            f"with the context kv each of the {settings.block_layers} block_layers sees the "
-            "keys and values of equally many target layers; give fused_layers from 0 up, their "
-            f"number a multiple of {settings.block_layers}, got {layer_names}."
+            f"fused_layers is {layer_names}, but with the context 'kv' each of the "
+            f"{settings.block_layers} block_layers sees the keys and values of the same number of "
+            "target layers; give layers from 0 up whose number is a multiple of "
+            f"{settings.block_layers}."
         )
 
 
 class BlockState(LayerState):
-    """Caches of the context of each layer, followed by the block of the current round.
+    """For each layer, a cache with the context, followed by the block of the current round.
 
     ``fresh`` holds the projected target states of positions that have not been added to the context
     yet.
@@ -220,11 +222,14 @@ class BlockState(LayerState):
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
-        """Return and clear the fresh states [B, n, E], right padded; ``counts`` are real."""
+        """Return and clear the fresh states [B, n, E], right padded.
+
+        ``counts`` has the expected number of fresh states of each row.
+        """
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
             raise DrafterError(
-                "the target's states are missing for some committed tokens: observe them before "
-                "drafting."
+                "the target's states are missing for some committed tokens; pass them to `observe` "
+                "before drafting."
             )
         like = next(part for parts in self.fresh for part in parts)
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
@@ -244,7 +249,7 @@ class BlockDrafter(KVEncoder, Drafter):
     drafts_remotely = True
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
-    # [V] bool, whether a token can be drafted, if the draft vocabulary is reduced.
+    # [V] bool, whether a token can be drafted. Only drafters with a reduced vocabulary have it.
     t2d: Tensor
 
     def __init__(self, config: BlockDrafterSizes) -> None:
@@ -516,7 +521,7 @@ class BlockDrafter(KVEncoder, Drafter):
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = torch.arange(drafted.shape[1], device=drafted.device)
         queries, valid = training.loss_queries(drafted)
-        root = context + 1  # position of the root of each position's round
+        root = context + 1  # For each position, the position of its round's root.
         depth = torch.where(valid, queries - root.gather(1, queries), 0)
         self.config.check_depth(1 + int(depth.max()))
         begins = drafted & (index == root)

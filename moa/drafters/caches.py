@@ -217,7 +217,7 @@ class LayerState(RowState):
         kept: Sequence[Sequence[int]],
         make: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Store the target's states [B, n, ...] of committed tokens until they are fed.
+        """Store the target's states [B, n, ...] of committed tokens for the next draft round.
 
         ``make``, if given, transforms the states before they are stored.
         """
@@ -232,7 +232,7 @@ class LayerState(RowState):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
-        """Return the committed tokens without slots, and the target's states for these tokens.
+        """Return the committed tokens that have no slot yet, and the target's states for them.
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """
@@ -263,7 +263,7 @@ class LayerState(RowState):
     ) -> tuple[Tensor, Fed]:
         """Feed the tokens that were committed since the last round, up to the root.
 
-        They replace the drafts.
+        Their slots replace those of the last round's drafts.
 
         Returns:
             Features of the root [B, 1, E], and the root's position and mask.

@@ -12,8 +12,8 @@ Hidden states are the target's states AFTER its final norm. In transformers they
 ``hidden_states[-1]``, in the store they are ``hidden/last``. The LM head turns hidden states and
 features into logits without another norm. The MoA authors' code does the same (``train/eagle.py``).
 
-Embeddings are about fifty times smaller than hidden states, so that a drafter would learn late to
-read them. Therefore embeddings are multiplied by a scale first. The published drafter has no scale.
+Embeddings are about fifty times smaller than hidden states, so a drafter would learn late to read
+embeddings. Therefore they are multiplied by a scale first. The published drafter has no scale.
 Exports multiply the weights of the linear layer by the scale, which gives the same results.
 
 Slot t of the drafter's cache is computed from the hidden state of position t and the token at t+1.
@@ -57,11 +57,12 @@ class FeatureState(LayerState):
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
         fresh = []
         for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
-            # There are no new target states, so feed the root again with the newest state.
+            # If there are no new target states, feed the root again with the newest state.
             if not parts:
                 if last is None:
                     raise DrafterError(
-                        "no states of the target have been observed: give them before drafting."
+                        "the drafter has no states of the target; pass them to `observe` before "
+                        "drafting."
                     )
                 self.n_true[row] -= 1
                 parts = (last,)
@@ -89,7 +90,10 @@ class FeatureDrafter(Drafter):
         """Make the layers' input from embeddings of tokens t+1 and features of t [..., E]."""
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Return the states that :meth:`observe` receives; by default the last hidden states."""
+        """Return the target states of a batch that decoding passes to :meth:`observe`.
+
+        By default these are the last hidden states.
+        """
         return inputs.hidden
 
     def true_features(self, states: Tensor) -> Tensor:
@@ -107,7 +111,8 @@ class FeatureDrafter(Drafter):
         # All rounds run at once, level by level. Each level is fed with the features that the
         # previous level computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        context = context[:, 1:]  # [B, S], the last slot of the target that a query sees
+        # [B, S]. For each slot, the last slot made from a target state that its round sees.
+        context = context[:, 1:]
         slots = torch.arange(context.shape[1], device=context.device)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
         # drafted.
@@ -272,7 +277,8 @@ class EagleDrafter(FeatureDrafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch.
 
-        It is that of EAGLE, section 3.2, with the loss weights of the Mixture of Attentions paper.
+        The loss is that of section 3.2 of the EAGLE paper, with the loss weights of the Mixture of
+        Attentions paper.
         """
         inputs = step.inputs
         weights = step.weights
@@ -301,8 +307,8 @@ def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
         return None
     rows = []
     for seed in draws.seeds:
-        # Draw the noise of real tokens before that of padding, so that it does not depend on the
-        # padding.
+        # The noise is drawn in order of positions, the padding last. So the noise of real tokens
+        # does not depend on the amount of padding.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

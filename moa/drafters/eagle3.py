@@ -101,8 +101,8 @@ class Eagle3Sizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # Without ``n_layers``, use the highest fused layer: checkpoints of other projects do not
-        # contain the target's number of layers.
+        # Checkpoints of other projects do not contain the target's number of layers. For these,
+        # assume that the highest fused layer is the target's last layer.
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
@@ -112,7 +112,7 @@ class Eagle3Sizes(LayerSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
         values = super().defaults(config, given)
-        # Inference engines run EAGLE-3 without these biases, even for Qwen2 targets.
+        # Inference engines run EAGLE-3 without biases of q, k and v, even for Qwen2 targets.
         values["qkv_bias"] = False
         values["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
         # Call ``default_fused_layers`` only if needed, because it fails for targets with few
@@ -131,7 +131,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
             "EAGLE-3 reads three layers of the target. Only a target with 7 or more layers has "
-            f"defaults; this one has {n_layers}. Choose them: "
+            f"defaults, and this target has {n_layers}. Choose the layers yourself: "
             f"--fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
         )
     return layers
@@ -206,7 +206,7 @@ class Eagle3Drafter(FeatureDrafter):
     def draft_tokens(self) -> Tensor | None:
         """Ids of the tokens of the draft vocabulary, [V_d] int64, ascending.
 
-        None if all can be drafted.
+        None if all tokens can be drafted.
         """
         if self.config.draft_vocabulary == self.config.vocab_size:
             return None
@@ -245,8 +245,9 @@ class Eagle3Drafter(FeatureDrafter):
         marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
-                f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 "
-                f"to {len(marked) - 1}; it holds offsets (target id - draft id), not target ids."
+                f"d2t yields token ids from {int(ids.min())} to {int(ids.max())}, but the target's "
+                f"ids go from 0 to {len(marked) - 1}; d2t must hold offsets (target id - draft "
+                "id), not target ids."
             )
         if (
             len(ids.unique()) < len(ids)
@@ -254,8 +255,8 @@ class Eagle3Drafter(FeatureDrafter):
             or not bool(marked[ids].all())
         ):
             raise DrafterError(
-                f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks "
-                f"{int(marked.sum())} tokens; both must name the same tokens."
+                f"d2t has {len(ids)} entries for {len(ids.unique())} different tokens, and t2d "
+                f"marks {int(marked.sum())} tokens; both must name the same tokens, each once."
             )
 
     @override
@@ -346,7 +347,7 @@ class Eagle3Drafter(FeatureDrafter):
             at: indices of the P loss positions among the queries.
             own: [P, J, E], normed features of the drafter.
             reached: [J, B, Q] bool, the second result of :meth:`test_time_features`.
-            smoothing: see :func:`..nn.losses.d_pace_weights`.
+            smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
         """
         labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
         # The drafter gives no probability to a token outside the draft vocabulary.
@@ -374,9 +375,9 @@ class Eagle3Drafter(FeatureDrafter):
         """Run all draft steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
 
         Returns:
-            Two tensors. First the features [J, B, Q, E] of each position in step j. Then [J, B, Q]
-            bool, whether the round whose root is j - 1 tokens before the position reaches it
-            without leaving the response.
+            The features [J, B, Q, E] of each query in each draft step. In step j, a query belongs
+            to the round whose root is j - 1 tokens before it. And [J, B, Q] bool, true if this
+            round reaches the query without leaving the response.
         """
         # [B, S, E]. Slot t has the embedding of token t + 1.
         embeddings = frozen.embed(inputs.tokens[:, 1:])
@@ -401,8 +402,8 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # A round reaches the query that is ``step`` places after its start if no position
-            # between them is missing.
+            # A round that starts at one query reaches the query ``step`` places further right if
+            # their positions differ by ``step``, so that all positions between them are queries.
             features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))

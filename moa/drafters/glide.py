@@ -62,7 +62,7 @@ class GlideSizes(LayerSizes):
     # widest layer.
     kv_width: int
     # The attended target layer, its number of heads, and the widths of a key and of a value. Empty
-    # if it is the last layer of a target that rotates keys like Llama.
+    # for targets that rotate keys like Llama. There the last layer is attended to.
     target_kv: tuple[int, ...] = ()
     # True if the attended layer caches a latent as key and a rotated key as value.
     target_latents: bool = False
@@ -216,7 +216,7 @@ class GlideDrafter(Drafter):
         values: Tensor,
         mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run the layer on x [B, Q, E], which attends to the target's KV and the drafter's KV."""
+        """Run the layer on x [B, Q, E]. It attends to the drafter's KV and to the target's KV."""
         block = self.self_attention
         x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
         q = self.cross_attention.queries(x, None if self.config.target_kv else rotation)

@@ -68,7 +68,7 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_head_dim(self) -> int:
-        """Head dim: the largest even divisor of W up to the target's head dim and up to W / 4."""
+        """Head dim: the largest even divisor of W that exceeds neither W / 4 nor the target's."""
         width = self.independent_width
         return next(
             d

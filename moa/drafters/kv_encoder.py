@@ -81,7 +81,7 @@ class KVEncoderSizes(DrafterSizes):
         return layers if self.layer_attention else layers[-1:]
 
     def encoder_problems(self) -> Iterator[str]:
-        """Yield descriptions of encoder sizes that do not fit together, see :meth:`problems`."""
+        """Yield descriptions of sizes of the KV encoder that do not fit together."""
         heads = self.layer_attention_heads
         kv_heads = self.layer_attention_kv_heads
         head_dim = self.layer_attention_head_dim
@@ -201,8 +201,8 @@ class KVEncoder(nn.Module):
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        # For a remote drafter, the means of a position are sent if they have fewer values than its
-        # encoded KV.
+        # A remote drafter receives either the means or the encoded KV of a position, whichever has
+        # fewer values.
         self._sends_means = n_means * config.kv_width < config.hidden_size
         self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings

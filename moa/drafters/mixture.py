@@ -11,7 +11,8 @@ inference, b nodes of one level, n tokens of one call.
 
 Training runs many draft rounds at once. Each position sees the same as a draft step of decoding. In
 the example, a sequence of nine tokens has a response that starts at position 3, and the step bound
-is 4. The tokens 5, 6 and 7 are one round: tokens 0 to 4 are verified, and 5 is the root::
+is 4, so that every fourth position is verified and only gives context. The tokens 5, 6 and 7 are
+one round: tokens 0 to 4 are verified, and 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
@@ -251,7 +252,8 @@ class MoADrafter(KVEncoder, Drafter):
         before = None
         feature_term = feature
         if n_layers:
-            assert inputs.entering_hidden is not None  # ``reads`` requests these states.
+            # Batches have these states if N > 0, because ``reads`` requests them.
+            assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
             # The losses before and after the last N layers have the same weight.

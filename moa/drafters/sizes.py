@@ -21,7 +21,7 @@ class DrafterSizes:
     Subclasses add the drafter's own sizes.
     """
 
-    kind: ClassVar[str]  # The drafter with these sizes, see ``registry.DRAFTERS``.
+    kind: ClassVar[str]  # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
     # Prefixes of names of fields. The JSON form omits these fields if they are empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     # Names of fields on which no weight depends.
@@ -76,7 +76,7 @@ class DrafterSizes:
     def problems(self) -> Iterator[str]:
         """Yield descriptions of sizes that do not fit together.
 
-        The sizes are valid on their own.
+        Each size by itself has been checked before.
         """
         yield from ()
 
@@ -94,8 +94,9 @@ class DrafterSizes:
         """Check a number of draft levels; raise DrafterError if it exceeds ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
-                f"this {self.kind} drafter drafts {self.max_depth} levels, got a shape of {depth}; "
-                f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
+                f"this {self.kind} drafter drafts at most {self.max_depth} levels, but the shape "
+                f"of the drafts has {depth} levels; give a shape of at most {self.max_depth} "
+                "levels, or a drafter that was trained for more."
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
@@ -155,7 +156,7 @@ class DrafterSizes:
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
         except TypeError as error:
-            raise DrafterError(f"drafter.json is incomplete: {error}") from error
+            raise DrafterError(f"drafter.json is incomplete, restore it: {error}") from error
 
     @classmethod
     def _is_valid(cls, value: Any, item: Field[Any]) -> bool:
@@ -259,22 +260,22 @@ def check_target_fits(
     """
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
-        f"{name} {getattr(config, name)}, this target has {sizes[name]}"
+        f"its {name} is {getattr(config, name)}, but this target has {sizes[name]}"
         for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
         # A size of 0 means that a checkpoint of another project does not state the size.
         if getattr(config, name, sizes[name]) not in (sizes[name], 0)
     ]
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
-        wrong.append(f"it reads layer {last}, this target has {sizes['n_layers']} layers")
+        wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")
     if wrong:
         raise TargetError(
-            f"the drafter was trained for another target: {wrong[0]}. Pass the target that its "
-            "store was extracted from."
+            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
+            "drafter's store was extracted from."
         )
     expected = config.target.get("weights_sha256")
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetError(
-            f"the drafter was trained for a target with weights {expected[:12]}, this one has "
-            f"{got[:12]}. Pass the target that its store was extracted from."
+            f"the drafter was trained for a target with weights {expected[:12]}, but this target "
+            f"has weights {got[:12]}. Pass the target that the drafter's store was extracted from."
         )

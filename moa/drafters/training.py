@@ -14,9 +14,11 @@ teacher-forced pass has half the weight::
     context       2  4  4  4    2    3    4    5    6    7      last visible target activation
     weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      weight in the loss
 
-Queries 5, 6 and 7 of the first pass are one round: query 6 sees target activations up to position 4
-and the drafts at positions 5 and 6. In the second pass each query is its own round. A row with
-fewer queries than another row is padded with position 0.
+In the first pass, positions 4 and 8 are no queries, because every fourth position is verified and
+only gives context. Query 3 is a round of its own: its last verified position is 2, the end of the
+prompt. Queries 5, 6 and 7 are one round: query 6 sees target activations up to position 4 and the
+drafts at positions 5 and 6. In the second pass each query is its own round. A row with fewer
+queries than another row is padded with position 0.
 
 **Blocks** are used by block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
 token whose preceding tokens are verified, like the root of a draft round. The slots of a block are
@@ -95,7 +97,8 @@ class TrainingInputs:
         """Return the KV; raise DrafterError if the batch has no KV."""
         if self.kv is None:
             raise DrafterError(
-                "this drafter needs the target's keys and values, which the batch lacks."
+                "this drafter reads the target's keys and values, but the batch has none; set `kv` "
+                "of the batch."
             )
         return self.kv
 
@@ -122,11 +125,13 @@ class BlockDraws:
 class Draws:
     """The random draws of one training step. Tensors and ``seeds`` have one entry per row."""
 
-    # [B] int64, step bound of each row, see :func:`masks.drafted_positions`. None for no bound.
+    # [B] int64, step bound e of each row: every e-th position is verified and is not drafted. None
+    # drafts all positions of responses.
     step_bound: Tensor | None
-    # [B] bool, whether a row is a staircase row; see :func:`masks.self_attention_mask`.
+    # [B] bool. In a staircase row, the self-attention of a query sees only tokens of its own round.
     staircase_rows: Tensor
-    # [B] int64, offset of the step bound in each row. None for 0.
+    # [B] int64. With an offset o, the positions that the step bound verifies are o, o + e, ... None
+    # for 0.
     offset: Tensor | None = None
     seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
     noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
@@ -169,8 +174,8 @@ class Rounds:
     context: Tensor  # [B, Q] int64, last position whose target activations the query sees
     drafted: Tensor  # [B, Q] bool; False is padding
     weights: Tensor  # [B, Q] float32, weight in the loss
-    # [B, Q] bool, whether the query's row is a staircase row and its pass is on-policy; see
-    # :func:`masks.self_attention_mask`.
+    # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is so in
+    # the on-policy pass of staircase rows.
     staircase: Tensor
     pass_index: Tensor  # [Q] int64. Queries of different passes do not see each other.
 
@@ -195,11 +200,10 @@ class Rounds:
         return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
-        """Compute D-PACE weights [P] of the positions at the indices ``at``.
+        """Compute D-PACE weights [P] of the queries at the indices ``at``.
 
-        Each round counts as a block.
-
-        Positions of the teacher-forced pass have the weight 1.
+        Each round of the on-policy pass counts as a block. Queries of the teacher-forced pass have
+        the weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
@@ -252,7 +256,12 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 def round_queries(
     response_mask: Tensor, draws: Draws, first: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the positions of :func:`draft_rounds`: queries, valid and last context, [B, Q] each."""
+    """Pack the drafted positions from ``first`` on to the left.
+
+    Returns:
+        The positions, whether each of them is real or padding, and the last context position of
+        each, [B, Q] each.
+    """
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
     return queries, valid, context.gather(1, queries)
@@ -354,7 +363,8 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
 class LossWeights:
     """Weights of the loss terms. The defaults come from the papers of the drafters."""
 
-    # Table 6 of the Mixture of Attentions paper. It also gives the weight of the feature loss.
+    # The weights of the forward KL and of the feature loss are from table 6 of the Mixture of
+    # Attentions paper.
     forward_kl: float = 0.1
     feature: float = 1.0
     # Weight of the cross-entropy to the actual next tokens. This term and the next two are for
@@ -363,7 +373,8 @@ class LossWeights:
     l1: float = 0.9  # weight of the L1 distance of the drafter's and the target's distributions
     confidence: float = 1.0  # weight of the confidence head's binary cross-entropy
     divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
-    # Smoothing of D-PACE weights, see :func:`..nn.losses.d_pace_weights`. None for fixed weights.
+    # Smoothing s of D-PACE weights: the probability q of a draft becomes (1 - s) q + s. None for
+    # fixed weights.
     d_pace: float | None = None
 
     @classmethod
@@ -459,11 +470,11 @@ def distillation(
 
 
 def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """Group P positions by their teacher. A teacher has one or two positions.
+    """Group P positions by the id of their teacher. N teachers have one or two positions each.
 
     Returns:
-        The positions of each teacher, [N, 2] int64; a single position is repeated. And [N] bool,
-        true for teachers with two positions.
+        The indices of each teacher's positions, [N, 2] int64; a single index is repeated. And [N]
+        bool, true for teachers with two positions.
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]

@@ -17,8 +17,8 @@ N_DRAFTS = 5
 # Probability that a draft of a good drafter is accepted. With a worse drafter, a smaller draft
 # vocabulary costs fewer accepted drafts.
 _ACCEPTED = 0.8
-# Smallest vocabulary of a target for which a draft vocabulary is chosen. A smaller LM head has only
-# a small share of the time of a draft.
+# Smallest vocabulary of a target for which a draft vocabulary is chosen. For a smaller vocabulary,
+# the LM head takes only a small share of the time of a draft.
 _FEWEST_TOKENS = 1 << 14
 # Smallest draft vocabulary. Fewer tokens would save little more time, and would fit only text
 # similar to the store's.

@@ -60,12 +60,13 @@ def _is_dspark(config: ForeignConfig) -> bool:
 
 
 def _is_block(names: set[str]) -> bool:
-    # The names are the projection of the context, its norm, and the norm of each head's queries.
+    # These tensors are the projection of the context, the norm of the context, and the norm of each
+    # head's queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """Read the sizes that DFlash and DSpark share from config.json and the shapes of tensors."""
+    """Read the common sizes of DFlash and DSpark, from config.json and the shapes of tensors."""
     settings = dict(config) | layout.nested(config, "dflash_config")
     facts = layout.drafter_facts(config)
     block = settings.get("block_size")
@@ -77,7 +78,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         )
     if type(block) is not int or type(mask) is not int:
         raise DrafterError(
-            "config.json lacks block_size or mask_token_id; restore the checkpoint's own."
+            "config.json lacks block_size or mask_token_id; restore the original config.json."
         )
     fused_layers = layout.read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
@@ -126,8 +127,8 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
         "model_type": "muse_glimmer_assistant",
     }
     block_settings = config.pop("dflash_config")
-    # This model type has defaults for these keys that belong to another vocabulary. Null turns them
-    # off.
+    # The defaults of these keys for this model type belong to another vocabulary. Null turns the
+    # defaults off.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
     return {**config, **block_settings}

@@ -42,7 +42,8 @@ WEIGHTS_FILE = "drafter.safetensors"
 _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-# Our key in config.json, for sizes for which the layout has no key. Other programs ignore this key.
+# Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
+# some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
 
 # Layouts by name. The order matters: a folder that this package did not write is read with the
@@ -153,7 +154,7 @@ def ready_drafters(
 ) -> dict[str, Drafter]:
     """Load drafters for decoding, and set the target's chat template.
 
-    The template gets the same arguments as in the rendering of the drafters' training chats.
+    The template gets the arguments with which the drafters' training chats were rendered.
 
     Args:
         target: the target.
@@ -239,7 +240,7 @@ def write_layout(
     if refusals := layout.refusals(sizes):
         raise DrafterError(
             f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. "
-            "Train it with these sizes: --set drafter.NAME=VALUE."
+            "Train a drafter with the sizes that are named here: --set drafter.NAME=VALUE."
         )
     state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(state, sizes).items()}
@@ -283,7 +284,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             ", ".join(sorted(tensors)[:3]) if record is None else f"{_OWN_KEY} {str(record)[:60]}"
         )
         raise DrafterError(
-            f"{folder} ({description}, ...) holds a drafter of none of the formats "
+            f"the drafter in {folder} (with {description}, ...) has none of the formats "
             f"{', '.join(LAYOUTS)}."
         )
     weights = {
@@ -313,7 +314,7 @@ def _read_weight_file(folder: Path) -> Weights:
         if not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
         ):
-            raise ValueError("it must hold named tensors only")
+            raise ValueError("the file must contain only a mapping from names to tensors")
     return weights
 
 

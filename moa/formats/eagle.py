@@ -82,7 +82,7 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
     unpacked = _scaled(weights, 1 / sizes.eagle_embedding_scale)
     if not sizes.eagle_fc_bias and "fc.bias" in unpacked and unpacked.pop("fc.bias").any():
         raise DrafterError(
-            "fc.bias is not zero, but the drafter has no such bias; export it again."
+            "fc.bias is not zero, but this drafter has no such bias; export the drafter again."
         )
     if not sizes.eagle_input_norm:
         return unpacked

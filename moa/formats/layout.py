@@ -46,11 +46,10 @@ class Layout:
     needs: tuple[str, ...] = ()
     # Names of tensors in the file that are not read, because they are copies of target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
-    # Name of a size -> values of this size for which the reading program runs a drafter as it was
-    # trained.
+    # Name of a size -> the values of this size for which the program that reads the layout runs a
+    # drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns further reasons why the reading program would run the drafter differently than
-    # trained.
+    # Returns further reasons why that program would run the drafter differently than trained.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
@@ -76,7 +75,7 @@ class Layout:
         return EMBEDDINGS in self.needs or EMBEDDINGS not in self.ignored
 
     def refusals(self, sizes: Any) -> list[str]:
-        """List reasons why the reading program would run the drafter differently than trained."""
+        """List reasons why the program that reads the layout would not run a drafter as trained."""
         reasons = [
             f"{name} is {getattr(sizes, name)}, but must be {' or '.join(map(str, values))}"
             for name, values in self.requires.items()
@@ -141,17 +140,19 @@ def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
 
 
 def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
-    """Read fields of :class:`DrafterSizes` from a drafter's config.json of another program.
+    """Read fields of :class:`DrafterSizes` from a config.json that another program wrote.
 
     Such a config.json does not state the number of the target's layers, so ``n_layers`` is 0.
     """
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
-        raise DrafterError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
+        raise DrafterError(
+            f"config.json lacks {', '.join(missing)}; restore the original config.json."
+        )
     if "sliding_attention" in (config.get("layer_types") or ()):
-        raise DrafterError("its layers have a sliding window, which is not supported.")
+        raise DrafterError("config.json has layers with a sliding window, which is not supported.")
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
-    with parsing("config.json cannot be used", DrafterError, "Restore the checkpoint's own."):
+    with parsing("config.json cannot be used", DrafterError, "Restore the original file."):
         known = LlamaConfig(
             **{name: config[name] for name in names if config.get(name) is not None}
         )
@@ -169,7 +170,8 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
     for name in ("hidden_size", "n_heads", "head_dim"):
         if type(facts[name]) is not int or facts[name] < 1:
             raise DrafterError(
-                f"config.json has {name} {str(facts[name])[:60]!r}; restore the checkpoint's own."
+                f"config.json has {name} {str(facts[name])[:60]!r}, expected a whole number above "
+                "0; restore the original config.json."
             )
     return facts
 
@@ -181,7 +183,7 @@ def layer_facts(
 
     Args:
         layer: prefix of the names of the layer's tensors, without the trailing dot.
-        config: the drafter's config.json. If it states other sizes than the shapes, it is refused.
+        config: the drafter's config.json. It is refused if its sizes contradict the shapes.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
     gate = f"{layer}.mlp.gate_proj.weight"
@@ -193,7 +195,7 @@ def layer_facts(
 
 
 def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, name: str) -> None:
-    """Refuse a config.json that states another size than the shape of a tensor.
+    """Refuse a config.json in which a size contradicts the shape of a tensor.
 
     Args:
         key: the key of the size in config.json. A config.json without this key is accepted.
@@ -202,8 +204,8 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
     """
     if (value := config.get(key)) is not None and value != size:
         raise DrafterError(
-            f"config.json has {key} {str(value)[:60]}, but {name} {list(weights[name].shape)} "
-            f"implies {size}; restore the checkpoint's own."
+            f"config.json has {key} {str(value)[:60]}, but the tensor {name} of shape "
+            f"{list(weights[name].shape)} implies {size}; restore the original config.json."
         )
 
 
@@ -224,8 +226,7 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)
-        # Clamp the tokens here. Those outside the vocabulary are refused later, when weights are
-        # checked.
+        # Clamp ids outside the vocabulary. They are refused later, by ``Drafter.check_weights``.
         marked[tokens.clamp(0, n_tokens - 1)] = True
         return weights | {"t2d": marked}
     return weights
@@ -255,11 +256,12 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
                 raise DrafterError(
-                    f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers."
+                    f"config.json has {str(ids)[:60]!r} as the ids of the target layers to read, "
+                    "expected a list of whole numbers."
                 )
             return tuple(layer - first for layer in ids)
-    # Without these ids, the layers could only be guessed from the target's number of layers.
+    # If no ids are given, the layers could only be guessed from the target's number of layers.
     raise DrafterError(
-        "config.json does not say which layers of the target are read; restore the checkpoint's "
-        "own, with target_layer_ids or eagle_aux_hidden_state_layer_ids."
+        "config.json does not say which layers of the target the drafter reads; restore the "
+        "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."
     )

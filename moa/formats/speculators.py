@@ -57,7 +57,8 @@ def _config(
     folder = Path(target_config.name_or_path)
     if (folder / FROZEN_FILE).is_file():
         raise DrafterError(
-            "speculators reads the target's own weight files, which a store lacks; give --model."
+            "speculators reads the target's weight files, which a store does not contain; give the "
+            "target with --model."
         )
     verifier_path = str(folder.resolve() if folder.is_dir() else folder)
     return {
@@ -131,14 +132,14 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     layer_config = {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
     if kind not in _OWN:
         raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
-    with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the checkpoint's own."):
+    with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the original config.json."):
         known = AutoConfig.for_model(layer_config["model_type"]).to_dict().keys() | {
             "rope_theta",
             "rope_scaling",
         }
         layers = AutoConfig.for_model(
             **layer_config
-            # The conversion fills in the values of absent keys.
+            # ``to_dict`` also returns the keys that are absent, with their default values.
         ).to_dict()
     merged = _OWN[kind] | dict(config) | layers
     merged["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
@@ -153,7 +154,7 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     }
     wrong = [name for name, values in plain.items() if merged.get(name) not in values]
     for values, names in ((config, _OWN[kind].keys() | _SHARED), (layer_config, known | _SHARED)):
-        # Ignore keys that are null or false, because they do not change the computation.
+        # Ignore unknown keys that are null or false, because they do not change the computation.
         wrong += [name for name, value in values.items() if value and name not in names]
     if wrong:
         raise DrafterError(
@@ -178,8 +179,7 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     """Convert the weights of a drafter with a reduced vocabulary to the full vocabulary.
 
     In the Markov head, the rows of draft tokens move to the rows of the same tokens in the full
-    vocabulary. The other rows are zero. The drafter sets the logits of the tokens of these rows to
-    -inf.
+    vocabulary. The other rows are zero, and the drafter sets the logits of their tokens to -inf.
     """
     weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
     unpacked = {name: value for name, value in weights.items() if name != "d2t"}
@@ -188,7 +188,9 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
         head = "markov_head.markov_w2.weight"
         tokens = offsets + torch.arange(len(offsets))
         if not torch.equal(tokens, unpacked["t2d"].nonzero()[:, 0]):
-            raise DrafterError("d2t and t2d do not name the same tokens.")
+            raise DrafterError(
+                "the tensors d2t and t2d do not name the same tokens; restore the checkpoint."
+            )
         if head in unpacked:
             spread = torch.zeros(
                 sizes.vocab_size, unpacked[head].shape[1], dtype=unpacked[head].dtype

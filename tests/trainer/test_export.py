@@ -73,7 +73,7 @@ def test_every_format_from_a_run(
     run, out = runs[LAYOUTS[name].kind], tmp_path / "out"
     given: dict[str, Any] = {"drafter": str(run), "format": name, "out": str(out)}
     if name.startswith("speculators"):  # Its folders name the target's folder.
-        with pytest.raises(DrafterError, match="give --model"):
+        with pytest.raises(DrafterError, match="with --model"):
             export_drafter(DrafterExportConfig.of(**given))
         given["model"] = str(target)
     report = export_drafter(DrafterExportConfig.of(**given))

@@ -514,7 +514,7 @@ def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer:
     assert torch.equal(load_drafter(tmp_path).state_dict()["t2d"], drafter.t2d)
     # d2t has token ids instead of offsets.
     write_weights(tmp_path, weights | {"d2t": torch.tensor([1, 4, 65])})
-    with pytest.raises(DrafterError, match="it holds offsets"):
+    with pytest.raises(DrafterError, match="must hold offsets"):
         load_drafter(tmp_path)
 
 
