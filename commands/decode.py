@@ -137,11 +137,12 @@ def _read_prompt(text: str) -> str:
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
-        # Find bytes that are not UTF-8. They arrive as surrogates, which cannot be encoded.
+        # Refuse bytes that are not UTF-8. In a command-line argument, Python replaces them by
+        # surrogates, which cannot be encoded.
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
-            f"the prompt is not UTF-8 text ({error.reason} at {error.start:,}); convert it."
+            f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert it."
         ) from error
     if not text.strip():
         raise StageFailure(
@@ -233,8 +234,8 @@ def conform(
 
     Both engines decode the same prompts greedily, and the drafts of every round are compared. If
     drafts differ, the command looks for the cause: it puts known mistakes into its own code, one at
-    a time, and names the mistake that reproduces all rounds of the other engine. Such mistakes are
-    layer numbers off by one, missing norms, or wrong positions. If DRAFTER is a run of `train`, it
+    a time, and names the mistake that reproduces all rounds of the other engine. Examples of such
+    mistakes are layer numbers off by one, missing norms, and wrong positions. If DRAFTER is a run of `train`, it
     is first exported for the engine. A folder of another program is used unchanged.
 
     Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
