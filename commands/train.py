@@ -41,8 +41,8 @@ def train(config: TrainConfig) -> None:
     A batch is processed in micro-batches, and their gradients are accumulated. On an accelerator, a
     micro-batch has as many sequences as fit into memory; trial steps find this number. On a CPU, a
     micro-batch has at most 2,048 tokens. --micro-batch-size sets the number of sequences in a
-    micro-batch, which changes the result only by rounding. --dry-run prints the chosen settings, time, memory and disk space, and
-    writes nothing.
+    micro-batch, which changes the result only by rounding. --dry-run prints the chosen settings,
+    time, memory and disk space, and writes nothing.
 
     With several devices, each batch is divided among them, which changes the result only by
     rounding. On several machines, run the command under torchrun or srun, with --num-nodes.

@@ -18,7 +18,7 @@ from ..storage.schema import CARD_NAME, FieldSpec, below
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
 Licences = tuple[
     str | None, str | None
-]  # Licences of the target and the dataset, by the licences' names on the Hub.
+]  # Licences of the target and the dataset, as the Hub names them. None if not given.
 _TAGS = (
     "activations",
     "hidden-states",

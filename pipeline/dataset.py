@@ -52,8 +52,8 @@ _NO_CHATS = re.compile(
 """Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # The split's name must end before a character that is not a letter, or before a capital
-    # (testSet). Compounds such as trainset and tests are matched too.
+    # The split's name may have an ending, as in trainset or tests. A character that follows must be
+    # a capital (testSet) or not a letter.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -251,17 +251,18 @@ class ChatSource:
             yield _without_nulls(row)
 
     def count_row(self) -> None:
-        """Add the next row to the dataset's hash.
+        """Add the next row to the dataset's hash, in the order in which the rows were read.
 
-        Rows may be read ahead, so the caller counts each row that it uses.
+        The caller may read rows ahead, so it must call this method once for each row that it uses.
         """
         if self._ahead:
             self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
-        """Return what identifies the dataset before any row is read, or None if nothing does.
+        """Return identifiers of the dataset that are known before any row is read.
 
-        Local files are identified by their hash, a Hub dataset by its name and commit.
+        Local files are identified by their hash, a Hub dataset by its name and commit. The result
+        is None for a Hub dataset whose commit is not known.
         """
         if self._hub is None:
             return {"sha256": self._files_sha256}
@@ -410,7 +411,7 @@ def _without_nulls(row: Any) -> Any:
     All structs of an Arrow column have the same keys, so Arrow fills in null for each key that a
     row lacks.
     """
-    # Clean every column, because any column may hold the chat or a piece of it. See Columns.
+    # Clean every column, because any column may hold the chat or a piece of it (see ``Columns``).
     return {
         name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value
         for name, value in row.items()
@@ -573,14 +574,17 @@ class Columns:
         return turns + [name for _, name in self.renamed]
 
     def left_out(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the filled columns that :meth:`apply` leaves out, as others take their place."""
+        """Return the filled columns of a row that :meth:`apply` replaces by other columns.
+
+        For example, if the messages are read from other columns, ``messages`` itself is left out.
+        """
         replaced = {"messages", "conversations", *(name for name, _ in self.renamed)}
         return [name for name in row if name in replaced - {*self._wanted} and row[name]]
 
     def apply(self, row: Any) -> Any | Rejection:
         """Return the chat that a row contains.
 
-        A row that lacks a column gives a Rejection. A row that is not a mapping is returned
+        If the row lacks a column, return a Rejection. A row that is not a mapping is returned
         unchanged.
         """
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):
