@@ -22,8 +22,8 @@ from .text import first_line, format_bytes
 PARTIAL_SUFFIX = ".partial"
 # Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
-# Largest size of a JSON file that is read. The commit of a part, the longest one, has about 100
-# bytes for each file that it lists.
+# Maximum size in bytes of a JSON file that is read. The longest JSON files are the commits of parts,
+# which have about 100 bytes for each file of the part.
 MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
@@ -312,8 +312,8 @@ def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool 
         waits: whether to wait until other processes have released the lock.
 
     Raises:
-        LockHeld: another process or descriptor holds the lock. If a held lock was to be changed, it
-            is lost.
+        LockHeld: another process or descriptor holds the lock. If ``fd`` already held a lock of the
+            other kind, this lock is lost.
         StorageUnavailable: the file system does not support locks, or is full, so that the name of
             this process cannot be written to the file.
     """

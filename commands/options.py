@@ -183,7 +183,7 @@ def help_text(setting: Setting) -> str:
 
 
 def default_text(setting: Setting) -> str:
-    """Return the default of a setting as a user would type it, or an empty text without default."""
+    """Return the default of a setting as a user would type it; an empty text if there is none."""
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):
         return ""

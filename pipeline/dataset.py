@@ -158,7 +158,8 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
 def _split_of(relative: Path) -> str | None:
     """Guess the split of a file from its path.
 
-    The innermost folder that is named after a split decides. Without one, the file's name decides.
+    The innermost folder that is named after a split decides. Without such a folder, the file's name
+    decides.
     """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):

@@ -166,7 +166,7 @@ class ForwardPlan:
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # Elements per token of the KV cache, and of the intermediate values of one layer.
+        # Number of elements per token in the KV cache, and in the intermediate values of one layer.
         cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         layer = (
             4 * sizes["hidden_size"]
