@@ -481,8 +481,8 @@ def _message(
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
     """Turn the location of a pydantic error into the key of a setting, and a kind or None.
 
-    For a choice between kinds, pydantic's location has one more item than the key: the kind, between
-    the name of the choice and the name of the setting.
+    For a choice between kinds, pydantic's location has one more item than the key. This item is the
+    kind, between the name of the choice and the name of the setting.
     """
     parts = []
     kind = None

@@ -22,8 +22,8 @@ from .text import first_line, format_bytes
 PARTIAL_SUFFIX = ".partial"
 # Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
-# Maximum size in bytes of a JSON file that is read. The longest JSON files are the commits of parts,
-# which have about 100 bytes for each file of the part.
+# Maximum size in bytes of a JSON file that is read. The longest JSON files are the commits of
+# parts, which have about 100 bytes for each file of the part.
 MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.

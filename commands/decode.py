@@ -143,7 +143,8 @@ def _read_prompt(text: str) -> str:
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
-            f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert it."
+            f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert "
+            "it."
         ) from error
     if not text.strip():
         raise StageFailure(

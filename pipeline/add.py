@@ -223,7 +223,7 @@ def _learn(
     target: Target,
     progress: Progress | None,
 ) -> None:
-    """Fit the codec of the new fields to the sequences that the old fields' codec was fitted to."""
+    """Fit the codec of the new fields to the same sequences as the codec of the old fields."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
             f"{plan.store}: the codec of {plan.added} must be fitted to sequences of all parts, "

@@ -225,7 +225,7 @@ class ExtractConfig(Config):
 
 
 class AddConfig(Config):
-    """Settings of `moa-data add`. Dtype, codec, sequence lengths and batches are the store's own."""
+    """Settings of `moa-data add`. The store sets dtype, codec, sequence lengths and batches."""
 
     store: str
     """The store to add to, made by `moa-data extract`."""

@@ -388,7 +388,7 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """Yield the rows of a batch. A row that Python cannot represent becomes an UnreadableRow."""
     try:
-        # The full validation also finds offsets that point outside the buffers of the batch.
+        # Only Arrow's full validation finds offsets that point outside the buffers of the batch.
         batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist(maps_as_pydicts="strict")
     except _UNREADABLE as error:

@@ -288,7 +288,8 @@ def _plan_forwards(
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} cache keys and values in different ways, which "
-            "--source vllm does not support. Leave out --source vllm, or extract only hidden states."
+            "--source vllm does not support. Leave out --source vllm, or extract only hidden "
+            "states."
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
