@@ -15,8 +15,8 @@ shows the setting on the short page of ``--help``::
 
 ``learning_rate`` is the name of a setting, which is unique in a stage, and
 ``optimizer.learning_rate`` is its key. The name of ``optimizer.kind`` is ``optimizer``. Python,
-YAML files and ``--set`` accept both; the flag is ``--learning-rate``. Values are merged from weak
-to strong: defaults, a named preset, a YAML file (``--config``), ``--set``, flags.
+YAML files and ``--set`` accept names and keys; the flag is ``--learning-rate``. Values are merged
+from weak to strong: defaults, a named preset, a YAML file (``--config``), ``--set``, flags.
 """
 
 import difflib

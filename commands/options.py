@@ -37,7 +37,7 @@ class StageCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the common options to the help page, or with ``--help-all`` all, by group."""
+        """Write the common options to the help page; with ``--help-all``, all options by group."""
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return

@@ -99,7 +99,7 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Let signals raise no more exceptions, which would interrupt the report of the outcome."""
+    """Let signals raise no more exceptions, so that the outcome can be reported undisturbed."""
     _State.phase = "ending"
 
 

@@ -512,7 +512,7 @@ class Columns:
     # The role of each message and the columns whose texts form the message. The texts are joined
     # with an empty line between them. Empty texts are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # Pairs of a key of the chat (messages, tools or system) and the column that the value is in.
+    # Pairs of a key of the chat (messages, tools or system) and the column with the key's value.
     renamed: tuple[tuple[str, str], ...] = ()
 
     @classmethod

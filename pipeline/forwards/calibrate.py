@@ -55,7 +55,7 @@ def learned_before(
 ) -> StoreCodec | None:
     """Return the fitted codec of a store that an earlier run has started, or None.
 
-    The result is None if the store does not exist, or if the store has no parts and its inputs differ
+    The result is None if the store does not exist, or if it has no parts and its inputs differ
     from those in ``manifest``.
     """
     if not codec.learned or not (store / "store.json").exists():

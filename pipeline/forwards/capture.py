@@ -284,8 +284,8 @@ def capture(
         if cache is not None and spec.kv:
             for group in groups:
                 keys, values = cache_layers(cache, group.layers)
-                # Keys and values of the L layers of the group, [B, T, L, D]. D is the total number of
-                # key and value elements of all heads.
+                # Keys and values of the L layers of the group, [B, T, L, D]. D is the number of key
+                # and value elements of all heads together.
                 packed = pack_kv(
                     [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
                 )
