@@ -27,7 +27,8 @@ GROUPS = {
 """Heading of the help page -> command -> module in commands/."""
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-# Characters; longer than the first sentence of any command, so that it is shown in full.
+# Maximum number of characters of a command's description on the help page. No first sentence of a
+# command's help is longer, so all are shown in full.
 _WHOLE_SENTENCE = 200
 _EPILOG = """\b
 A whole job:
@@ -55,7 +56,7 @@ class LazyGroup(StageGroup):
     """A group that imports a command's module on demand, and lists commands under headings."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands by heading; those that are needed first come first."""
+        """Write the commands under headings, in the order in which users need them."""
         for heading, names in GROUPS.items():
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):

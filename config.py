@@ -15,8 +15,8 @@ shows the setting on the short page of ``--help``::
 
 ``learning_rate`` is the name of a setting, which is unique in a stage, and
 ``optimizer.learning_rate`` is its key. The name of ``optimizer.kind`` is ``optimizer``. Python,
-YAML files and ``--set`` accept both; the flag is ``--learning-rate``. Values are merged from weak
-to strong: defaults, a named preset, a YAML file (``--config``), ``--set``, flags.
+YAML files and ``--set`` accept names and keys; the flag is ``--learning-rate``. Values are merged
+from weak to strong: defaults, a named preset, a YAML file (``--config``), ``--set``, flags.
 """
 
 import difflib
@@ -65,9 +65,16 @@ TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 """Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
 Presets = Mapping[str, Mapping[str, Any]]
 Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
-"""Given nested values -> name of an earlier source for messages, and its nested values."""
+"""Function that finds the settings of an earlier run.
+
+It takes the nested values that are given for this run. It returns the name of the earlier run for
+messages, and the nested values of the earlier run.
+"""
 Spell = Callable[[str], str]
-"""Name of a setting -> what the user calls it: its flag on the command line, its name in Python."""
+"""Function that maps the name of a setting to the name that messages use.
+
+On the command line, messages use the setting's flag. In Python, they use the setting's name.
+"""
 
 
 class Setting(NamedTuple):
@@ -95,19 +102,22 @@ class Config(BaseModel):
         except ValidationError as error:
             raise OptionInvalid(_message(type(self), error, [("", values)], str)) from error
 
-    # Pydantic would call a custom __init__ for groups too, and their errors would lose their
-    # location.
+    # Otherwise, pydantic would also call this __init__ for each group of settings, and errors in a
+    # group would no longer name the group.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:
         """List settings that do not fit together, one line each.
 
-        This is called only if each setting fits its field.
+        This is called only if the value of each setting is valid by itself.
         """
         return []
 
     def refusal_of(self, part: Callable[[], object]) -> list[str]:
-        """Return the reason why a part cannot be built, in the format of :meth:`problems`."""
+        """Return a list with the reason if ``part`` raises a DrafterError, else an empty list.
+
+        ``part`` builds something from these settings, for example the shape of a draft tree.
+        """
         try:
             part()
         except DrafterError as error:
@@ -168,7 +178,7 @@ class Config(BaseModel):
 
     @classmethod
     def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with those given by name moved into their groups."""
+        """Return the values by field. Values given by a setting's name are moved into its group."""
         values_by_field = {
             name: value for name, value in values.items() if name in cls.model_fields
         }
@@ -195,11 +205,15 @@ class Config(BaseModel):
 
     @classmethod
     def of(cls, **named: Any) -> Self:
-        """Create the settings from values by name, which type checkers do not know."""
+        """Create the settings from values by name.
+
+        Type checkers accept any name here. As an argument of the class itself, they would refuse
+        the name of a setting that is in a group.
+        """
         return cls(**named)
 
     def named(self) -> dict[str, Any]:
-        """Return the settings by name, as :meth:`of` takes them."""
+        """Return a dict from each setting's name to its value, which :meth:`of` accepts."""
         named: dict[str, Any] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -222,8 +236,8 @@ class Config(BaseModel):
         """Create the settings from several sources, from weak to strong.
 
         Args:
-            layers: name of each source, for messages, and its nested values.
-            spell: how messages name a setting.
+            layers: pairs of a source's name, for messages, and the source's nested values.
+            spell: maps the name of a setting to the name that messages use.
 
         Raises:
             OptionInvalid: naming each setting that cannot be used, and its source.
@@ -280,7 +294,7 @@ class SamplingSettings(Config):
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
-    """Return the groups that a field can hold; none if the field is a setting itself."""
+    """Return the groups that a field can hold, or an empty list if the field is a setting."""
     annotation = field.annotation
     members = [annotation] if isinstance(annotation, type) else list(typing.get_args(annotation))
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
@@ -313,9 +327,9 @@ def _default_kind(group: type[Config]) -> str:
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """Return the types that a value may have, or the words that it may be.
+    """Return the types and the literal words that an annotation allows for a value.
 
-    A list is ``tuple``, whatever its items are.
+    The type of any list is ``tuple``, whatever the types of its items.
     """
     if (origin := typing.get_origin(annotation)) is tuple:
         return [tuple]
@@ -395,10 +409,10 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 def resolve(
     config_class: type[Config],
-    flags: Mapping[str, Any],  # Name or key -> value, only those that were given.
+    flags: Mapping[str, Any],  # Name or key of each setting that was given -> value.
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
-    # Nested values by name; the key ``preset`` of any source selects one.
+    # Name of each preset -> nested values. The key ``preset`` in any source selects a preset.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
     spell: Spell | None = None,
@@ -465,9 +479,10 @@ def _message(
 
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
-    """Return the key of a location in pydantic's errors, and the kind in it.
+    """Turn the location of a pydantic error into the key of a setting, and a kind or None.
 
-    Pydantic puts the kind between a choice and its setting.
+    For a choice between kinds, pydantic's location has one more item than the key. This item is the
+    kind, between the name of the choice and the name of the setting.
     """
     parts = []
     kind = None
@@ -492,7 +507,7 @@ def _holds(values: Any, key: str) -> bool:
     return True
 
 
-# What was expected, by pydantic's error type or its first word.
+# Pydantic's error type, or the first word of the error type -> text that says what was expected.
 _WANTED = {
     "greater_than_equal": "at least {ge}", "greater_than": "above {gt}",
     "less_than_equal": "at most {le}", "less_than": "below {lt}",

@@ -29,7 +29,7 @@ class Interrupted(MoaDataError):
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        # Number of the signal. None if the KeyboardInterrupt that caused this error contains it.
+        # Number of the signal. None if it is in the KeyboardInterrupt that caused this error.
         self.signum = None if signum is None else int(signum)
 
 

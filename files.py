@@ -22,8 +22,8 @@ from .text import first_line, format_bytes
 PARTIAL_SUFFIX = ".partial"
 # Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
-# Largest size of a JSON file that is read. The commit of a part, the longest one, has about 100
-# bytes for each file that it lists.
+# Maximum size in bytes of a JSON file that is read. The longest JSON files are the commits of
+# parts, which have about 100 bytes for each file of the part.
 MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
@@ -38,10 +38,10 @@ FULL_DISK_ADVICE = (
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
 _ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# Number of a system error in the message of a library's own exception. Rust libraries use the first
-# form, Python and Arrow the second.
+# Finds the number of a system error in the message of a library's own exception. Rust libraries
+# write the number as "(os error 28)", Python and Arrow as "[Errno 28]".
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
-# Words in messages that do not contain the number of the system error -> this number.
+# Some messages contain only words, without the number of the system error. Words -> this number.
 _ERROR_WORDS = {
     "no space left on device": errno.ENOSPC, "disk quota exceeded": errno.EDQUOT,
     "file too large": errno.EFBIG, "read-only file system": errno.EROFS,
@@ -196,8 +196,10 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
 def system_error(error: BaseException | None) -> OSError | None:
     """Return the system error (OSError) that caused an exception, or None.
 
-    The result is the exception itself or one of its causes. If the message of a library's exception
-    contains the number or the words of a system error, the result is an OSError with this number.
+    The exception itself is checked first, then its causes one by one, until an OSError is found. An
+    OSError for a wrong path or a damaged file does not count. If a library has turned the system
+    error into an exception of its own, whose message contains the number or the words of the system
+    error, a new OSError with this number is returned.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
@@ -258,8 +260,8 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
         )
     if (n_free := shutil.disk_usage(there).free) < n_bytes:
         raise StorageUnavailable(
-            f"{folder} needs about {format_bytes(n_bytes)}, its disk has {format_bytes(n_free)} "
-            f"free. {advice}"
+            f"{folder} needs about {format_bytes(n_bytes)}, but its disk has only "
+            f"{format_bytes(n_free)} free. {advice}"
         )
 
 
@@ -310,8 +312,8 @@ def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool 
         waits: whether to wait until other processes have released the lock.
 
     Raises:
-        LockHeld: another process or descriptor holds the lock. If a held lock was to be changed, it
-            is lost.
+        LockHeld: another process or descriptor holds the lock. If ``fd`` already held a lock of the
+            other kind, this lock is lost.
         StorageUnavailable: the file system does not support locks, or is full, so that the name of
             this process cannot be written to the file.
     """

@@ -127,13 +127,13 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return the bytes that are left within one limit, as a list of one number.
+    """Return a list with one number: the bytes that are left within one memory limit.
 
-    The page cache counts as free. The list is empty without a limit.
+    The page cache counts as free. If there is no limit, the list is empty.
     """
     try:
-        # If memory is not limited, the file of cgroup version 2 contains "max", which raises
-        # ValueError here. That of version 1 contains a number larger than any memory.
+        # If memory is not limited, the limit file of cgroup version 2 contains "max", which raises
+        # ValueError here. The limit file of version 1 contains a number larger than any memory.
         n_limit, n_used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, n_limit - n_used + int(counts.get(cache, 0)))]
@@ -155,9 +155,9 @@ def fix_sums() -> None:
 def keep_freed_memory() -> None:
     """Ask glibc to keep large freed blocks instead of returning them to the system.
 
-    Memory that was returned would soon be allocated again, and cause page faults. These take
-    17-33 % of a training step on a CPU, and a fifth of the speed of two encoding threads. If the C
-    library is not glibc, this does nothing.
+    Memory that was returned would soon be allocated again, and cause page faults. The page faults
+    take 17-33 % of the time of a training step on a CPU, and make two encoding threads slower by a
+    fifth. If the C library is not glibc, this does nothing.
     """
     with contextlib.suppress(OSError):
         libc = ctypes.CDLL("libc.so.6")

@@ -33,7 +33,8 @@ of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
 Report = TypeVar("Report")
 
-# Words in the errors of libraries that mean that memory ran out, whatever the class of the error.
+# An error of a library whose message has these words means that memory ran out, whatever the class
+# of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
 # Maps a command to the flag that limits the size of its tensors.
 _FEWER_TENSORS = {
@@ -141,8 +142,8 @@ class StageGroup(click.Group):
         """Run a command and exit. The arguments are those of ``click.Command.main``."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            # Flush here, so that an error is reported. If Python's own flush at exit fails, only
-            # the exit code becomes 120.
+            # Flush standard output here, so that an error is reported. If Python's own flush at
+            # exit failed, the user would see only the exit code 120.
             with _output_failures():
                 sys.stdout.flush()
             code = result if isinstance(result, int) else 0
@@ -157,7 +158,7 @@ class StageGroup(click.Group):
         sys.exit(code)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options before the command. ``--help`` and ``--version`` print and exit."""
+        """Parse the options before the command's name; ``--help`` and ``--version`` exit here."""
         with _output_failures():
             return super().make_context(*args, **kwargs)
 
@@ -184,7 +185,8 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
             command, "Finished work is kept; run the same command again to continue."
         )
         line = _one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}"
-        # If several processes run the command, all were stopped, but only the first prints a line.
+        # If the command runs in several processes, the signal stopped all of them. Only the first
+        # process prints a line.
         return StageFailure(line if is_first_process() else "", code)
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "moa-data"

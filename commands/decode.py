@@ -30,9 +30,10 @@ class GenerateConfig(DecodingConfig):
     max_new_tokens: Common[Count] = 256
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "auto"
-    """How many tokens are drafted per target call. 5: a chain of five. 10@0.2 or 7c0.3: a chain
-    that ends when its acceptance becomes unlikely. 6x8x62: a tree. auto: 10@0.2, and no drafts
-    while drafting would make decoding slower (docs/decoding.md)."""
+    """How many tokens are drafted per target call. 5: a chain of five tokens. 10@0.2 or 7c0.3: a
+    chain of at most 10 or 7 tokens, which ends when its acceptance becomes unlikely. 6x8x62: a tree
+    of depth 6, breadth 8 and 62 nodes. auto: 10@0.2, and no drafts while drafting would make
+    decoding slower (docs/decoding.md)."""
     compare: Common[bool] = False
     """Also decode without drafts, and compare the tokens and the speed."""
 
@@ -137,11 +138,13 @@ def _read_prompt(text: str) -> str:
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
-        # Find bytes that are not UTF-8. They arrive as surrogates, which cannot be encoded.
+        # Refuse bytes that are not UTF-8. In a command-line argument, Python replaces them by
+        # surrogates, which cannot be encoded.
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
-            f"the prompt is not UTF-8 text ({error.reason} at {error.start:,}); convert it."
+            f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert "
+            "it."
         ) from error
     if not text.strip():
         raise StageFailure(
@@ -161,7 +164,7 @@ def evaluate(config: EvalConfig) -> None:
 
     With --disconnect N, the target's answers are also cut at some positions, and each drafter
     writes N tokens after each cut without the target. The report then shows how long these tokens
-    agree with the target's own.
+    agree with the target's answer.
 
     \b
     Examples:
@@ -233,9 +236,9 @@ def conform(
 
     Both engines decode the same prompts greedily, and the drafts of every round are compared. If
     drafts differ, the command looks for the cause: it puts known mistakes into its own code, one at
-    a time, and names the mistake that reproduces all rounds of the other engine. Such mistakes are
-    layer numbers off by one, missing norms, or wrong positions. If DRAFTER is a run of `train`, it
-    is first exported for the engine. A folder of another program is used unchanged.
+    a time, and names the mistake that reproduces all rounds of the other engine. Examples of such
+    mistakes are layer numbers off by one, missing norms, and wrong positions. If DRAFTER is a run
+    of `train`, it is first exported for the engine. A folder of another program is used unchanged.
 
     Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
     used.

@@ -14,8 +14,10 @@ from .options import stage_command
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
-    Layer numbers and norms are converted. Existing files are kept. If the store lacks a field that
-    the layout needs, the error names the `moa-data add` command that adds it.
+    In the written files, layers are numbered as in the other project, and the last hidden state is
+    before or after the final norm, as the project expects it. Run the same command again after an
+    interruption: files that are already written are kept. If the store lacks a field that the
+    layout needs, the error names the `moa-data add` command that adds the field.
 
     The index (--format index) has the ids, lengths, tokens, masks and texts of all sequences, and
     the locations of their activations. DuckDB, Polars or `datasets` can select sequences with it.

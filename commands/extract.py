@@ -389,4 +389,4 @@ def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) 
     if not run_stage(
         "sequence", run_audit, store, model, samples=samples, seed=seed, device=device
     ).ok:
-        raise StageFailure(f"{store} differs from {model} beyond the tolerance.", FOUND)
+        raise StageFailure(f"{store} differs from {model} by more than the tolerance.", FOUND)

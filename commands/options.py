@@ -37,7 +37,7 @@ class StageCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options for the help: common ones, or all by group with ``--help-all``."""
+        """Write the common options to the help page; with ``--help-all``, all options by group."""
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
@@ -183,7 +183,7 @@ def help_text(setting: Setting) -> str:
 
 
 def default_text(setting: Setting) -> str:
-    """Return the default of a setting as a user would type it, or an empty text without default."""
+    """Return the default of a setting as a user would type it; an empty text if there is none."""
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):
         return ""

@@ -81,7 +81,8 @@ def serve(config: ServeConfig) -> None:
         )
 
     if target.device.type == "cpu":
-        # Settle memory in the background, so that requests need not wait until it is done.
+        # Switch to huge pages in the background, because this takes seconds, and requests need not
+        # wait for it.
         threading.Thread(target=settle_memory, daemon=True).start()
 
     def on_ready(http: str, grpc: str | None) -> None:

@@ -89,7 +89,7 @@ def begin_command() -> None:
 
 
 def end_with_input() -> None:
-    """Send SIGTERM to this process when its standard input closes, because its parent has ended."""
+    """Send SIGTERM to this process when its parent has ended, which closes its standard input."""
 
     def wait_for_end() -> None:
         os.read(0, 1)
@@ -99,7 +99,7 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Stop raising exceptions for signals, which would interrupt the report of the outcome."""
+    """Let signals raise no more exceptions, so that the outcome can be reported undisturbed."""
     _State.phase = "ending"
 
 
@@ -165,8 +165,9 @@ def _watch(pipe: int) -> NoReturn:
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
-    # If the command has installed its own handler, wait until the handler ends the command. A
-    # handler that is installed later does not know about this signal, so do not wait for it.
+    # If the command has installed its own signal handler, wait until this handler ends the command.
+    # A handler that is installed after the signal has arrived never learns of the signal, so do not
+    # wait for such a handler.
     is_patient = signal.getsignal(signum) is not _raise
     is_hint_shown = False
     began_s = time.monotonic()
@@ -174,7 +175,7 @@ def _watch(pipe: int) -> NoReturn:
         next_signal = _next_signal(pipe, _POLL_S)
         if _State.is_lost:
             _State.is_lost = False
-            # Not SIGINT, which could count as a second Ctrl-C.
+            # Send SIGTERM, because SIGINT could count as a second Ctrl-C.
             os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:

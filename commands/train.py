@@ -39,10 +39,10 @@ def train(config: TrainConfig) -> None:
     published, which `export-drafter --format moa` requires.
 
     A batch is processed in micro-batches, and their gradients are accumulated. On an accelerator, a
-    micro-batch has as many sequences as fit into memory, which trial steps find out. On a CPU it
-    has at most 2,048 tokens. --micro-batch-size sets its number of sequences, which changes the
-    result only by rounding. --dry-run prints the chosen settings, time, memory and disk space, and
-    writes nothing.
+    micro-batch has as many sequences as fit into memory; trial steps find this number. On a CPU, a
+    micro-batch has at most 2,048 tokens. --micro-batch-size sets the number of sequences in a
+    micro-batch, which changes the result only by rounding. --dry-run prints the chosen settings,
+    time, memory and disk space, and writes nothing.
 
     With several devices, each batch is divided among them, which changes the result only by
     rounding. On several machines, run the command under torchrun or srun, with --num-nodes.

@@ -299,8 +299,8 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
             seen.add(key)
             return messages
     raise OptionInvalid(
-        f"family {name!r} drew no new prompt in {MAX_REDRAWS} tries ({len(seen)} are used); ask "
-        "for fewer chats"
+        f"The generator of {name!r} chats drew no new prompt in {MAX_REDRAWS} tries; {len(seen)} "
+        "prompts are in use already. Lower --n-chats or --n-held-out."
     )
 
 

@@ -33,8 +33,8 @@ from .corpus import generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
 
 STATE_FILE = "demo.json"
-# File that may be in the folder of an unstarted demo. A run that is killed before its first phase
-# leaves it.
+# Temporary file that a demo killed before its first phase leaves in its folder. A folder with only
+# this file may be used for a new demo.
 _OURS = {STATE_FILE + PARTIAL_SUFFIX}
 PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
@@ -371,8 +371,8 @@ def _serve(
     progress(0, 1, "serve, and cut the network")
     # Leave out the last message of each chat, which is the reference answer.
     prompts = [row["messages"][:-1] for row in rows]
-    # The server loads the target. Of the target, the client needs only the frozen weights in the
-    # store.
+    # The server loads the target. The client needs only the target's frozen weights, which it reads
+    # from the store.
     return answer_through_a_cut(
         folder, _target_name(config, folder), prompts, config.max_new_tokens
     )

@@ -130,7 +130,7 @@ class Timeline:
             self.cut.append(now)
             self._proxy.cut()
             timer = threading.Timer(CUT_S, self._restore)
-            timer.daemon = True  # If the demo is interrupted, Python does not wait for the timer.
+            timer.daemon = True  # If the demo is interrupted, Python does not wait for this thread.
             timer.start()
 
     def _restore(self) -> None:

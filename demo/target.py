@@ -234,7 +234,8 @@ def _fit(
         # Pad on the right. Attention is causal, so no token attends to the padding and no mask is
         # needed. The loss weight is zero at the padding and at the last token of each chat.
         ids, weights = (pad_sequence(list(column), batch_first=True) for column in columns)
-        logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
+        # [B, T, V]: B chats, T tokens of the longest chat, V tokens of the vocabulary.
+        logits = model(input_ids=ids, use_cache=False).logits
         losses = functional.cross_entropy(
             logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none"
         )

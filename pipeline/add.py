@@ -135,8 +135,8 @@ def add(
     ) as writer:
         with (
             interruptible(
-                f"in a part, which was discarded; until all of {added} is there, {plan.store} is "
-                "as it was"
+                f"in a part, which was discarded; readers see {plan.store} unchanged until {added} "
+                "is complete"
             ),
             ActivationStore(plan.store) as reader,
         ):
@@ -152,8 +152,8 @@ def add(
                 target_layers=extraction["target_layers"],
             )
             write_card(plan.store, recorded.model, recorded.dataset, recorded.storage.licences)
-            # Record the settings of an extraction of all fields at once, because `repair` uses
-            # them.
+            # Record the settings with which one extraction would write the old and the new fields
+            # together. `repair` extracts damaged parts with these settings.
             named = {"config": recorded.named()}
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, writer, timings, agreement)
@@ -223,12 +223,12 @@ def _learn(
     target: Target,
     progress: Progress | None,
 ) -> None:
-    """Fit the codec of the new fields to the sequences that the old fields' codec was fitted to."""
+    """Fit the codec of the new fields to the same sequences as the codec of the old fields."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
-            f"{plan.store}: the codec of {plan.added} must learn from all sequences, but "
-            f"{n_pending} parts are still to be extracted. Run the store's extract command again, "
-            "then add."
+            f"{plan.store}: the codec of {plan.added} must be fitted to sequences of all parts, "
+            f"but {n_pending} parts are still to be extracted. Run the store's extract command "
+            "again, then add."
         )
     plan.learn(target, reader.lengths, lambda row: reader.read(row, TOKENS), progress)
     save_next_basis(writer, plan.codec)
@@ -274,7 +274,7 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return "the first batch gave the stored hidden/last bit for bit"
     return (
         "the first batch gave the stored hidden/last up to a relative error of "
-        f"{relative:.1e}, by rounding or codec"
+        f"{relative:.1e}, from rounding or the codec"
     )
 
 
@@ -366,13 +366,13 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
 
 
 def refuse_addition(plan: ExtractPlan) -> None:
-    """Refuse an extraction to a store that only needs more fields or decoder layers from `add`.
+    """Refuse an extraction if `add` can write all that the store lacks: fields or decoder layers.
 
     Raises:
         OptionInvalid: the store differs from the plan only in fields or decoder layers.
     """
-    # The check is needed only if parts are committed, because a resumed extraction does not run
-    # the target over committed parts again.
+    # A store without committed parts may be extracted with all fields. Committed parts are not run
+    # through the target again, so only `add` can write more fields for them.
     if not has_parts(plan.store):
         return
     try:
@@ -397,7 +397,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     missing = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
     command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
     raise OptionInvalid(
-        f"{plan.store} lacks {', '.join(missing)}; its parts are complete. Add with {command}."
+        f"{plan.store} lacks {', '.join(missing)}, and its committed parts are not extracted "
+        f"again. Add what is missing with {command}."
     )
 
 

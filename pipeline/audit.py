@@ -32,8 +32,8 @@ from .sequences import content_id, tokenize_row
 
 # Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-# Relative L2 error that each codec may add: about twice the measured error of the worst layer. For
-# transform codecs, whose error depends on the bit rate, this bound detects only gross errors.
+# Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
+# error of transform codecs depends on the bit rate, so their bound detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
 # Multiplies the tolerance if the stored activations were computed in 16 bits or by another engine.
 # Different batches and kernels then change the last bits of many values.
@@ -52,7 +52,7 @@ class AuditRow:
     # tokens and response_mask it is the fraction of positions that differ.
     relative_error: float
     tolerance: float  # largest allowed relative error
-    detail: str = ""  # text that says which values were compared
+    detail: str = ""  # text with details of the comparison, such as the worst layer
     # Whether the hash of the sequence's stored tokens and mask equals the sequence's id.
     is_intact: bool = True
 
@@ -282,7 +282,8 @@ def _compare_logits(
 ) -> tuple[float, float, str]:
     """Compare logits computed from stored states with logits computed from live states.
 
-    The target's bundle in the store computes the former, the live target the latter.
+    The LM head in the store's bundle is applied to the stored states, and the live target's LM head
+    to the live states.
     """
     divergence = Divergence()
     divergence.add_states(

@@ -18,7 +18,7 @@ from ..storage.schema import CARD_NAME, FieldSpec, below
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
 Licences = tuple[
     str | None, str | None
-]  # Licences of the target and the dataset, by the licences' names on the Hub.
+]  # Licences of the target and the dataset, as the Hub names them. None if not given.
 _TAGS = (
     "activations",
     "hidden-states",
@@ -144,8 +144,8 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
     summary = summarize_store(store)
     target = summary.manifest.target
     sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
-    # Choose the example for reading with plain Zarr among fields that are stored as they are: as
-    # one array with the field's name. A lossy codec stores other arrays, which hold codes.
+    # The card's example of reading with plain Zarr needs a field that is stored uncoded, as one
+    # array with the field's name. A lossy codec stores codes, in arrays with other names.
     plain = _smallest(
         field
         for field in summary.fields

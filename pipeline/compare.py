@@ -56,10 +56,13 @@ class Comparison:
     bytes_per_token: float
     times_smaller: float  # compression ratio: bytes of the raw values per stored byte
     errors: Errors
-    # Divergence of the teacher's distributions. None if a store lacks last hidden states, or the
-    # reference store lacks the LM head.
+    # Divergence between the next-token distributions that the LM head gives for the last hidden
+    # states of both stores. None if a store lacks last hidden states, or the reference store lacks
+    # the LM head.
     teacher: Divergence | None
-    # Divergence on second halves, computed from stored KV caches. None if no target was given.
+    # Divergence between the next-token distributions that the target gives for the second half of
+    # each sequence, with the KV cache of the first half read from each store. None if no target was
+    # given.
     continued: Divergence | None
 
     def lines(self) -> list[str]:

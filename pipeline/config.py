@@ -41,10 +41,11 @@ class RowSettings(Config):
     name. Default: train_sft, or the only split. If a folder has several splits and none is
     train_sft, give this option."""
     columns: tuple[str, ...] = ()
-    """How columns of the dataset form chats. Give ROLE=COLUMN for the roles user, assistant,
-    system, messages or tools; columns joined by + are concatenated, as in user=instruction+input.
-    Or give the format alpaca or prompt-completion. Default: chats in the column messages or
-    conversations."""
+    """How columns of the dataset form chats. ROLE=COLUMN reads the messages of a role (user,
+    assistant or system) from a column, as in user=question,assistant=answer. Columns joined by +
+    are concatenated: user=instruction+input. messages=COLUMN reads entire chats from a column, and
+    tools=COLUMN the tools of each chat. alpaca and prompt-completion are the columns of these two
+    formats. Default: entire chats in the column messages or conversations."""
     dataset_config: str | None = None
     """Name of the configuration (subset) to read, for a Hub dataset that has several."""
     dataset_revision: str | None = None
@@ -170,7 +171,7 @@ class ScaleSettings(Config):
 class ExtractConfig(Config):
     """Settings of `moa-data extract`: target, dataset, activations and output."""
 
-    # Type checkers would otherwise refuse the names of settings that are in groups.
+    # Let type checkers accept the names of all settings as arguments, also of those in groups.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...
@@ -207,22 +208,24 @@ class ExtractConfig(Config):
         mistakes = []
         if not self.scale.is_alone:
             mistakes.append(
-                "workers and engine need transformers as source; leave them out with vLLM"
+                "--workers and --engine are supported only with --source transformers; leave them "
+                "out"
             )
         if self.forward.device != "auto":
             mistakes.append(
-                f"device is {self.forward.device}, but vLLM chooses its own; leave it out"
+                f"--device is {self.forward.device}, but vLLM chooses the device; leave out "
+                "--device"
             )
         if self.storage.codec.startswith("transform"):
             mistakes.append(
-                "codec transform learns from forwards of transformers; extract lossless with vLLM, "
-                "then `recode`"
+                "a transform codec is fitted to forwards of transformers; with --source vllm, use "
+                "--codec lossless, then `moa-data recode`"
             )
         return mistakes
 
 
 class AddConfig(Config):
-    """Settings of `moa-data add`. Dtype, codec, sequence lengths and batches are the store's."""
+    """Settings of `moa-data add`. The store sets dtype, codec, sequence lengths and batches."""
 
     store: str
     """The store to add to, made by `moa-data extract`."""
@@ -372,7 +375,7 @@ def resolve_encode_threads(wanted: int | None, n_workers: int = 1) -> int:
 
     Args:
         wanted: the setting; None for one thread per core of the worker's share, at most 16.
-        n_workers: workers on this machine.
+        n_workers: number of workers on this machine.
     """
     return wanted or min(core_share(n_workers), _MAX_ENCODE_THREADS)
 

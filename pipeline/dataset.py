@@ -52,8 +52,8 @@ _NO_CHATS = re.compile(
 """Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # The split's name must end before a character that is not a letter, or before a capital
-    # (testSet). Compounds such as trainset and tests are matched too.
+    # The split's name may have an ending, as in trainset or tests. A character that follows must be
+    # a capital (testSet) or not a letter.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -158,7 +158,8 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
 def _split_of(relative: Path) -> str | None:
     """Guess the split of a file from its path.
 
-    The innermost folder that is named after a split decides. Without one, the file's name decides.
+    The innermost folder that is named after a split decides. Without such a folder, the file's name
+    decides.
     """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
@@ -251,17 +252,18 @@ class ChatSource:
             yield _without_nulls(row)
 
     def count_row(self) -> None:
-        """Add the next row to the dataset's hash.
+        """Add the next row to the dataset's hash, in the order in which the rows were read.
 
-        Rows may be read ahead, so the caller counts each row that it uses.
+        The caller may read rows ahead, so it must call this method once for each row that it uses.
         """
         if self._ahead:
             self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
-        """Return what identifies the dataset before any row is read, or None if nothing does.
+        """Return identifiers of the dataset that are known before any row is read.
 
-        Local files are identified by their hash, a Hub dataset by its name and commit.
+        Local files are identified by their hash, a Hub dataset by its name and commit. The result
+        is None for a Hub dataset whose commit is not known.
         """
         if self._hub is None:
             return {"sha256": self._files_sha256}
@@ -386,7 +388,7 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """Yield the rows of a batch. A row that Python cannot represent becomes an UnreadableRow."""
     try:
-        # The full validation also finds offsets that point outside the buffers of the batch.
+        # Only Arrow's full validation finds offsets that point outside the buffers of the batch.
         batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist(maps_as_pydicts="strict")
     except _UNREADABLE as error:
@@ -410,7 +412,7 @@ def _without_nulls(row: Any) -> Any:
     All structs of an Arrow column have the same keys, so Arrow fills in null for each key that a
     row lacks.
     """
-    # Clean every column, because any column may hold the chat or a piece of it. See Columns.
+    # Clean every column, because any column may hold the chat or a piece of it (see ``Columns``).
     return {
         name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value
         for name, value in row.items()
@@ -510,7 +512,7 @@ class Columns:
     # The role of each message and the columns whose texts form the message. The texts are joined
     # with an empty line between them. Empty texts are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # Pairs of a key of the chat (messages, tools or system) and the column that the value is in.
+    # Pairs of a key of the chat (messages, tools or system) and the column with the key's value.
     renamed: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -573,14 +575,17 @@ class Columns:
         return turns + [name for _, name in self.renamed]
 
     def left_out(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the filled columns that :meth:`apply` leaves out, as others take their place."""
+        """Return the filled columns of a row that :meth:`apply` replaces by other columns.
+
+        For example, if the messages are read from other columns, ``messages`` itself is left out.
+        """
         replaced = {"messages", "conversations", *(name for name, _ in self.renamed)}
         return [name for name in row if name in replaced - {*self._wanted} and row[name]]
 
     def apply(self, row: Any) -> Any | Rejection:
         """Return the chat that a row contains.
 
-        A row that lacks a column gives a Rejection. A row that is not a mapping is returned
+        If the row lacks a column, return a Rejection. A row that is not a mapping is returned
         unchanged.
         """
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):

@@ -166,7 +166,7 @@ class ForwardPlan:
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # Elements per token of the KV cache, and of the intermediate values of one layer.
+        # Number of elements per token in the KV cache, and in the intermediate values of one layer.
         cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         layer = (
             4 * sizes["hidden_size"]
@@ -177,7 +177,7 @@ class ForwardPlan:
         # as a temporary tensor of the check for finite values.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
-        # Weights are loaded to host memory before they are moved to a device.
+        # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
         if torch.device(self.device).type == "cuda":
@@ -243,8 +243,8 @@ class ForwardPlan:
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
                     f"The target's forwards need {format_bytes(n_bytes)} of {memory_name}: "
-                    f"{self._needs}. Free in {memory_name} are {format_bytes(n_free)}.",
-                    "Free some, take a larger machine, or extract in bfloat16, with smaller "
+                    f"{self._needs}. Only {format_bytes(n_free)} of {memory_name} are free.",
+                    "Free some memory, use a larger machine, or extract in bfloat16, with smaller "
                     "batches or fewer workers.",
                 )
 
@@ -290,7 +290,7 @@ class WritePlan:
     table: pa.Table = field(repr=False)
     # Number of decoder layers to write to target/, or None if target/ is not written.
     bundle_layers: int | None
-    present_bytes: int  # share of ``stored_bytes`` that is on disk already
+    present_bytes: int  # number of bytes of the store that are on disk already
 
     @property
     def n_tokens(self) -> int:
@@ -311,7 +311,7 @@ class WritePlan:
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
-        """Lower and upper bound of each component's size in bytes, by the component's name."""
+        """Lower and upper bound of the size in bytes of each component of the store, by name."""
         config = self.forward.model_config
         codec = self.forward.codec
         bits = sum(
@@ -349,7 +349,7 @@ class WritePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Expected upper bound of the store's size on disk, in bytes."""
+        """Upper bound of the expected size of the store on disk, in bytes."""
         return sum(upper_bytes for _, upper_bytes in self.disk_ranges.values())
 
     @property
@@ -416,9 +416,9 @@ class WritePlan:
 
 
 def existing_parent(path: StorePath) -> Path:
-    """Return a path itself, or its nearest parent that exists.
+    """Return a local path if it exists, otherwise its nearest parent that exists.
 
-    For a remote path, return the local folder for temporary files.
+    For a path in a bucket, return the local folder for temporary files.
     """
     if isinstance(path, RemotePath):
         return Path(tempfile.gettempdir())
@@ -446,8 +446,8 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
         kv_fields=tuple(group.field for group in groups),
     )
-    # A codec that must be fitted cannot encode yet. Time the lossless codec, which is about as
-    # fast.
+    # A codec that must be fitted cannot encode yet. Time the lossless codec in its place, which is
+    # about as fast as the fitted codec.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(
         name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups)

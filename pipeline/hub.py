@@ -140,7 +140,7 @@ def pull(
         ]
     for path in damaged:
         (folder / path).unlink()
-        raise _damaged(f"{folder / path} differs from its commit, and was deleted. {_AGAIN}")
+        raise _damaged(f"{folder / path} differs from the Hub's file, and was deleted. {_AGAIN}")
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:

@@ -94,7 +94,7 @@ class ExtractPlan(WritePlan):
     ends_last_turn: bool
 
     def rows_read(self) -> list[str]:
-        """Return lines of text about the dataset's rows: how many were used, and why not others."""
+        """Return lines of text with the number of rows that were read, and of rejected rows."""
         counts = self.sequences
         rows = counted(counts.n_rows, "row")
         lines = [
@@ -272,8 +272,8 @@ def _plan_forwards(
         vLLM. The last is None if transformers runs the target.
     """
     model_config = families.load_target_config(folder, with_weights)
-    # Raise if drafters do not support the target's LM head. The heads of families with a KV cache
-    # are known to be supported.
+    # Raise an error if drafters do not support the target's LM head. The LM heads of model families
+    # with a KV cache are known to be supported.
     if not families.family_of(model_config).keeps_kv:
         frozen_weights(families.empty_model(model_config))
     sizes = families.target_sizes(model_config)
@@ -284,11 +284,12 @@ def _plan_forwards(
     if spec.kv:
         families.check_kv(model_config)
     if config.target_layers:
-        families.layer_sizes(model_config)  # This raises if no drafter can use the layers.
+        families.layer_sizes(model_config)  # This call raises if no drafter can use the layers.
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} cache keys and values in different ways, which "
-            "--source vllm does not support. Leave it out, or extract hidden states only."
+            "--source vllm does not support. Leave out --source vllm, or extract only hidden "
+            "states."
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
@@ -312,8 +313,8 @@ def _plan_forwards(
     if codec.learned and not has_device(device):
         raise OptionInvalid(
             f"Codec {config.storage.codec} learns from forwards on this machine before the first "
-            "part, and it has no GPU. Start the command on a machine of the cluster that has one, "
-            "or choose another --codec."
+            "part is written, but this machine has no GPU. Start the command on a machine of the "
+            "cluster that has a GPU, or choose another --codec."
         )
     forward = ForwardPlan(
         folder=folder,

@@ -50,7 +50,7 @@ class KVMetrics(Protocol):
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure metrics on sequences of a store.
+        """Measure the metrics of keys and values on sequences of a store.
 
         Returns:
             One metric for the keys and one for the values of each of the codec's layer groups.

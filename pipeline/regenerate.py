@@ -54,8 +54,8 @@ from .dataset import RECORD_SUFFIX, ChatSource, Columns
 _FILE = "chats.jsonl"  # name of the output file if the output is a folder
 # Number of prompt tokens, and of new tokens, per sequence when the speed is measured.
 _TIMED_TOKENS = 16
-# When n questions of the target are answered, at most `_FEW_DROPPED + _MOST_DROPPED * n` of its
-# other questions may have been unusable.
+# The run stops if more than `_FEW_DROPPED + _MOST_DROPPED * n` questions that the target wrote were
+# unusable, and only n questions have been answered.
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
 # Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
@@ -214,7 +214,7 @@ class RowCounts(BaseModel):
             )
 
     def lines(self, counts: Counter[str], start: str = "") -> list[str]:
-        """Return one line with an example for each reason. The most frequent reason comes first.
+        """Return a line of text for each reason, most frequent first. It names a row as an example.
 
         Args:
             counts: reason -> number of rows.
@@ -380,7 +380,7 @@ class _Record(BaseModel):
 class Answers:
     """The file of answered chats.
 
-    ``record`` is the path of the JSON file next to it, with the settings and the progress.
+    ``record`` is the path of the JSON file next to the chats, with the settings and the progress.
     """
 
     path: Path
@@ -395,7 +395,7 @@ class Answers:
         self._record = _Record(settings=dict(self.settings))
         self._resume()
         self._keeps_questions = "question_tokens" in self.settings
-        # The questions in the file of chats. It stays empty if the questions are from a dataset.
+        # The questions in the file of chats. The set stays empty if a dataset has the questions.
         self.asked = set[str]()
         if self._keeps_questions:
             self.asked = {
@@ -412,7 +412,7 @@ class Answers:
         return self._record.rows
 
     def _resume(self) -> None:
-        """Load the counts of an earlier run. Delete chats at the end of the file not in the counts.
+        """Load the counts of an earlier run, and delete the uncounted chats at the end of the file.
 
         Raises:
             OutputOccupied: the file was not written by a run with these settings.
@@ -443,7 +443,8 @@ class Answers:
                 f"{name} {earlier.get(name)} (now {current.get(name)})" for name in changed
             )
             raise OutputOccupied(
-                f"{self.path} was begun with {listed}. Give those settings, or another --out."
+                f"{self.path} was begun with other settings: {listed}. Give those settings, or "
+                "choose another --out."
             )
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
             raise OutputOccupied(
@@ -660,8 +661,8 @@ class LocalTarget:
         return tokens
 
     def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
-        # The shortest prompt leaves the most room for an answer. Use its room for the whole batch,
-        # and truncate the answers to longer prompts below.
+        # The shortest prompt leaves the most room for an answer. Use this room as the limit of the
+        # whole batch. Longer prompts have less room, so their answers are truncated afterwards.
         room = self._max_tokens - min((len(tokens) for _, tokens in prompts), default=0)
         generations = self._decode(
             [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),

@@ -189,10 +189,10 @@ class PartProgress:
         """Call the progress function with (tokens done, tokens of the plan, message).
 
         Args:
-            timings: the counts of this run.
+            timings: the timings and counts of this run.
             workers: text about the running workers, for the message.
-            looks: whether to list the commit files now. If false and the store is shared, they are
-                listed at most once a second, because the folder may be on a network.
+            looks: whether to list the commit files even if the store is shared and they were listed
+                less than a second ago. A shared store may be on a network, where listing is slow.
         """
         if self._progress is None:
             return

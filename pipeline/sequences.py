@@ -39,12 +39,13 @@ from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
 
-# Minimum number of rows for which processes are forked. One process tokenises fewer rows in the
-# time that forking takes.
+# Minimum number of rows for which processes are forked. Forking takes longer than tokenising fewer
+# rows in one process.
 MIN_ROWS = 2000
 ROWS_PER_PROCESS = 16_384
 """Maximum number of rows per process and block. A block is a list of rows that is read at once and
-divided among processes. This number takes some seconds, much longer than starting a process."""
+divided among processes. A process tokenises this number of rows in some seconds, which is much
+longer than starting a process takes."""
 _BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
 """Result of tokenising a row: its sequence or rejection, and a flag.
@@ -88,7 +89,8 @@ class Sequences:
     n_truncated: int = 0
     asked_the_time: bool = False  # whether the chat template has asked for the current time
     dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
-    # Column or key of a message that is not part of the tokens -> number of sequences.
+    # Name of a column, or of a key of a message, whose content is not part of the tokens -> number
+    # of sequences that have it.
     beside: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)  # rejection reason -> number of rows
     # Rejection reason -> text with details about the first row rejected for this reason.
@@ -137,7 +139,7 @@ class Sequences:
         )
 
     def beside_lines(self) -> list[str]:
-        """Return a line that names what the rows have besides their chats; empty if nothing."""
+        """Return a line that names columns and keys that are not part of the tokens, if any."""
         if not self.beside:
             return []
         names = [f"{name} ({count:,})" for name, count in self.beside.most_common(_MOST_NAMES)]
@@ -146,7 +148,7 @@ class Sequences:
         return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
 
     def rejection_lines(self) -> list[str]:
-        """Return one line with an example for each rejection reason, the most frequent first."""
+        """Return a line with an example row for each rejection reason, most frequent first."""
         counts = self.rejections.most_common()
         return [
             f"               {count:,}  {reason} (first: {self.examples[reason]})"
@@ -309,7 +311,7 @@ def _read_block(
             return block, True
         except DatasetError as error:
             return block, error
-        # Do not count a row that is nested too deeply. It is rejected later.
+        # Do not count the characters of a row that is nested too deeply. It is rejected later.
         with contextlib.suppress(RecursionError):
             n_chars += sum(map(len, texts(block[-1])))
     return block, False
@@ -434,8 +436,8 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
-            f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction}: "
-            f"{reasons}. Correct it or raise the limit."
+            f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction} allows. "
+            f"Reasons: {reasons}. Correct the dataset, or raise the limit."
         )
 
 

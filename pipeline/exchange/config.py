@@ -20,29 +20,30 @@ class ExportConfig(Config):
     projects train from. index: one Parquet file that lists all sequences, without their
     activations."""
     out: str
-    """Folder to write; for the format index, the file to write. If it is incomplete, the same
-    command continues it."""
+    """Folder to write, or with --format index the file to write. If the folder is incomplete, the
+    same command continues it."""
     max_sequences: Count | None = None
     """Maximum number of sequences to write, from the start of the store. Default: all."""
     layers: tuple[int, ...] = ()
     """Decoder layers whose outputs are written in addition to the last layer's, counted from 0 and
     separated by commas. Default: the three layers that the other project uses."""
     kv: bool = False
-    """Also write keys and values; only for the format speculators. Those of the target's last layer
-    with a sliding window are named kv_last_local_k and _v; those of its last layer without one are
-    named kv_last_global_k and _v. Without such a layer, its two arrays are left out."""
+    """Also write keys and values; only with --format speculators. Keys and values of the target's
+    last layer with a sliding window are named kv_last_local_k and kv_last_local_v. Those of its
+    last layer without a sliding window are named kv_last_global_k and kv_last_global_v. If the
+    target lacks one of these layers, the layer's two arrays are left out."""
 
     rows_only: bool = False
-    """Write only token ids and loss masks, no hidden states; only for the format speculators. The
+    """Write only token ids and loss masks, no hidden states; only with --format speculators. The
     trainer of speculators then reads the hidden states from the store."""
 
     @override
     def problems(self) -> list[str]:
-        rows = ["rows_only is for the format speculators only"] * (
+        rows = ["--rows-only is supported only with --format speculators"] * (
             self.rows_only and self.format != "speculators"
         )
         is_misplaced = self.kv and self.format != "speculators"
-        kv = "kv is for the format speculators only, the others have no place for keys and values"
+        kv = "--kv is supported only with --format speculators; other formats lack keys and values"
         return _layer_problems(self.format, self.layers) + [kv] * is_misplaced + rows
 
 

@@ -56,8 +56,8 @@ from ...storage.schema import HIDDEN_LAST, layer_field
 # Number of files in one of SpecForge's ``rows_{a}-{b}`` folders. SpecForge's reader does not depend
 # on this number.
 ROWS_PER_FOLDER = 2000
-# Maximum number of unpacked bytes per compressed byte. Hidden states hardly compress, so a larger
-# ratio means that the file is a decompression bomb.
+# Maximum number of unpacked bytes per compressed byte. Hidden states hardly compress, so a file
+# with a larger ratio is a decompression bomb.
 _MAX_GROWTH = 32
 _MIN_LIMIT_BYTES = 64 << 20
 _ROWS_PER_BATCH = 256
@@ -119,7 +119,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return the hidden states of a file: a dict from each of ``fields`` to [S, E]."""
+        """Return the hidden states of a file as a dict from field name to values, [S, E]."""
 
 
 class EagleFormat(FileFormat):
@@ -184,7 +184,8 @@ class SpecForgeFormat(EagleFormat):
 
     @override
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        layers = torch.cat([hidden[name] for name in self.fields[1:]], dim=-1)  # [S, K * E]
+        # Outputs of the K chosen layers, side by side: [S, K * E].
+        layers = torch.cat([hidden[name] for name in self.fields[1:]], dim=-1)
         return {
             "hidden_state": hidden[HIDDEN_LAST][None].contiguous(),
             "aux_hidden_state": layers[None],
@@ -237,7 +238,8 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
+        # Outputs of the K chosen layers, then of the last layer: [S, K + 1, E].
+        states = torch.stack([hidden[name] for name in self._states], dim=1)
         # vLLM numbers a layer's output by the layers computed so far: layer 0's output has id 1.
         ids = ",".join(str(layer + 1) for layer in self._layers)
         tensors = {
@@ -245,7 +247,8 @@ class SpeculatorsFormat(FileFormat):
             "hidden_states": states.contiguous(),
         }
         for kind, layer in self._last_layers.items():
-            of_layer = hidden["kv"][:, self.kv_layers.index(layer)]  # [S, H_kv, 2, d]
+            # Keys and values of this layer: [S, H_kv, 2, d].
+            of_layer = hidden["kv"][:, self.kv_layers.index(layer)]
             for index, part in enumerate("kv"):
                 tensors[f"kv_last_{kind}_{part}"] = of_layer[:, :, index].contiguous()
         return save(tensors, metadata={"target_layer_ids": ids})
@@ -281,7 +284,8 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        states = _read_tensor(path, "hidden_states")  # [S, K + 1, E]
+        # Outputs of the K chosen layers, then of the last layer: [S, K + 1, E].
+        states = _read_tensor(path, "hidden_states")
         if states.dim() != 3 or states.shape[1] != len(self._states):
             raise DatasetError(
                 f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, "
@@ -290,7 +294,9 @@ class SpeculatorsFormat(FileFormat):
         if states.dtype == torch.float8_e4m3fn:
             scales = _read_tensor(path, "hidden_states_scales")  # float32, one scale per token
             with parsing(
-                f"{path}: hidden_states_scales do not fit", DatasetError, "Make the file again."
+                f"{path}: hidden_states_scales do not fit hidden_states",
+                DatasetError,
+                "Make the file again.",
             ):
                 # Multiply in bfloat16, which rounds in the same way as speculators' own reader.
                 states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(

@@ -59,16 +59,17 @@ RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
-    """Write the sequences of a store as another project's files or as an index.
+    """Write the sequences of a store as another project's files or as a Parquet index.
 
-    The order of the sequences is kept. Existing files are kept, but an existing index is replaced.
+    The order of the sequences is kept. Files that an earlier, interrupted export of this store has
+    written are kept. An older index of this store is replaced.
 
     Returns:
         One line that says what was written.
 
     Raises:
         SelectionInvalid: the store lacks a field that the file format needs.
-        OutputOccupied: the folder holds other files, or an export of another store.
+        OutputOccupied: the folder holds files of another origin, or an export of another store.
     """
     folder = Path(config.out).expanduser()
     with ActivationStore(config.store, require_complete=True) as store:
@@ -194,8 +195,8 @@ def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer
 def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:
     """Claim the output folder for this export by writing ``export.json`` into it.
 
-    The folder must be empty, or hold an export of the same store with the same settings. The number
-    of sequences may be larger than in the earlier export.
+    The folder must be empty, or hold an earlier export of the same store with the same settings.
+    Only the number of sequences may be larger than in the earlier export.
 
     Raises:
         OutputOccupied: the folder holds other files or another export.

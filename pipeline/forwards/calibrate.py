@@ -55,7 +55,7 @@ def learned_before(
 ) -> StoreCodec | None:
     """Return the fitted codec of a store that an earlier run has started, or None.
 
-    The result is None if the store does not exist, or if the store has no parts and its inputs differ
+    The result is None if the store does not exist, or if it has no parts and its inputs differ
     from those in ``manifest``.
     """
     if not codec.learned or not (store / "store.json").exists():
@@ -117,8 +117,9 @@ def calibrate(
 ) -> None:
     """Fit a codec to a sample of the sequences.
 
-    At first, only one sequence of the sample is in memory at a time, and the values go to disk.
-    Later, only one piece (keys or values) of one group of layers is in memory at a time.
+    While the sample is collected, only one sequence is in memory at a time, and its values are
+    written to disk. While the codec is fitted, only one piece (keys or values) of one group of
+    layers is in memory at a time.
 
     Args:
         codec: the codec to fit.
@@ -174,7 +175,12 @@ def calibrate(
 def _features(
     codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]
 ) -> list[np.ndarray] | None:
-    """Concatenate the features from other fields that predict a field.
+    """Concatenate the features of other fields from which the codec predicts field ``name``.
+
+    Args:
+        codec: the codec to fit.
+        name: name of the predicted field.
+        offered: maps each field that predicts others to its features, one array per sequence.
 
     Returns:
         One array per sequence of the sample, or None if no other field predicts this field.

@@ -284,13 +284,15 @@ def capture(
         if cache is not None and spec.kv:
             for group in groups:
                 keys, values = cache_layers(cache, group.layers)
-                # Keys and values of the group's layers, [B, T, L, D].
+                # Keys and values of the L layers of the group, [B, T, L, D]. D is the number of key
+                # and value elements of all heads together.
                 packed = pack_kv(
                     [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
                 )
                 is_equal = group.shape.key_width == group.shape.value_width
                 heads = (group.shape.n_heads, 2, -1) if is_equal else (group.shape.n_heads, -1)
-                fields[group.field] = packed.unflatten(-1, heads)  # [B, T, L, H_kv, 2, d]
+                # [B, T, L, H_kv, 2, d]; 2 for key and value, if both have the same width.
+                fields[group.field] = packed.unflatten(-1, heads)
         if spec.last:
             fields["hidden/last"] = last.to(dtype)
         for layer in spec.layers:
@@ -314,5 +316,6 @@ def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
     n_layers = values.shape[2] if values.dim() > 3 else 1
     # `x * 0` is NaN for each x that is not finite and 0 otherwise, and a sum with a NaN is NaN.
     # This is cheap and needs no large bool array.
-    probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
+    # The probe has one sum per sequence, token and layer: [B, T, L].
+    probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)
     return (torch.isfinite(probe) | ~valid[..., None]).all(1)

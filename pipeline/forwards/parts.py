@@ -141,7 +141,7 @@ def run_parts(
 class _Batch:
     """A batch that is passed to the writer thread.
 
-    ``span`` holds marks in time at the start and the end of the batch's forward.
+    ``span`` marks the times at which the batch's forward started and ended on the device.
     """
 
     first_tokens: list[int]

@@ -240,7 +240,7 @@ class VllmSource:
 
 
 def _end_processes() -> None:
-    """Kill vLLM's processes. Their child processes then exit, because the connector watches."""
+    """Kill vLLM's processes. Their children then exit, because the connector watches the parent."""
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
             child.kill()

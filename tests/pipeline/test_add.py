@@ -255,7 +255,7 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
     add(addition(config))
     assert read_tree(config.out) == fresh(config)
     (Path(config.out) / "commits/part-00000.json").unlink()
-    with pytest.raises(OptionInvalid, match="must learn from all sequences"):
+    with pytest.raises(OptionInvalid, match="must be fitted to sequences of all parts"):
         add(addition(config, activations=("hidden:layer:2",)))
 
 

@@ -278,7 +278,7 @@ def test_what_cannot_fit_is_refused(
     if refused_by is None:
         forwards.check_memory()
         return
-    with pytest.raises(NotEnoughMemory, match=f"Free in {refused_by}") as error:
+    with pytest.raises(NotEnoughMemory, match=f"of {refused_by} are free") as error:
         forwards.check_memory()
     assert "--" not in str(error.value)  # `add` and `repair` have fewer options than `extract`.
 
