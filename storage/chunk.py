@@ -47,7 +47,8 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The names of the codecs in the chain, as ``store.json`` records them."""
 
-# Number of raw bytes and number of frame bytes. The header's other fields are skipped.
+# Layout of a blosc header: number of raw bytes and number of frame bytes. Its other fields are
+# skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
@@ -121,8 +122,8 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     # Check the sizes in the header, because blosc trusts them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
-            f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and "
-            f"{out.nbytes}"
+            f"chunk header gives an encoded size of {n_frame_bytes} bytes and a decoded size of "
+            f"{n_raw_bytes} bytes, expected {n_bytes} and {out.nbytes}"
         )
     try:
         numcodecs.blosc.decompress(buffer, out)
@@ -213,8 +214,8 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Plain Python takes no longer here than a single NumPy call would, because the code of NumPy is
-    # no longer in the CPU caches.
+    # Plain Python is as fast here as a single NumPy call, because the code of NumPy has been
+    # evicted from the CPU caches.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
