@@ -363,7 +363,7 @@ def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> lis
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
-    """Return the bytes of the activations that the drafter reads for ``n_tokens`` tokens."""
+    """Return the total size of the activations that the drafter reads for ``n_tokens`` tokens."""
     specs = [
         (store.fields[name], needed_layers(store, config, name))
         for name in needed_fields(store, config).values()
@@ -527,7 +527,7 @@ class BatchReader:
         return torch.from_numpy(counts)
 
     def n_bytes(self, lengths: np.ndarray) -> int:
-        """Return the bytes of the padded activations of sequences with the given lengths."""
+        """Return the size in bytes of the padded activations of sequences with these lengths."""
         return len(lengths) * self._token_bytes * int(lengths.max())
 
 
@@ -671,7 +671,7 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     if share % (config.data.micro_batch_size or share):
         raise TrainingError(
             f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} "
-            "sequences of a device."
+            "sequences that each device processes per step. Choose a divisor of this number."
         )
     return share
 

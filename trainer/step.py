@@ -230,7 +230,10 @@ class DrafterModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the global norm of the gradients. Refuse activations and gradients not finite."""
+        """Clip the global norm of the gradients.
+
+        Activations or gradients with NaN or infinity raise an error instead.
+        """
         # Lightning's own clipping is not used, because it refuses fused optimizers even in
         # bf16-mixed, where gradients are not scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
@@ -553,7 +556,7 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
-    windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - g, g + 1]
+    windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - draft_length, draft_length + 1]
     is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
     return accepted.unfold(1, draft_length + 1, 1)[..., 1:][is_round].cumprod(dim=-1).sum(dim=-1)
 
