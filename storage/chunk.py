@@ -141,8 +141,9 @@ _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
 # If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
-# because it searches for matches. The search takes time, and makes the chunk larger if matches are
-# rare. A chunk of eight layers in which only the values of layer 0 repeat is below this share.
+# because the library searches for matches. The search takes time, and if matches are rare, it makes
+# the chunk larger. If only the values of layer 0 repeat in a chunk of eight layers, the share of
+# repeated words is below this limit.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()

@@ -161,7 +161,7 @@ def _check_sequences(table: pa.Table) -> None:
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return the counts of a plan that the manifest contains.
+    """Return the counts of a plan that the manifest must contain.
 
     These are n_sequences, n_parts and n_tokens (without alignment padding).
     """

@@ -215,8 +215,8 @@ class MicroBatches(L.Callback):
         # The file is missing if no size has been chosen yet. A damaged file is ignored.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # Copies of the weights in memory: two optimizer moments, and with DDP a copy of the
-        # gradients.
+        # Number of further tensors in memory for each weight: two optimizer moments, and with DDP a
+        # copy of the gradient.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices

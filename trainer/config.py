@@ -138,8 +138,8 @@ class RoundSettings(Config):
         if self.step_bound_max >= self.step_bound_min:
             return []
         return [
-            "step bounds must satisfy 2 <= min <= max, got "
-            f"{self.step_bound_min}..{self.step_bound_max}"
+            "step_bound_min and step_bound_max must satisfy 2 <= minimum <= maximum, got "
+            f"{self.step_bound_min} and {self.step_bound_max}"
         ]
 
 
@@ -274,7 +274,7 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     fused_layers: tuple[int, ...] | None = None
     """The decoder layers of the target that the drafter reads, counted from 0. With context hidden,
     the first one may be -1, which is the embedding. With context kv, the number of layers must be a
-    multiple of block_layers. With context memory, none are given. Default for a target of L layers:
+    multiple of block_layers. With context memory, leave this out. Default for a target of L layers:
     five layers from 1 to L - 3, or block_layers layers with context kv."""
     block_layers: Count = 5
     """Number of decoder layers in the drafter."""

@@ -753,7 +753,7 @@ class TrainingStream:
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
-        self.start_step = 0  # The first step of the stream.
+        self.start_step = 0  # Index of the first optimizer step in the stream.
         self.wait_s = 0.0  # Seconds that the trainer has waited for micro-batches.
         # ``time.perf_counter()`` at the trainer's last request for a micro-batch.
         self.asked_s = 0.0

@@ -179,7 +179,8 @@ def train(
         Interrupted: a signal stopped the run after its state was saved.
     """
     keep_freed_memory()
-    # Launchers such as torchrun start the same command once per device.
+    # Launchers such as torchrun start the same command once per device. Only the first process
+    # announces the run and prints messages.
     out, is_first = Path(config.out), is_first_process()
     try:
         with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):

@@ -263,9 +263,9 @@ class DrafterModule(L.LightningModule):
         # sets the gradients to 0.
         if bad:
             raise TrainingError(
-                f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} "
-                "tensors in all); lower --learning-rate, use --precision 32-true, or look for NaN "
-                "in the store with `moa-data verify`."
+                f"the gradient of {bad[0]} is not finite at step {self.global_step} (in all, those "
+                f"of {len(bad)} weights are not); lower --learning-rate, use --precision 32-true, "
+                "or look for NaN in the store with `moa-data verify`."
             )
 
     def on_validation_epoch_start(self) -> None:

@@ -162,7 +162,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
     """
     xp = array_namespace(scaled)
     codes = xp.floor(xp.abs(scaled) + rounding)
-    # This does not use xp.sign, which handles NaN separately by indexing with a mask.
+    # Do not use xp.sign, because it also handles NaN, in an extra step that indexes with a mask.
     codes = xp.where(scaled < 0, -codes, codes)
     return xp.minimum(xp.maximum(codes, -limit), limit)
 

@@ -432,7 +432,7 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn the basis of a part from most sequences.
+    """Learn the basis of a part from most sequences of the sample.
 
     The components of the other sequences, on which the options are measured, are written to disk.
     """

@@ -185,7 +185,8 @@ class Rope:
     # [n_layers, rotary_dim / 2].
     inv_freq: np.ndarray
     scaling: np.ndarray  # Factor of the rotated dimensions, float32 [] or [n_layers].
-    # Cached tables. Array library, device and direction -> cosine and sine at positions from 0 on.
+    # Cached tables of cosine and sine at positions from 0 on. The key names the array library, the
+    # device, and whether the rotation is undone.
     _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -250,7 +251,7 @@ class Rope:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # Use the local variable, not `_kept`: another thread may have replaced the cached tables by
+        # Do not read `_kept` again here: another thread may have replaced the cached tables by
         # shorter ones.
         return [table[first:stop] for table in tables]
 
@@ -343,7 +344,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def n_features(self) -> int:
-        """Number of columns of :meth:`as_features`."""
+        """Number of features per token, as :meth:`as_features` returns them."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         leading = [
@@ -571,9 +572,9 @@ class TransformCodec(FieldCodec):
         layers: Layers,
         features: Array | None,
     ) -> Array:
-        """Implement :meth:`decode`.
+        """Decode tokens as :meth:`decode` does, with given ``features`` of the ``sources``.
 
-        ``features`` are the features of the ``sources``. If they are None, they are decoded.
+        If ``features`` is None, the sources are decoded first to compute their features.
         """
         groups = self._learned()
         if not self.sources:

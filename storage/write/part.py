@@ -205,7 +205,7 @@ class ArrayWriter:
         self._n_shards = 0
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write consecutive rows. Rows between the previous call and this one become zero.
+        """Write consecutive rows. Rows that are skipped between two calls become zero.
 
         Args:
             first_row: index of the first row, counted from the beginning of the part.
@@ -394,8 +394,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         if n_tokens is None or isinstance(values, np.ndarray) or values.keys() != set(names):
             raise StoreError(
                 f"{field!r} is stored as {', '.join(names)}. Write the rows of one planned "
-                "sequence per call, as StoreCodec.encode returns them. Tokens of the planned "
-                f"sequence that starts at token {first_token}: {n_tokens or 'none'}."
+                "sequence per call, as StoreCodec.encode returns them. The plan has "
+                f"{n_tokens or 'no'} tokens for a sequence that starts at token {first_token}."
             )
         for array in codec.arrays:
             rows = values[array.name]
