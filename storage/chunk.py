@@ -282,7 +282,7 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding chunks. Their arrays must not change until the future is done."""
+        """Start encoding chunks. Their arrays must not change until the returned future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], None]) -> Future[None]:

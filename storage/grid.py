@@ -89,12 +89,12 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Number of inner chunks along axis 1. They contain the same tokens."""
+        """Number of inner chunks along axis 1, which contain the same tokens but other layers."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
     def rows_per_shard(self) -> int:
-        """Number of inner chunks along axis 0 of a shard."""
+        """Number of inner chunks of a shard along axis 0."""
         return self.shard_shape[0] // self.chunk_shape[0]
 
     def n_chunk_rows(self, n_rows: int) -> int:

@@ -25,7 +25,7 @@ REPORT_FILE = "report.json"  # The results of the finished run.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
-LOCK_FILE = "run.lock"  # Locked while a process trains in this folder.
+LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
 DRAFTER = "drafter"  # The drafter with the best validation.
 CHECKPOINTS = "checkpoints"
 # --resume continues from ``LAST``.
@@ -44,7 +44,7 @@ PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return a setting that was given or has been chosen by ``defaults.py``, as not None."""
+    """Return the value of a setting that is not None, because it was given or has been chosen."""
     assert value is not None
     return value
 

@@ -639,7 +639,7 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of the positions in response masks [B, T]. By default, each is 1."""
+    """Sum the loss weights of the positions in response masks [B, T]; the default weight is 1."""
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 

@@ -74,7 +74,7 @@ class DrafterMetrics:
     The results are matrices M, as described in the module.
     """
 
-    drafter: Drafter  # In evaluation mode, in float32.
+    drafter: Drafter  # The drafter to measure, in evaluation mode and float32.
     progress: Progress | None = None  # Called with (sequences done, all sequences, message).
 
     @property
@@ -207,7 +207,8 @@ def _drawn_feature_gradients(
     """Draw a token from the drafter at each position.
 
     Returns:
-        The gradients of the tokens' log-probabilities with respect to the features, [P, E].
+        The gradients of the tokens' log-probabilities with respect to ``features``, in the same
+        shape.
     """
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))

@@ -91,7 +91,8 @@ def recomputed_layers(drafter: Drafter) -> Iterator[None]:
     # inputs and outputs, and the activations of attention itself, are saved. This saves more than
     # half of the memory for activations of EAGLE-3 and Mixture of Attentions.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
-    # Methods that were compiled are in the instance's ``__dict__``. Restore them afterwards.
+    # Compiled methods are stored in the ``__dict__`` of each layer. Remember them here, to restore
+    # them when the context ends.
     before = [
         {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
         for block in blocks
@@ -556,7 +557,8 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
-    windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - draft_length, draft_length + 1]
+    # One window per possible start of a round: [B, T - draft_length, draft_length + 1].
+    windows = drafted.unfold(1, draft_length + 1, 1)
     is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
     return accepted.unfold(1, draft_length + 1, 1)[..., 1:][is_round].cumprod(dim=-1).sum(dim=-1)
 

@@ -470,11 +470,13 @@ def _weights(
     """Return the weights of the components' errors: for each group, the parts one after another."""
     weights = []
     for group, parts in enumerate(fitted):
-        # The basis is that of values divided by the scale of their layer. After this division, all
-        # layers have the same sum of squares: the part's energy divided by the number of layers.
+        # The basis was learned from values divided by the scale of their layer. After this
+        # division, all layers have the same sum of squares: the part's energy divided by the number
+        # of layers. Errors are measured relative to this sum.
         part_weights = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
         if metrics is not None:
-            # The basis was learned in the metric divided by ``metric_scale``.
+            # The basis was learned in the metric divided by ``metric_scale``, so its errors must be
+            # multiplied by this number.
             part_weights = [metric_scale(metric) for metric in metrics[group]]
         weights.append(np.repeat(part_weights, [len(part.variances) for part in parts]))
     return weights

@@ -537,8 +537,8 @@ class TransformCodec(FieldCodec):
 
         Args:
             groups: ``groups[g][p]`` is part p of group g.
-            tokens: See :meth:`encode`.
-            features: See :meth:`encode`.
+            tokens: The token ids. Required if the codec ``needs_tokens``.
+            features: Features of the ``sources``. Required if there are any sources.
         """
         first = groups[0][0]
         if not self.sources:
@@ -619,9 +619,9 @@ class TransformCodec(FieldCodec):
         the token features.
 
         Args:
-            codes: See :meth:`decode`.
-            first_position: See :meth:`decode`.
-            n_tokens: See :meth:`decode`.
+            codes: Name of a stored array -> the rows that cover the tokens, see :meth:`decode`.
+            first_position: Position of the first token in its sequence, a multiple of 64.
+            n_tokens: Number of tokens to decode.
             features: Features of the ``sources``. None to decode them from ``codes``.
         """
         if not self.is_kv:
@@ -711,8 +711,8 @@ class TransformCodec(FieldCodec):
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = placed(self._features, like)
-        # The table of features stays on the device. Only the ids are copied, because they are
-        # small.
+        # The table of features is large, so it stays on the device. Each call copies only the token
+        # ids.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
         # device is unusable.

@@ -133,7 +133,7 @@ class Publication:
     def publish(self) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
-        If the store is in a folder, the caller must hold its lock.
+        If the store is in a folder, the caller must hold its lock (:meth:`StoreFiles.publishing`).
 
         Returns:
             Whether the commit now has the content of this publication.
