@@ -50,7 +50,7 @@ def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
         return Path(text).expanduser()
     if text.startswith("file://"):
         return Path(unquote(urlsplit(text).path))
-    # Imported only for remote stores: importing obstore takes 0.1 s.
+    # Import this module only for remote stores, because it imports obstore, which takes 0.1 s.
     from .object_store import ObjectStore
 
     return RemotePath(ObjectStore(text))
@@ -94,7 +94,7 @@ def put(path: StorePath, data: bytes) -> None:
 
 
 def put_if_absent(path: StorePath, data: bytes) -> bool:
-    """Write a file that must not exist.
+    """Write a file only if it does not exist yet.
 
     Returns:
         Whether the file now holds ``data``. This is also true if another writer wrote the same
@@ -111,8 +111,9 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
                 os.link(temporary, path)
             except FileExistsError:
                 raise
-            # Any other OSError means that the file system has no hard links. Checking before the
-            # rename is safe, because the store's lock keeps other writers out.
+            # Any other OSError means that the file system has no hard links. In that case, check
+            # whether the file exists and then rename. The store's lock keeps other writers out in
+            # between.
             except OSError:
                 if path.exists():
                     raise FileExistsError(path) from None
@@ -338,8 +339,8 @@ class LocalFile:
 
     After a longer read, the data would no longer be in the CPU cache when it is decoded.
     """
-    # Bytes of one read-ahead request. The kernel would truncate a longer one to the largest
-    # transfer size of the disk.
+    # Maximum size in bytes of one read-ahead request. The kernel would truncate a longer request to
+    # the largest transfer size of the disk.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
@@ -384,7 +385,10 @@ _scratch = threading.local()
 
 
 def scratch_bytes(name: str, n_bytes: int) -> np.ndarray:
-    """Return the first ``n_bytes`` of this thread's uint8 buffer ``name``, which calls reuse."""
+    """Return ``n_bytes`` of a uint8 scratch buffer, with the content of earlier uses.
+
+    Each thread has one buffer per ``name``. All calls with this name return the same memory.
+    """
     buffer: np.ndarray | None = getattr(_scratch, name, None)
     if buffer is None or len(buffer) < n_bytes:
         buffer = np.empty(n_bytes, np.uint8)

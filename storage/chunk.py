@@ -47,7 +47,8 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The names of the codecs in the chain, as ``store.json`` records them."""
 
-# Number of raw bytes and number of frame bytes. The header's other fields are skipped.
+# Layout of a blosc header: number of raw bytes and number of frame bytes. Its other fields are
+# skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
@@ -121,8 +122,8 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     # Check the sizes in the header, because blosc trusts them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
-            f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and "
-            f"{out.nbytes}"
+            f"chunk header gives an encoded size of {n_frame_bytes} bytes and a decoded size of "
+            f"{n_raw_bytes} bytes, expected {n_bytes} and {out.nbytes}"
         )
     try:
         numcodecs.blosc.decompress(buffer, out)
@@ -140,8 +141,9 @@ _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
 # If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
-# because it searches for matches. The search takes time, and makes the chunk larger if matches are
-# rare. A chunk of eight layers in which only the values of layer 0 repeat is below this share.
+# because the library searches for matches. The search takes time, and if matches are rare, it makes
+# the chunk larger. If only the values of layer 0 repeat in a chunk of eight layers, the share of
+# repeated words is below this limit.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -213,8 +215,8 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Plain Python takes no longer here than a single NumPy call would, because the code of NumPy is
-    # no longer in the CPU caches.
+    # Plain Python is as fast here as a single NumPy call, because the code of NumPy has been
+    # evicted from the CPU caches.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
@@ -280,7 +282,7 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding chunks. Their arrays must not change until the future is done."""
+        """Start encoding chunks. Their arrays must not change until the returned future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], None]) -> Future[None]:

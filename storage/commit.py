@@ -45,7 +45,7 @@ _FileName = Annotated[str, AfterValidator(relative_name)]
 class FileRecord:
     """Size in bytes and ``zlib.crc32`` of a file, as a commit lists them.
 
-    A comment in ``backend.file_crc32`` explains why the checksum is not CRC-32C.
+    CRC-32C would not detect that two shards were swapped (see ``backend.file_crc32``).
     """
 
     bytes: _Natural
@@ -90,7 +90,7 @@ class PartCommit:
 
 
 class _FileList(TypedDict):
-    """The key that every commit has, whether it is of a part, the target bundle or the manifest."""
+    """The only key that the commits of parts, target bundle and manifest have in common."""
 
     files: _Files
 
@@ -133,7 +133,8 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
             commits[part] = read_part_commit(path, read)
             if commits[part].part != part:
                 raise StoreDamaged(
-                    f"{path} is the commit of part {commits[part].part}. Delete it. {_REDO}"
+                    f"{path} contains the commit of another part, part {commits[part].part}. "
+                    f"Delete this file. {_REDO}"
                 )
     return commits
 
@@ -414,5 +415,5 @@ def _reading(path: StorePath) -> Iterator[None]:
         raise StoreDamaged(
             f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
         ) from error
-    except ValueError as error:  # `read_file` raises it for a file that is too long or not regular.
+    except ValueError as error:  # `read_file` raises it if the file is too long or not regular.
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error

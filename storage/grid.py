@@ -89,12 +89,12 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Number of inner chunks along axis 1. They contain the same tokens."""
+        """Number of inner chunks along axis 1, which contain the same tokens but other layers."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
     def rows_per_shard(self) -> int:
-        """Number of inner chunks along axis 0 of a shard."""
+        """Number of inner chunks of a shard along axis 0."""
         return self.shard_shape[0] // self.chunk_shape[0]
 
     def n_chunk_rows(self, n_rows: int) -> int:
@@ -143,8 +143,9 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Pieces of the same tokens are adjacent in the file and are read together, so reading one
-        # of them costs less than reading an isolated chunk. Doubling the bytes accounts for this.
+        # Pieces of the same tokens are adjacent in the file and are read together, so the fixed
+        # cost of a piece is assumed to be half of that of an isolated chunk. Doubling the bytes per
+        # token gives the same optimum as halving the fixed cost.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -243,8 +244,8 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
     n_rows = max(1, array.n_rows(longest_part))
     if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:
         raise StoreDamaged(
-            f"{path} has {grid.shape[0]} {unit}s, {grid.part_rows} for each part; there are "
-            f"{n_parts} parts, the longest of {n_rows}. {_RESTORE}"
+            f"{path} has room for {grid.shape[0]} {unit}s, {grid.part_rows} in each part, but the "
+            f"store has {n_parts} parts, and the longest part has {n_rows} {unit}s. {_RESTORE}"
         )
     return grid
 
@@ -304,10 +305,14 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
     for key, value in expected.items():
         if got[key] != value:
             raise StoreDamaged(
-                f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}. {_RESTORE}"
+                f"{source}: {key} is {got[key]!r}, expected {value!r} as the manifest declares. "
+                f"{_RESTORE}"
             )
     if not _is_usable(grid, array.storage_dtype.itemsize):
-        shapes = f"shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}"
+        shapes = (
+            f"shards of shape {grid.shard_shape} and chunks of shape {grid.chunk_shape} do not fit "
+            "together, or are too large"
+        )
         raise StoreDamaged(f"{source}: {shapes}. {_RESTORE}")
     return grid
 

@@ -213,8 +213,8 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # Read on another thread: while obstore takes the blocks of an upload from an iterator,
-            # it panics if this thread calls it.
+            # While obstore takes the blocks of an upload from an iterator, it panics if the same
+            # thread makes another obstore call. So read the blocks on another thread.
             with ThreadPoolExecutor(1) as reader:
                 ranges = (
                     (start, min(start + REQUEST_BYTES, n_bytes))
@@ -260,7 +260,7 @@ class ObjectStore:
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise StorageUnavailable(
-                        f"{self.url}: the bucket does not exist. Make it first."
+                        f"{self.url}: the bucket does not exist. Create it first."
                     ) from error
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
@@ -349,8 +349,9 @@ def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
     """Raise StorageUnavailable if the error of a request shows that a retry cannot succeed."""
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         raise StorageUnavailable(
-            f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this "
-            "into the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            f"{url}/{name}: the server refuses access ({_line(error)}). Put credentials with the "
+            "needed permissions into the environment, such as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY."
         ) from error
     if isinstance(
         error,

@@ -147,18 +147,21 @@ def _check_sequences(table: pa.Table) -> None:
         any(table[name].null_count for name in table.column_names)
         or pc.min(table["n_tokens"]).as_py() < 1
     ):
-        raise StoreDamaged("Every sequence needs an id, a row and counts, and at least one token.")
+        raise StoreDamaged(
+            "The table of sequences has empty values, or sequences without tokens. Every sequence "
+            "needs an id, a source row, counts, and at least one token."
+        )
     if len(pc.unique(table["sequence_id"])) != table.num_rows:
         counts = pc.value_counts(table["sequence_id"].combine_chunks())
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
         raise StoreDamaged(
-            f"{len(repeated)} sequence ids appear twice, the first is {repeated[0]}. Drop "
+            f"{len(repeated)} sequence ids appear more than once, the first is {repeated[0]}. Drop "
             "duplicates before planning."
         )
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return the counts of a plan that the manifest contains.
+    """Return the counts of a plan that the manifest must contain.
 
     These are n_sequences, n_parts and n_tokens (without alignment padding).
     """
@@ -207,8 +210,8 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     first = numbers(plan, "first_token")
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
         raise StoreDamaged(
-            f"first_token lies between {first.min()} and {first.max()}. Make the plan with "
-            "plan_parts."
+            f"The plan has values of first_token from {first.min()} to {first.max()}, expected 0 "
+            f"to {MAX_WHOLE_NUMBER}. Make the plan with plan_parts."
         )
     ends = first + numbers(plan, "n_tokens")
     same = part[1:] == part[:-1]
@@ -269,7 +272,8 @@ def read_plan(path: StorePath) -> pa.Table:
             1 << 20
         ):
             raise ValueError(
-                f"{metadata.num_rows} rows, {len(content)} bytes that unpack to {n_bytes}"
+                f"it declares {metadata.num_rows} rows and {n_bytes} decompressed bytes, too many "
+                f"for a file of {len(content)} bytes"
             )
         # Read on one thread. A failure to start another thread would look like a damaged file.
         plan = file.read(use_threads=False)
@@ -301,7 +305,8 @@ def read_plan(path: StorePath) -> pa.Table:
         ) from error
     if not plan.schema.equals(PLAN_SCHEMA):
         raise StoreDamaged(
-            f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}."
+            f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}. Restore "
+            "the file."
         )
     return plan
 

@@ -105,7 +105,8 @@ class ReadCache:
         self.folder = Path(folder).expanduser().absolute()
         self.max_bytes = max_bytes
         self._counting = threading.Lock()
-        # With this initial value, writing the first block triggers a count of the folder.
+        # With this initial value, writing the first block triggers a count of all bytes in the
+        # folder.
         self._n_used, self._n_written = 0, max_bytes
 
     def __reduce__(self) -> "tuple[type[ReadCache], tuple[Path, int]]":

@@ -257,7 +257,7 @@ class FieldSpec:
 
     @property
     def layer_numbers(self) -> Sequence[int]:
-        """Number of the target's layer at each index of the layer axis, which must exist."""
+        """Number of the target's layer at each index of the layer axis. Requires a layer axis."""
         return range(self.token_shape[0]) if self.layers is None else self.layers
 
 
@@ -265,7 +265,7 @@ _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 _Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
-# For objects to which other programs that write stores may add keys.
+# Configuration of JSON objects that may contain other keys, written by other programs.
 _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
@@ -477,15 +477,15 @@ class StoreManifest:
                 LATENTS.get(key),
             ):
                 raise StoreDamaged(
-                    f"Convention {key!r} is {self.conventions[key]!r}, but schema version "
-                    f"{self.schema_version} means {value!r}. Read this store with the release that "
+                    f"Convention {key!r} is {self.conventions[key]!r}, but in schema version "
+                    f"{self.schema_version} it is {value!r}. Read this store with the release that "
                     "wrote it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
         if self.n_parts > max(1, self.n_sequences):
             raise StoreDamaged(
-                f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences; each "
-                "part holds at least one."
+                f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences, but each "
+                "part must hold at least one sequence."
             )
         names = [spec.name for spec in self.fields]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -524,7 +524,8 @@ class StoreManifest:
             ) from error
         if document.get("format") != FORMAT_NAME:
             raise StoreDamaged(
-                f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r})."
+                f"{source} is not the manifest of an activation store, because its format is not "
+                f"{FORMAT_NAME!r}."
             )
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
@@ -545,7 +546,7 @@ class StoreManifest:
         except ValueError as error:
             if isinstance(error, StoreDamaged):
                 raise
-            raise StoreDamaged(f"{source} holds a value of the wrong kind: {error}") from error
+            raise StoreDamaged(f"{source} has an invalid value: {error}") from error
 
 
 def first_problem(error: ValidationError) -> str:

@@ -38,9 +38,10 @@ class Throughput(L.Callback):
     def __init__(self) -> None:
         # Number of tokens trained on in this invocation, without padding.
         self.n_tokens = 0
-        # Time in steps, including the wait for data, but without validation and checkpoint writes.
+        # Seconds spent in steps, including the wait for data, but without validation and checkpoint
+        # writes.
         self.step_s = 0.0
-        # Time spent waiting for the next micro-batch.
+        # Seconds spent waiting for the next micro-batch.
         self.wait_s = 0.0
         # Number of tokens trained on in all invocations of the run.
         self.n_tokens_total = 0
@@ -68,7 +69,8 @@ class Throughput(L.Callback):
     ) -> None:
         stream = _stream_of(trainer)
         # Count the time since the trainer has asked for this micro-batch (``asked_s``). Work
-        # between two micro-batches, such as a validation, ends before the trainer asks.
+        # between two micro-batches, such as a validation, is not counted, because it ends before
+        # the trainer asks for the next one.
         self.step_s += time.perf_counter() - stream.asked_s
         self.wait_s = stream.wait_s - self._wait_before_s
         self.n_tokens += batch.n_tokens_of_all
@@ -210,11 +212,11 @@ class MicroBatches(L.Callback):
         fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
-        # Ignore a damaged file. Without an earlier choice, there is no file.
+        # The file is missing if no size has been chosen yet. A damaged file is ignored.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # Copies of the weights in memory: two optimizer moments, and with DDP a copy of the
-        # gradients.
+        # Number of further tensors in memory for each weight: two optimizer moments, and with DDP a
+        # copy of the gradient.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices

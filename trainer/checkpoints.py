@@ -128,7 +128,7 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"a checkpoint holds plain values and tensors, got {type(value).__name__} at {name}"
+        f"a checkpoint can hold only plain values and tensors, got {type(value).__name__} at {name}"
     )
 
 
@@ -219,6 +219,7 @@ def initial_drafter(
         name for name in flags if getattr(other.config, name) and not getattr(fresh.config, name)
     ]:
         raise TrainingError(
-            f"the drafter of {source} has {', '.join(foreign)}, which can be run but not trained."
+            f"the drafter of {source} has {', '.join(foreign)}, which can be run but not trained. "
+            "Choose another --init-from."
         )
     return build_drafter(fresh.config, other.state_dict(), source)

@@ -25,7 +25,7 @@ REPORT_FILE = "report.json"  # The results of the finished run.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
-LOCK_FILE = "run.lock"  # Locked while a process trains in this folder.
+LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
 DRAFTER = "drafter"  # The drafter with the best validation.
 CHECKPOINTS = "checkpoints"
 # --resume continues from ``LAST``.
@@ -44,7 +44,7 @@ PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return a setting that was given or has been chosen by ``defaults.py``, as not None."""
+    """Return the value of a setting that is not None, because it was given or has been chosen."""
     assert value is not None
     return value
 
@@ -122,11 +122,12 @@ class RoundSettings(Config):
     on_policy: bool = True
     """Train in draft rounds: a draft sees the target's activations only up to the start of its
     round, as in decoding. If false, each position sees the target's activations of all earlier
-    positions, which is the paper's standard training; step bound and staircase are then not
-    used."""
+    positions, as in the standard training of the MoA paper. The settings step_bound and staircase
+    then have no effect."""
     teacher_forced_weight: NonNegative = 1.0
     """Loss weight of a second, teacher-forced pass over each batch. In this pass every position is
-    trained as the first draft of a round. 0 turns it off, as in the paper (docs/decisions/0004)."""
+    trained as the first draft of a round. 0 turns it off, as in the MoA paper
+    (docs/decisions/0004)."""
     staircase: bool = True
     """Begin training with a curriculum: in some sequences, self-attention sees only the tokens
     drafted in the current round. The share of these sequences falls from all to none during the
@@ -137,8 +138,8 @@ class RoundSettings(Config):
         if self.step_bound_max >= self.step_bound_min:
             return []
         return [
-            "step bounds must satisfy 2 <= min <= max, got "
-            f"{self.step_bound_min}..{self.step_bound_max}"
+            "step_bound_min and step_bound_max must satisfy 2 <= minimum <= maximum, got "
+            f"{self.step_bound_min} and {self.step_bound_max}"
         ]
 
 
@@ -148,27 +149,29 @@ class MemorySettings(Config):
     layer_groups: Count = 2
     """Number of groups into which the target's layers are divided for the encoded KV (the vectors
     that the drafter attends to, computed from the target's keys and values). The keys and values
-    are averaged within each group of consecutive layers, and the averages are concatenated. The
-    paper, the MoA authors' code and vLLM use 1 (docs/decisions/0006)."""
+    are averaged within each group of consecutive layers, and the averages are concatenated. The MoA
+    paper, the MoA authors' code and vLLM use 1 group (docs/decisions/0006)."""
     layer_stride: Count = 1
     """Encode the keys and values of every n-th layer only, counted down from the last one. 1 uses
-    all layers, as in the paper. 2 halves the bytes read from the store and the cost of layer
+    all layers, as in the MoA paper. 2 halves the bytes read from the store and the cost of layer
     self-attention."""
     unrotated_keys: bool | None = None
     """Encode the target's keys as they are before RoPE (rotary position embedding), so that equal
-    content looks the same at every position. The paper and the MoA authors' code use keys after
+    content looks the same at every position. The MoA paper and the MoA authors' code use keys after
     RoPE (docs/decisions/0006). Default: true if the target applies RoPE as Llama does."""
     layer_attention: bool = True
     """Combine the keys and values of all layers by attention over the layers (layer
     self-attention). If false, only the keys and values of the last layer are read and encoded."""
     layer_attention_heads: Count | None = None
-    """Number of query heads in layer self-attention. Default: the largest number that divides the
-    width of the target's keys and values, and is not above the target's number of heads."""
+    """Number of query heads in layer self-attention, the attention over the target's layers.
+    Default: the largest number that is at most the target's number of heads, and that divides the
+    width of all keys and values of a target layer."""
     layer_attention_kv_heads: Count | None = None
-    """Number of key and value heads in layer self-attention. Default: as many as the target has."""
+    """Number of key and value heads in layer self-attention, the attention over the target's
+    layers. Default: as many as the target has."""
     layer_attention_mlp_width: Count | None = None
-    """Width of the MLP (feed-forward network) in layer self-attention. Default: 1.5 times the width
-    of the target's keys and values."""
+    """Width of the MLP (feed-forward network) in layer self-attention, the attention over the
+    target's layers. Default: 1.5 times the width of all keys and values of a target layer."""
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
@@ -193,8 +196,8 @@ class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSe
     the target's MLP width."""
     cross_attention_drafts: bool = True
     """Let cross-attention also see the earlier drafts of the round. This makes the last draft of a
-    long chain as good as the first one. The paper, the MoA authors' code and vLLM do not do this
-    (docs/decisions/0005)."""
+    long chain as good as the first one. The MoA paper, the MoA authors' code and vLLM do not do
+    this (docs/decisions/0005)."""
 
 
 class EagleSettings(LayerSettings, FeatureLossSettings):
@@ -271,7 +274,7 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     fused_layers: tuple[int, ...] | None = None
     """The decoder layers of the target that the drafter reads, counted from 0. With context hidden,
     the first one may be -1, which is the embedding. With context kv, the number of layers must be a
-    multiple of block_layers. With context memory, none are given. Default for a target of L layers:
+    multiple of block_layers. With context memory, leave this out. Default for a target of L layers:
     five layers from 1 to L - 3, or block_layers layers with context kv."""
     block_layers: Count = 5
     """Number of decoder layers in the drafter."""
@@ -290,13 +293,13 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
         problems = []
         if changed and self.context != "memory":
             problems.append(
-                f"the context {self.context} has no {' or '.join(changed)}; only the context "
-                "memory has"
+                f"{' and '.join(changed)} can be changed only for context memory, but the context "
+                f"is {self.context}"
             )
         if self.divergence != "kl" and not self.forward_kl_weight:
             problems.append(
-                f"divergence {self.divergence} has the weight 0; set forward_kl_weight, and "
-                "l1_weight to 0"
+                f"divergence {self.divergence} has no effect with forward_kl_weight 0; set "
+                "forward_kl_weight above 0, and l1_weight to 0"
             )
         return problems
 
@@ -384,7 +387,7 @@ class ScheduleSettings(Config):
     max_steps: Common[Count | None] = None
     """Length of the run in optimizer steps. Give either this or --epochs."""
     epochs: Common[Positive | None] = None
-    """Length of the run in epochs, which are passes over the training split; the paper uses 40.
+    """Length of the run in epochs, which are passes over the training split. The MoA paper uses 40.
     Default: from 1 to 10, enough for a million tokens in total."""
     warmup_steps: Natural | None = None
     """Number of steps in which the learning rate rises linearly from 0 to its peak. Default: a
@@ -392,11 +395,11 @@ class ScheduleSettings(Config):
     peak_multiplier: Positive | None = None
     """Ratio of the peak learning rate to the final learning rate. 1 keeps the rate constant after
     the warm-up. Default: 10. For a target of width 2,048 or more and at least 20 million training
-    tokens: 20, as in the paper."""
+    tokens: 20, as in the MoA paper."""
     decay_steps: Annotated[int, Field(ge=-1)] | None = None
     """Step at which the learning rate has fallen linearly to its final value. -1 means the end of
     the run, which is the default. For a target of width 2,048 or more and at least 20 million
-    training tokens, the default is the end of the first epoch, as in the paper."""
+    training tokens, the default is the end of the first epoch, as in the MoA paper."""
     stop_after_steps: Count | None = None
     """Stop after this step and save everything, so that --resume can continue. The learning rate
     schedule still covers the whole run."""
@@ -421,12 +424,13 @@ class OptimizerSettings(Config):
     """The optimizer and its learning rates."""
 
     kind: Literal["auto", "adamw", "muon"] = "auto"
-    """The optimizer. muon: Muon for matrices and AdamW for all other weights; needs fewer steps.
-    adamw: AdamW for all weights, as in the paper. auto: adamw for a target of width 2,048 or more
-    and at least 20 million training tokens, otherwise muon."""
+    """The optimizer. muon: Muon for matrices and AdamW for all other weights; needs fewer steps
+    than adamw. adamw: AdamW for all weights, as in the MoA paper. auto: adamw for a target of width
+    2,048 or more and at least 20 million training tokens, otherwise muon."""
     learning_rate: Common[Positive | None] = None
     """Final learning rate, at the end of the schedule. Default: 1e-4. For a target of width 2,048
-    or more and at least 20 million training tokens: 3e-5, as in the paper."""
+    or more and at least 20 million training tokens: 3e-5, as in the MoA
+    paper."""
     matrix_learning_rate: Positive | None = None
     """Final learning rate of Muon, which trains the matrices. It rises and falls like
     --learning-rate. Default: 2e-3."""
@@ -542,7 +546,8 @@ AnyDrafter = (
 class TrainConfig(Config):
     """Settings of a run; ``defaults.py`` chooses those that depend on its length and the target."""
 
-    # Type checkers would otherwise refuse the names of settings that are in groups.
+    # Callers may pass settings of groups by name. Without this signature, type checkers would
+    # refuse these names.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...

@@ -363,7 +363,7 @@ def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> lis
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
-    """Return the bytes of the activations that the drafter reads for ``n_tokens`` tokens."""
+    """Return the total size of the activations that the drafter reads for ``n_tokens`` tokens."""
     specs = [
         (store.fields[name], needed_layers(store, config, name))
         for name in needed_fields(store, config).values()
@@ -527,7 +527,7 @@ class BatchReader:
         return torch.from_numpy(counts)
 
     def n_bytes(self, lengths: np.ndarray) -> int:
-        """Return the bytes of the padded activations of sequences with the given lengths."""
+        """Return the size in bytes of the padded activations of sequences with these lengths."""
         return len(lengths) * self._token_bytes * int(lengths.max())
 
 
@@ -639,7 +639,7 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of the positions in response masks [B, T]. By default, each is 1."""
+    """Sum the loss weights of the positions in response masks [B, T]; the default weight is 1."""
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
@@ -671,7 +671,7 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     if share % (config.data.micro_batch_size or share):
         raise TrainingError(
             f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} "
-            "sequences of a device."
+            "sequences that each device processes per step. Choose a divisor of this number."
         )
     return share
 
@@ -753,7 +753,7 @@ class TrainingStream:
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
-        self.start_step = 0  # The first step of the stream.
+        self.start_step = 0  # Index of the first optimizer step in the stream.
         self.wait_s = 0.0  # Seconds that the trainer has waited for micro-batches.
         # ``time.perf_counter()`` at the trainer's last request for a micro-batch.
         self.asked_s = 0.0

@@ -161,7 +161,7 @@ def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSett
 
 
 def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
-    """Return one warning for each way in which warm-up, decay and number of steps do not fit."""
+    """Return warnings about a run that is too short, or a schedule that does not fit its length."""
     schedule = config.schedule
     n_steps = schedule.n_steps(steps_per_epoch)
     warmup = known(schedule.warmup_steps)

@@ -202,7 +202,10 @@ def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
     if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(
         drafter.config.to_dict(), sort_keys=True
     ):
-        raise DrafterError(f"{folder} does not load with the same sizes. Report this drafter.json.")
+        raise DrafterError(
+            f"{folder} loads with other sizes than those that were written. Report this as a bug, "
+            "with its drafter.json."
+        )
     weights = again.state_dict()
     for name, value in drafter.state_dict().items():
         meant = value.to(dtype).to(weights[name].dtype) if value.is_floating_point() else value

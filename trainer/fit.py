@@ -116,11 +116,11 @@ class TrainReport:
     n_steps: int
     n_parameters: int
     n_tokens: int  # Number of tokens trained on in this invocation, without padding.
-    tokens_per_s: float | None  # None if no step was left to train.
+    tokens_per_s: float | None  # Training speed. None if no step was left to train.
     # Fraction of the time that was spent waiting for data. None if no step was left to train.
     data_wait_share: float | None
     metrics: dict[str, float]  # The last training and validation metrics that are finite.
-    # None if the run has no validation.
+    # Largest expected acceptance length of all validations. None if the run has no validation.
     best_expected_acceptance_length: float | None
     # Half width of the 95 % interval of ``best_expected_acceptance_length``. None if fewer than two
     # sequences were validated.
@@ -179,7 +179,8 @@ def train(
         Interrupted: a signal stopped the run after its state was saved.
     """
     keep_freed_memory()
-    # Launchers such as torchrun start the same command once per device.
+    # Launchers such as torchrun start the same command once per device. Only the first process
+    # announces the run and prints messages.
     out, is_first = Path(config.out), is_first_process()
     try:
         with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):
@@ -673,19 +674,21 @@ def _check_resumed(
         # codec.
         facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
         if changed := _changes(recorded, facts):
-            raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
+            raise OutputOccupied(f"cannot resume {out} with another store: {changed}.")
     step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(
-            f"{out} has taken {step} steps, more than the {data.max_steps} requested now."
+            f"the run in {out} has taken {step} steps, more than the {data.max_steps} steps that "
+            "are requested now. Give a larger --max-steps or --epochs."
         )
     before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)
     now = config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
         raise OutputOccupied(
-            f"the learning rate of {out} falls until step {before}, not {now}, and {step} steps "
-            f"are taken: give --decay-steps {before} to continue with the final rate, or start a "
-            f"new run from its weights with --init-from {out}."
+            f"the learning rate of the run in {out} falls until step {before}, not {now} as "
+            f"requested now, and {step} steps have been taken. Give --decay-steps {before} to "
+            f"continue with the final rate, or start a new run from its weights with --init-from "
+            f"{out}."
         )
 
 

@@ -56,7 +56,7 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     if not reads.kv:
         raise TrainingError(
             f"a drafter of kind {drafter.kind} with these settings reads no keys and values; "
-            "choose one that does."
+            "choose a --drafter that does."
         )
     if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
         raise SelectionInvalid(
@@ -74,7 +74,7 @@ class DrafterMetrics:
     The results are matrices M, as described in the module.
     """
 
-    drafter: Drafter  # In evaluation mode, in float32.
+    drafter: Drafter  # The drafter to measure, in evaluation mode and float32.
     progress: Progress | None = None  # Called with (sequences done, all sequences, message).
 
     @property
@@ -166,9 +166,11 @@ def drawn_gradients(
     kv_layers: Sequence[int] | None,
     generator: torch.Generator,
 ) -> list[list[Tensor]]:
-    """Draw random gradients with respect to keys and values.
+    """Draw random gradients of the drafter's log-probabilities with respect to keys and values.
 
-    The expected outer product of such a gradient is the matrix M (see the module).
+    At each drafted position, a token is drawn from the drafter's distribution. The gradients are
+    those of the sum of the log-probabilities of these tokens. The expected outer product of such a
+    gradient with itself is the matrix M that the module's docstring defines.
 
     Args:
         drafter: the drafter.
@@ -177,10 +179,10 @@ def drawn_gradients(
         draws: the positions at which draft rounds start.
         codec: defines the groups of layers and their parts.
         kv_layers: layers whose KV the drafter reads; None for all.
-        generator: draws the tokens.
+        generator: random generator for the tokens.
 
     Returns:
-        For each group, the gradients of its parts, [T, W] each.
+        For each group, the gradients of its parts, [n_tokens, width of the part] each.
     """
     # Compute the gradient of the sum of log-probabilities of one drawn token per drafted position.
     # The tokens are drawn independently of each other, and each gradient has mean zero, so products
@@ -205,7 +207,8 @@ def _drawn_feature_gradients(
     """Draw a token from the drafter at each position.
 
     Returns:
-        The gradients of the tokens' log-probabilities with respect to the features, [P, E].
+        The gradients of the tokens' log-probabilities with respect to ``features``, in the same
+        shape.
     """
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))
@@ -215,7 +218,7 @@ def _drawn_feature_gradients(
         log_p = drafter.draft_logits(frozen, rows).float().log_softmax(dim=-1)
         if log_p.isnan().any():
             raise TrainingError(
-                "the drafter computes NaN on this store. Choose one whose training succeeded."
+                "the drafter computes NaN on this store. Choose a drafter whose training succeeded."
             )
         drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
         gradients += torch.autograd.grad(log_p.gather(-1, drawn).sum(), rows)

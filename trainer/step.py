@@ -91,7 +91,8 @@ def recomputed_layers(drafter: Drafter) -> Iterator[None]:
     # inputs and outputs, and the activations of attention itself, are saved. This saves more than
     # half of the memory for activations of EAGLE-3 and Mixture of Attentions.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
-    # Methods that were compiled are in the instance's ``__dict__``. Restore them afterwards.
+    # Compiled methods are stored in the ``__dict__`` of each layer. Remember them here, to restore
+    # them when the context ends.
     before = [
         {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
         for block in blocks
@@ -230,7 +231,10 @@ class DrafterModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the global norm of the gradients. Refuse activations and gradients not finite."""
+        """Clip the global norm of the gradients.
+
+        Activations or gradients with NaN or infinity raise an error instead.
+        """
         # Lightning's own clipping is not used, because it refuses fused optimizers even in
         # bf16-mixed, where gradients are not scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
@@ -260,9 +264,9 @@ class DrafterModule(L.LightningModule):
         # sets the gradients to 0.
         if bad:
             raise TrainingError(
-                f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} "
-                "tensors in all); lower --learning-rate, use --precision 32-true, or look for NaN "
-                "in the store with `moa-data verify`."
+                f"the gradient of {bad[0]} is not finite at step {self.global_step} (in all, those "
+                f"of {len(bad)} weights are not); lower --learning-rate, use --precision 32-true, "
+                "or look for NaN in the store with `moa-data verify`."
             )
 
     def on_validation_epoch_start(self) -> None:
@@ -553,7 +557,8 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
-    windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - g, g + 1]
+    # One window per possible start of a round: [B, T - draft_length, draft_length + 1].
+    windows = drafted.unfold(1, draft_length + 1, 1)
     is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
     return accepted.unfold(1, draft_length + 1, 1)[..., 1:][is_round].cumprod(dim=-1).sum(dim=-1)
 

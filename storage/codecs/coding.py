@@ -75,7 +75,8 @@ class Basis:
     synthesis: np.ndarray  # float32 [n_components, width]
     analysis: np.ndarray  # float32 [width, n_components]
     # float32 [width]. The axes are orthonormal for values divided by this scale. None if the axes
-    # were learned in a metric.
+    # were learned in a metric of errors (``calibration.learn_basis``). They are then orthonormal
+    # with respect to this metric.
     scale: np.ndarray | None = None
 
     @classmethod
@@ -101,11 +102,14 @@ class CodeColumns:
     Each column is one digit. All arrays have the shape [n_columns].
     """
 
-    part: np.ndarray  # int32, part of the group: 0 for keys, 1 for values; 0 for hidden states.
+    # int32, index of the part in its group: 0 for keys and hidden states, 1 for values.
+    part: np.ndarray
     # int32, row of the component in the part's basis. Two columns with the same component are the
     # low and the high digit of its code.
     component: np.ndarray
-    array: np.ndarray  # int32, number of the run. It never decreases from one column to the next.
+    # int32, index of the run that contains the column. It never decreases from one column to the
+    # next.
+    array: np.ndarray
     levels: np.ndarray  # int32, number of levels of the digit.
     step: np.ndarray  # float32, step of the component's quantiser.
     is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
@@ -158,7 +162,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
     """
     xp = array_namespace(scaled)
     codes = xp.floor(xp.abs(scaled) + rounding)
-    # This does not use xp.sign, which handles NaN separately by indexing with a mask.
+    # Do not use xp.sign, because it also handles NaN, in an extra step that indexes with a mask.
     codes = xp.where(scaled < 0, -codes, codes)
     return xp.minimum(xp.maximum(codes, -limit), limit)
 

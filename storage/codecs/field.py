@@ -146,7 +146,7 @@ class FieldCodec:
         if not bool(xp.all(xp.isfinite(values))):
             raise StoreError(
                 f"Field {self.spec.name!r} has NaN or infinite values. Only codec lossless can "
-                "store them. Extract with it, or drop the sequence."
+                "store them. Use this codec, or drop the sequence."
             )
 
 

@@ -86,7 +86,8 @@ class Quantisers:
     """
 
     levels: np.ndarray  # int32, number of levels, or ``DROPPED`` if the component is not stored.
-    step: np.ndarray  # float32, distance of two levels in the component's units.
+    # float32, distance between neighbouring levels, in the units of the component.
+    step: np.ndarray
     rounding: np.ndarray  # float32. With 0.5, values are rounded to the nearest level.
     # float32, in steps. The magnitude of values with code 1 or -1 is ``1 - shift_one`` on average.
     shift_one: np.ndarray
@@ -94,7 +95,7 @@ class Quantisers:
     # average.
     shift_more: np.ndarray
     bits: np.ndarray  # float64, bits per token after packing and Huffman coding.
-    error: np.ndarray  # float64, mean square error times the component's weight.
+    error: np.ndarray  # float64, mean squared error times the weight of the component.
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
         """Take option ``index[c]`` of each component ``c``.
@@ -336,7 +337,9 @@ class _FittedPart(NamedTuple):
 
     regression: np.ndarray | None
     basis: coding.Basis
-    components: Kept  # Components of the measured sequences on disk, [n_tokens, n_components].
+    # Location in the sample's file of the components of the measured sequences, an array [n_tokens,
+    # n_components].
+    components: Kept
     variances: np.ndarray  # Variance of each component, [n_components].
     energy: float  # Mean over tokens of the sum of squares of the part's values.
 
@@ -429,7 +432,7 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn the basis of a part from most sequences.
+    """Learn the basis of a part from most sequences of the sample.
 
     The components of the other sequences, on which the options are measured, are written to disk.
     """
@@ -467,18 +470,20 @@ def _weights(
     """Return the weights of the components' errors: for each group, the parts one after another."""
     weights = []
     for group, parts in enumerate(fitted):
-        # The basis is that of values divided by the scale of their layer. After this division, all
-        # layers have the same sum of squares: the part's energy divided by the number of layers.
+        # The basis was learned from values divided by the scale of their layer. After this
+        # division, all layers have the same sum of squares: the part's energy divided by the number
+        # of layers. Errors are measured relative to this sum.
         part_weights = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
         if metrics is not None:
-            # The basis was learned in the metric divided by ``metric_scale``.
+            # The basis was learned in the metric divided by ``metric_scale``, so its errors must be
+            # multiplied by this number.
             part_weights = [metric_scale(metric) for metric in metrics[group]]
         weights.append(np.repeat(part_weights, [len(part.variances) for part in parts]))
     return weights
 
 
 def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
-    """Write the components of a group that may get bits to disk, as one array.
+    """Copy the hopeful components of a group, those that may get bits, to one array on disk.
 
     Args:
         sample: The sample, whose file the array is written to.
@@ -486,7 +491,7 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
         hopeful: Sorted numbers of the components, counted across all parts.
 
     Returns:
-        Offset and shape of the array, which is float32 [n_tokens, len(hopeful)].
+        Offset and shape of this array, which is float32 [n_tokens, len(hopeful)].
     """
     first = 0
     chosen = []
@@ -517,7 +522,8 @@ def _place_codes(
         quantisers = replace(
             quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
         )
-    limits = (quantisers.levels - 1) // 2  # Largest codes. Levels are symmetric around zero.
+    # Largest code of each component. Codes are symmetric around zero.
+    limits = (quantisers.levels - 1) // 2
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS

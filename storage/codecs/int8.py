@@ -8,11 +8,12 @@ values       token and head                  No channel is much larger than othe
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The byte chain (``storage.chunk``) entropy-codes the integers. So nothing would be gained by a scale
-for each 32 values, nor by clipping the largest values: both only trade bits against error at the
-same rate as a different step would. A scale is a bfloat16 with two bits of mantissa, rounded up. It
-takes 4 to 5 bits after entropy coding. A full mantissa would take 10 bits and gain nothing, because
-a coarser step also needs fewer bits for the integers.
+The byte chain (``storage.chunk``) entropy-codes the integers, so a larger scale causes more error
+but takes fewer bits. A separate scale for each 32 values, or clipping the largest values, would
+trade error for bits at the same rate, so neither would gain anything. A scale is a bfloat16 with
+two bits of mantissa, rounded up. It takes 4 to 5 bits after entropy coding. A full mantissa would
+take 10 bits and gain nothing: the error that rounding up causes is paid back by fewer bits for the
+integers.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -67,7 +68,8 @@ class Int8Codec(FieldCodec):
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
         if not self._is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(
-                f"Codec {INT8!r} supports kv and [token, width], not {spec.name!r} {spec.axes}."
+                f"Codec {INT8!r} supports kv and fields with the axes [token, width], not field "
+                f"{spec.name!r} with the axes {spec.axes}. Use codec lossless."
             )
         shape = spec.token_shape
         axes = spec.axes[1:]

@@ -65,8 +65,8 @@ class StoreCodec:
         for field, codec in self.fields.items():
             if codec.needs_tokens and not has_tokens:
                 raise CodecUnknown(
-                    f"Codec {name!r} predicts {field!r} from tokens, but the store has no field "
-                    f"{TOKENS!r} of int32 [token]. Leave out `,tokens`."
+                    f"Codec {name!r} predicts {field!r} from token ids, but the store has no field "
+                    f"{TOKENS!r} with one int32 number per token. Leave out `,tokens`."
                 )
 
     @classmethod
@@ -78,7 +78,7 @@ class StoreCodec:
             )
         except CodecUnknown as error:
             raise CodecUnknown(
-                f"{store}: {error} Read it with the release that wrote it, or extract again."
+                f"{store}: {error} Read the store with the release that wrote it, or extract again."
             ) from error
         if codec.learned:
             codec._load(store / CODEC_NAME, str(manifest.codec.get("basis_sha256")))
@@ -256,9 +256,13 @@ class StoreCodec:
                     break
         else:
             problem = (
-                f"has sha256 {got}, store.json says {expected_sha256}" if got else "is missing"
+                f"has sha256 {got}, expected {expected_sha256} as in store.json"
+                if got
+                else "is missing"
             )
-            raise StoreDamaged(f"{path} {problem}: nothing can be decoded without it. {_RESTORE}")
+            raise StoreDamaged(
+                f"{path} {problem}. Nothing can be decoded without this file. {_RESTORE}"
+            )
         try:
             self.load(content)
         except ValueError as error:

@@ -116,8 +116,9 @@ class TransformSettings:
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(
-                f"Codec {name!r} is not {TRANSFORM_GRAMMAR}, in this order; for example "
-                "transform:1.0, transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
+                f"Codec {name!r} does not have the form {TRANSFORM_GRAMMAR}, in this order. "
+                "Examples: transform:1.0, transform:0.5,hidden=0.9@group4, "
+                "transform:0.88,tokens@all."
             )
         kv_bits = float(match["kv"])
         hidden_bits = float(match["hidden"]) if match["hidden"] else None
@@ -161,9 +162,9 @@ class TransformSettings:
         size = min(self.group_layers, n_layers)
         if size > max_layers:
             raise ValueError(
-                f"a basis for {size} layers with {layer_width:,} keys each is "
-                f"{size * layer_width:,} wide, above {MAX_BASIS_WIDTH:,}; the widest scope is "
-                f"@group{max_layers}."
+                f"a basis for {size} layers, whose keys have {layer_width:,} numbers per layer, "
+                f"would be {size * layer_width:,} numbers wide; at most {MAX_BASIS_WIDTH:,} are "
+                f"allowed. Use a scope of at most @group{max_layers}."
             )
         return size
 
@@ -184,7 +185,8 @@ class Rope:
     # [n_layers, rotary_dim / 2].
     inv_freq: np.ndarray
     scaling: np.ndarray  # Factor of the rotated dimensions, float32 [] or [n_layers].
-    # Cached tables. Array library, device and direction -> cosine and sine at positions from 0 on.
+    # Cached tables of cosine and sine at positions from 0 on. The key names the array library, the
+    # device, and whether the rotation is undone.
     _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -204,8 +206,8 @@ class Rope:
         half = self.inv_freq.shape[-1:]
         if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
             raise ValueError(
-                f"inv_freq has shape {self.inv_freq.shape}, which does not fit keys of {head_dim} "
-                f"in {n_layers} layers"
+                f"inv_freq has shape {self.inv_freq.shape}, which does not fit keys of width "
+                f"{head_dim} in {n_layers} layers"
             )
         if self.scaling.shape not in ((), (n_layers,)):
             raise ValueError(
@@ -249,7 +251,7 @@ class Rope:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # Use the local variable, not `_kept`: another thread may have replaced the cached tables by
+        # Do not read `_kept` again here: another thread may have replaced the cached tables by
         # shorter ones.
         return [table[first:stop] for table in tables]
 
@@ -321,8 +323,8 @@ class TransformCodec(FieldCodec):
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise ValueError(
-                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, above "
-                f"{MAX_BASIS_WIDTH:,}, the width of the widest basis. Use lossless or int8."
+                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, more "
+                f"than a basis can have ({MAX_BASIS_WIDTH:,}). Use lossless or int8."
             )
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
@@ -342,7 +344,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def n_features(self) -> int:
-        """Number of columns of :meth:`as_features`."""
+        """Number of features per token, as :meth:`as_features` returns them."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         leading = [
@@ -429,7 +431,10 @@ class TransformCodec(FieldCodec):
                 np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
             )
             if features is not None and (features.ndim != 2 or not len(features)):
-                raise ValueError(f"tokens/features has shape {features.shape}")
+                raise ValueError(
+                    f"array tokens/features has shape {features.shape}, expected [vocab_size, "
+                    "n_features]"
+                )
             n_features = 0 if features is None else features.shape[1]
             n_features += sum(source.n_features for source in self.sources)
             fits = [
@@ -437,11 +442,11 @@ class TransformCodec(FieldCodec):
                 for group, layers in enumerate(self.groups)
             ]
             if not any(len(fit.columns.part) for fit in fits):
-                raise ValueError("the state has no columns")
+                raise ValueError("the state has no columns of codes")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
-                f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore "
-                "the store's codec/ folder from a copy."
+                f"The learned state of field {self.spec.name!r} does not fit the field ({error}). "
+                "Restore the store's codec/ folder from a copy."
             ) from error
         self.take_over(fits, features)
 
@@ -453,7 +458,7 @@ class TransformCodec(FieldCodec):
             if array.ndim != len(shape) or any(
                 n not in (None, got) for n, got in zip(shape, array.shape, strict=True)
             ):
-                raise ValueError(f"{group}/{name} has shape {array.shape}, expected {shape}")
+                raise ValueError(f"array {group}/{name} has shape {array.shape}, expected {shape}")
             return array
 
         width = len(layers) * self.layer_width
@@ -481,11 +486,11 @@ class TransformCodec(FieldCodec):
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
             raise ValueError(
-                f"{group}/columns has parts, components, levels or runs that this release does not "
-                "write"
+                f"array {group}/columns has an invalid index of a part, component or run, or an "
+                "invalid number of levels"
             )
         if not np.isfinite(table).all():
-            raise ValueError(f"{group}/columns has numbers that are not finite")
+            raise ValueError(f"array {group}/columns has NaN or infinite values")
         regressions = (
             load(f"{part}/regression", n_features, width)
             for part in range(self.n_parts if n_features else 0)
@@ -532,8 +537,8 @@ class TransformCodec(FieldCodec):
 
         Args:
             groups: ``groups[g][p]`` is part p of group g.
-            tokens: See :meth:`encode`.
-            features: See :meth:`encode`.
+            tokens: The token ids. Required if the codec ``needs_tokens``.
+            features: Features of the ``sources``. Required if there are any sources.
         """
         first = groups[0][0]
         if not self.sources:
@@ -541,8 +546,8 @@ class TransformCodec(FieldCodec):
         elif features is None:
             names = " and ".join(repr(source.spec.name) for source in self.sources)
             raise ValueError(
-                f"Field {self.spec.name!r} is predicted from {names}: encode them together by "
-                "StoreCodec.encode."
+                f"Field {self.spec.name!r} is predicted from {names}. Encode these fields together "
+                "with StoreCodec.encode."
             )
         # One dictionary can hold the codes of all groups, because the name of each array contains
         # the number of its group.
@@ -567,9 +572,9 @@ class TransformCodec(FieldCodec):
         layers: Layers,
         features: Array | None,
     ) -> Array:
-        """Implement :meth:`decode`.
+        """Decode tokens as :meth:`decode` does, with given ``features`` of the ``sources``.
 
-        ``features`` are the features of the ``sources``. If they are None, they are decoded.
+        If ``features`` is None, the sources are decoded first to compute their features.
         """
         groups = self._learned()
         if not self.sources:
@@ -614,9 +619,9 @@ class TransformCodec(FieldCodec):
         the token features.
 
         Args:
-            codes: See :meth:`decode`.
-            first_position: See :meth:`decode`.
-            n_tokens: See :meth:`decode`.
+            codes: Name of a stored array -> the rows that cover the tokens, see :meth:`decode`.
+            first_position: Position of the first token in its sequence, a multiple of 64.
+            n_tokens: Number of tokens to decode.
             features: Features of the ``sources``. None to decode them from ``codes``.
         """
         if not self.is_kv:
@@ -699,16 +704,15 @@ class TransformCodec(FieldCodec):
             return None
         if tokens is None or len(tokens) < n_tokens:
             raise ValueError(
-                f"The codec of field {self.spec.name!r} predicts from tokens: it needs the "
-                f"{n_tokens} token ids of the values, got "
-                f"{'none' if tokens is None else len(tokens)}."
+                f"The codec of field {self.spec.name!r} predicts values from token ids. Pass the "
+                f"ids of all {n_tokens} tokens, got {'none' if tokens is None else len(tokens)}."
             )
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = placed(self._features, like)
-        # The table of features stays on the device. Only the ids are copied, because they are
-        # small.
+        # The table of features is large, so it stays on the device. Each call copies only the token
+        # ids.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
         # device is unusable.
@@ -718,7 +722,10 @@ class TransformCodec(FieldCodec):
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Split pieces into the rows of the runs, for the groups that contain these layers."""
+        """Return the rows of each run of the groups that contain these layers.
+
+        If the runs are stored as pieces of one array, the pieces are split.
+        """
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
@@ -765,8 +772,8 @@ class Observation(Sample):
         codec = self._codec
         if codec.needs_tokens and (tokens is None or codec.embeddings is None):
             raise ValueError(
-                f"The codec of field {codec.spec.name!r} predicts from tokens: calibrate it with "
-                "embeddings and tokens."
+                f"The codec of field {codec.spec.name!r} predicts values from token ids. Calibrate "
+                "it with embeddings and tokens."
             )
         values = np.asarray(values, np.float32)
         codec.check_finite(values)
@@ -809,7 +816,13 @@ class Observation(Sample):
         self._features = features
 
     def as_features(self) -> list[np.ndarray]:
-        """Return ``TransformCodec.as_features`` of each sequence. Call :meth:`learn` first."""
+        """Compute the features of each sequence, from which other fields are predicted.
+
+        Call :meth:`learn` first, because features are computed from encoded and decoded values.
+
+        Returns:
+            For each sequence, float32 [n_tokens, n_features].
+        """
         codec = self._codec
         move = self._learning.place
         all_features = []
@@ -820,7 +833,7 @@ class Observation(Sample):
             ]
             tokens = self.tokens[i] if self.tokens else None
             features = None if self._features is None else move(self._features[i])
-            # Use decoded values, because a reader does not have the exact ones.
+            # Encode and decode the values, because a reader has only decoded values.
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))

@@ -113,7 +113,8 @@ class ShardReader:
             (offset + n_bytes > data_bytes).any()
         ):
             raise StoreDamaged(
-                f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}"
+                f"{self.path}: the index lists chunks that are missing or outside the file. "
+                f"{_REPAIR}"
             )
         return index.astype(np.int64)
 
@@ -391,7 +392,11 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardP
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Return the columns of chunks that contain the layers, with the destination of each layer."""
+    """Return the columns that contain the requested layers. None requests all layers.
+
+    A column is the chunks with the same index along axis 1. It also holds the indices along the
+    layer axis of the caller's buffer to which its layers are copied.
+    """
     if layers is None:
         return [
             _Column(c, (c * chunk_layers, (c + 1) * chunk_layers), []) for c in range(n_columns)
@@ -473,7 +478,7 @@ def _fetch_ahead(reads: list[_Read]) -> None:
             )
         except FileNotFoundError as error:
             raise StoreDamaged(
-                f"{error} was deleted after the store was opened. Restore it."
+                f"{error} was deleted after the store was opened. Restore the file."
             ) from error
         for (read, _), data in zip(remote, fetched, strict=True):
             read.data = np.frombuffer(data, np.uint8)

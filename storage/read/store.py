@@ -97,8 +97,8 @@ class ActivationStore:
         for key in ("n_sequences", "n_parts"):
             if (expected := getattr(self.manifest, key)) != (counted := plan_counts(plan)[key]):
                 raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says "
-                    f"{expected}. Restore the two files from one copy."
+                    f"{self.path / PLAN_NAME} has {key} {counted}, but {MANIFEST_NAME} says "
+                    f"{expected}. Restore both files from the same copy."
                 )
         self.commits = read_commits(
             self.path, range(self.manifest.n_parts) if parts is None else parts
@@ -112,8 +112,8 @@ class ActivationStore:
             # plan, so a damaged plan could lead to arrays of many gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
                 raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} gives part {part} {expected} tokens, padding "
-                    f"included, but its commit says {commit.allocated_tokens}. Restore "
+                    f"{self.path / PLAN_NAME} plans {expected} tokens (with padding) for part "
+                    f"{part}, but the commit of this part lists {commit.allocated_tokens}. Restore "
                     f"{PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} and run "
                     "extract again: it redoes that part."
                 )
@@ -202,7 +202,8 @@ class ActivationStore:
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
-                f"{self.path} has keys and values by groups of layers. Leave out {what}."
+                f"{self.path} has keys and values in several fields, one for each group of layers. "
+                f"Leave out {what}."
             )
 
     def read(
@@ -469,7 +470,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
         ) from error
     except ValueError as error:
         raise StoreDamaged(
-            f"{path} is not the manifest of an activation store: {error}. Restore it."
+            f"{path} is not the manifest of an activation store: {error}. Restore the file."
         ) from error
     return StoreManifest.from_json(text, str(path))
 
@@ -500,7 +501,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
     if layers is None:
         return None
     if spec.layer_axis != 1:
-        raise SelectionInvalid(f"Field {spec.name!r} has no layers; leave `layers` out.")
+        raise SelectionInvalid(f"Field {spec.name!r} has no layer axis. Leave out `layers`.")
     n_layers = spec.token_shape[0]
     try:
         chosen = (
@@ -510,7 +511,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         )
     except TypeError as error:
         raise SelectionInvalid(
-            f"layers are {layers!r:.60}, expected a slice or a list of numbers."
+            f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
         ) from error
     for layer in chosen:
         if not -n_layers <= layer < n_layers:

@@ -66,7 +66,7 @@ class VerifyReport:
     n_parts: int = 0  # Number of committed parts.
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    lacks_target: bool = False  # The result of the function ``lacks_target``.
+    lacks_target: bool = False  # Whether an extraction still has to write the target bundle.
     n_sequences: int = 0
     n_tokens: int = 0
 
@@ -375,10 +375,11 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
                 mask = reader.read(i, name)
                 n_masked = int(mask.sum(dtype=np.int64))
                 if mask.max(initial=0) > 1:
-                    messages[name] = "the response mask has values above 1"
+                    messages[name] = "the response mask has values other than 0 and 1"
                 elif n_masked != (n_planned := row["n_response_tokens"]):
                     messages[name] = (
-                        f"response mask counts {n_masked} tokens, the plan says {n_planned}"
+                        f"the response mask has {n_masked} response tokens, but the plan says "
+                        f"{n_planned}"
                     )
             else:
                 for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
@@ -466,7 +467,8 @@ class StoreSummary:
     stored_bytes: int
     ratio: float  # stored_bytes / raw_bytes. NaN if no part is committed.
     bytes_per_token: float  # Stored bytes per token. NaN if no part is committed.
-    lengths: tuple[list[int], list[int]]  # See :func:`length_histogram`.
+    # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
+    lengths: tuple[list[int], list[int]]
     has_target: bool
     # Names the parts and files that are still to be written. Empty for a complete store.
     missing: str

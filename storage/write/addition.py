@@ -60,7 +60,7 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
         old: the codec of the store.
 
     Returns:
-        Whether the store has a learned state for the same fields.
+        Whether the store contains such a state, learned for the same fields.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     specs = (field.spec for field in codec.fields.values())
@@ -144,7 +144,8 @@ class StoreAddition:
         """
         if not self._lacking.get(part):
             raise StoreError(
-                f"Part {part} lacks no field; write only the parts that pending_parts() returns."
+                f"Part {part} already has all fields, or is not committed. Write only the parts "
+                "that pending_parts() returns."
             )
         # Write the Zarr metadata of the new arrays when the first part is opened. Until then the
         # store is unchanged.

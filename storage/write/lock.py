@@ -24,9 +24,9 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, no_locks, open_lock, read_only
 from ..schema import LOCK_NAME, PUBLISH_NAME
 
-# Bytes of publish.lock. The first three lock documents that several processes may write. From
-# FIRST_PART_BYTE on, there is one byte per part for its publication. From _FIRST_CLAIM_BYTE on,
-# there is one byte per part for its claim.
+# Bytes of publish.lock. Each of the first three bytes is the lock of a document that several
+# processes may write. From FIRST_PART_BYTE on, there is one byte per part for its publication. From
+# _FIRST_CLAIM_BYTE on, there is one byte per part for its claim.
 TEXTS_BYTE = 0
 CARD_BYTE = 1
 BUNDLE_BYTE = 2
@@ -43,8 +43,8 @@ _OPENING = "opens or cleans the store"
 
 Other processes that find this note wait for the lock instead of raising an error.
 """
-# Seconds for which a process waits if it finds no such note, because the holder of the lock may not
-# have written it yet.
+# Seconds for which a process waits for a lock without such a note. The holder of the lock may not
+# have written its note yet.
 _GRACE_S = 1.0
 _RETRY_S = 0.1
 

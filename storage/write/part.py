@@ -190,7 +190,7 @@ class ArrayWriter:
         self.array = array
         # Name of each finished shard -> size and checksum.
         self.records: dict[str, FileRecord] = {}
-        # Lists of two numbers, the first row and the end (exclusive) of a range that was written.
+        # One list [first row, end (exclusive)] for each range of rows that was written.
         self.written: list[list[int]] = []
         self._part = counts["part"]
         self._grid = grid
@@ -205,7 +205,7 @@ class ArrayWriter:
         self._n_shards = 0
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write consecutive rows. Rows between the previous call and this one become zero.
+        """Write consecutive rows. Rows that are skipped between two calls become zero.
 
         Args:
             first_row: index of the first row, counted from the beginning of the part.
@@ -248,13 +248,13 @@ class ArrayWriter:
             )
         if self.written and first_row < self.written[-1][1]:
             raise StoreError(
-                f"{array.name!r}: {unit} {first_row} comes before {self.written[-1][1]}, the end "
-                "of what is written. Write in increasing order."
+                f"{array.name!r}: cannot write {unit} {first_row}, because the {unit}s "
+                f"before {self.written[-1][1]} are written already. Write them in increasing order."
             )
         if end > self._n_rows:
             raise StoreError(
-                f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's "
-                f"{self._n_rows}."
+                f"{array.name!r}: cannot write {unit}s {first_row} to {end}, because the part has "
+                f"only {self._n_rows} {unit}s."
             )
 
     def _flush_rows(self, row: int) -> None:
@@ -394,15 +394,15 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         if n_tokens is None or isinstance(values, np.ndarray) or values.keys() != set(names):
             raise StoreError(
                 f"{field!r} is stored as {', '.join(names)}. Write the rows of one planned "
-                "sequence per call, as StoreCodec.encode returns them. Tokens of the planned "
-                f"sequence that starts at token {first_token}: {n_tokens or 'none'}."
+                "sequence per call, as StoreCodec.encode returns them. The plan has "
+                f"{n_tokens or 'no'} tokens for a sequence that starts at token {first_token}."
             )
         for array in codec.arrays:
             rows = values[array.name]
             if len(rows) != array.n_rows(n_tokens):
                 raise StoreError(
-                    f"{array.name!r}: {n_tokens} tokens make {array.n_rows(n_tokens)} rows, got "
-                    f"{len(rows)}."
+                    f"{array.name!r}: got {len(rows)} rows for {n_tokens} tokens, expected "
+                    f"{array.n_rows(n_tokens)} rows."
                 )
             self._arrays[array.name].write(first_token // array.block_tokens, rows)
 

@@ -133,7 +133,7 @@ class Publication:
     def publish(self) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
-        In a folder the caller must hold the lock.
+        If the store is in a folder, the caller must hold its lock (:meth:`StoreFiles.publishing`).
 
         Returns:
             Whether the commit now has the content of this publication.
@@ -145,7 +145,10 @@ class Publication:
         return self.finish()
 
     def finish(self) -> bool:
-        """Execute steps 2 and 3 of the publication, as far as they have not been executed yet.
+        """Give the files their final names, write the commit, and delete uploads and record.
+
+        These are steps 2 and 3 of the module's docstring. Another writer may already have executed
+        some of them.
 
         Returns:
             Whether the commit now has the content of this publication.
@@ -254,9 +257,9 @@ class PartFiles:
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
             raise StorageUnavailable(
-                f"{path}: the part took longer than {COMMIT_WITHIN_S / 3600:.0f} hours from its "
-                "first upload, after which its files may have been deleted. Run the same command "
-                "again, with a smaller --part-tokens for a new store."
+                f"{path}: more than {COMMIT_WITHIN_S / 3600:.0f} hours have passed since the first "
+                "upload of this part, so its files may have been deleted. Run the same command "
+                "again. For a new store, choose a smaller --part-tokens."
             )
         old = replace(commit, files=self.existing).to_json() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
@@ -486,7 +489,8 @@ def _store(path: Path, target: StorePath) -> None:
     got = target.stat().st_size
     if got != expected:
         raise StorageUnavailable(
-            f"{target} has {got} bytes after an upload of {expected}. Run the same command again."
+            f"{target} has {got} bytes after an upload of {expected} bytes. Run the same command "
+            "again."
         )
 
 

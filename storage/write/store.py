@@ -522,7 +522,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 def _check_unoccupied(store: StorePath) -> None:
     """Raise OutputOccupied unless a path is missing, an empty folder, or a store.
 
-    The creation of the store may have been interrupted.
+    A store whose creation was interrupted is also allowed.
     """
     # In a bucket, only a listing of all files would show whether a folder exists, so this check is
     # skipped.
@@ -548,7 +548,7 @@ def _check_unoccupied(store: StorePath) -> None:
             # the damage.
             if not has_commit:
                 raise OutputOccupied(
-                    f"{store} holds something else: {error} Choose another output folder."
+                    f"{store} holds files other than a store: {error} Choose another output folder."
                 ) from error
         return
     if has_parts(store) and not has_commit:
@@ -645,9 +645,9 @@ def _begin(
 ) -> None:
     """Create a store: write the codec's files, then plan.parquet, then store.json.
 
-    In a folder, which is locked, existing files are left from a killed process, and are replaced.
-    In a bucket, other writers may create the store at the same time. There, existing files are kept
-    and compared with the new content.
+    A folder is locked, so a file that exists already was written by a killed process. It is
+    replaced. In a bucket, other writers may create the store at the same time, so a file that
+    exists already is kept and compared with the new content.
     """
     if isinstance(store, Path):
         for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
@@ -665,7 +665,10 @@ def _begin(
 
 
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Give the basis that includes added fields its final name, if store.json has its hash."""
+    """Rename the new basis of an addition of fields to its final name.
+
+    Nothing is renamed if there is no new basis, or if store.json has the hash of another basis.
+    """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
         content = read_basis(path)

@@ -58,7 +58,7 @@ def test_the_order_of_the_table_does_not_matter() -> None:
         (table([3]).drop_columns(["n_tokens"]), r"lacks the columns \['n_tokens'\]"),
         (
             pa.concat_tables([table([3]), table([3])]),
-            "1 sequence ids appear twice, the first is id-0",
+            "1 sequence ids appear more than once, the first is id-0",
         ),
     ],
 )

@@ -50,7 +50,7 @@ class TestTransform(LossyContract):
     def test_it_needs_a_field_of_tokens_and_those_of_the_values(self, codec: StoreCodec) -> None:
         sequence = SEQUENCES[0]
         for given in (None, sequence[TOKENS][1:]):
-            with pytest.raises(ValueError, match="predicts from tokens"):
+            with pytest.raises(ValueError, match="predicts values from token ids"):
                 codec.fields[KV].encode(exact(sequence)[KV], given)
         with pytest.raises(CodecUnknown, match="'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))

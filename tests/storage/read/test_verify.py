@@ -90,7 +90,7 @@ def test_nan_and_infinity_name_sequence_and_layer(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("response_mask", 0, "response mask counts 0 tokens, the plan says 35"),
+        ("response_mask", 0, "the response mask has 0 response tokens, but the plan says 35"),
         ("tokens", 100, "lie outside the vocabulary of 100"),
     ],
 )

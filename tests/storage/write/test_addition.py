@@ -149,7 +149,7 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
             StoreError, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"
         ):
             addition.finish()
-        with pytest.raises(StoreError, match="Part 1 lacks no field"):
+        with pytest.raises(StoreError, match="Part 1 already has all fields"):
             addition.part(1)
         with (
             addition.part(0) as out,

@@ -198,7 +198,7 @@ class TestBucket(PlaceContract):
             out = writer.part(0)
             recipe.fill(out)
             monkeypatch.setattr(publish_module, "COMMIT_WITHIN_S", -1.0)
-            with pytest.raises(StorageUnavailable, match="took longer than"):
+            with pytest.raises(StorageUnavailable, match="hours have passed since"):
                 out.commit()
             out.discard()
             assert writer.is_pending(0)

@@ -91,8 +91,8 @@ def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
                 r"'kv' takes uint16 .* \[n, 4, 2, 2, 8\] \(bfloat16\)",
             ),
             ("tokens", 10, np.zeros((3, 1), np.int32), r"got int32 \[3, 1\]"),
-            ("tokens", 9, np.zeros(1, np.int32), "token 9 comes before 10"),
-            ("tokens", end, np.zeros(1, np.int32), f"lie beyond the part's {end}"),
+            ("tokens", 9, np.zeros(1, np.int32), "the tokens before 10 are written already"),
+            ("tokens", end, np.zeros(1, np.int32), f"the part has only {end} tokens"),
         ):
             with pytest.raises(StoreError, match=what):
                 out.write(field, first, values)
@@ -231,7 +231,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe: Reci
         recipe.write(folder)
     assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
     (folder / "chapter1.tex").rename(folder / "store.json")
-    with pytest.raises(OutputOccupied, match="holds something else"):
+    with pytest.raises(OutputOccupied, match="holds files other than a store"):
         recipe.write(folder)
     with pytest.raises(OutputOccupied, match="is a file, not a folder"):
         recipe.write(folder / "store.json")
