@@ -110,7 +110,8 @@ class ChatTemplate:
         tokenizer: a fast tokenizer with a chat template.
         arguments: values that are passed to the template in addition to the chat.
         where: name of the target in error messages.
-        uses_tools: whether this is the template for chats with tools; see :meth:`for_tools`.
+        uses_tools: whether this is the template for chats with tools. Some tokenizers have a second
+            one for them.
 
     Raises:
         TemplateError: the template cannot be used.
@@ -128,8 +129,8 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
-        # Whether the template shows arguments of tool calls that are given as objects, or as JSON
-        # texts.
+        # Whether the template shows the arguments of tool calls if they are objects, and whether it
+        # shows them if they are JSON texts.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -206,8 +207,8 @@ class ChatTemplate:
             messages: the messages of the chat.
             tools: JSON schemas of the tools.
             add_generation_prompt: whether to add the header of the next response at the end.
-            is_shaped: whether the messages already have the form that the template shows; see
-                :meth:`_shaped`.
+            is_shaped: whether the messages already have the form that the template shows; if not,
+                :meth:`shape` converts them.
 
         Raises:
             One of RENDER_ERRORS: the template refuses the chat or fails.
@@ -233,7 +234,7 @@ class ChatTemplate:
         return rendered
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert messages to the form that the template shows; see :meth:`_shaped`."""
+        """Convert contents and call arguments of messages to the form that the template shows."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
@@ -404,7 +405,8 @@ class ChatTemplate:
                 pattern = control.framed if is_framed else control.everywhere
                 parts.append((f"message {index}", value, pattern))
                 if key == "content" and not isinstance(value, str):
-                    # The template joins the parts, and a token may begin in one and end in another.
+                    # The template joins the parts, so a control token may begin in one part and end
+                    # in another.
                     parts.append((f"message {index}", "".join(content_texts(message)), pattern))
         parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
         for where, value, pattern in parts:

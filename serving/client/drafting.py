@@ -177,7 +177,7 @@ class TextDrafter:
         """Draft one token after the prompt, the committed tokens and the earlier drafts.
 
         Returns None if contexts are missing, if the drafter has reached its maximum depth, or if
-        more known tokens must be fed first. In the last case ``is_catching_up`` is  true.
+        more known tokens must be fed first. In the last case ``is_catching_up`` is true.
 
         Args:
             tokens: the prompt and the committed tokens.
