@@ -160,7 +160,7 @@ class Guard:
         # With both headers, a proxy and this server could disagree about the end of the request
         # (request smuggling).
         if {b"transfer-encoding", b"content-length"} <= names:
-            message = "a request has either a content-length or a transfer-encoding; send one."
+            message = "the request has both content-length and transfer-encoding; send only one."
             return ApiError(400, message, None, "invalid_request")
         if scope["path"] == "/health":
             return None
@@ -180,8 +180,8 @@ class Guard:
         foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
         if foreign:
             message = (
-                f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it "
-                "with "
+                f"{foreign[0][:120]!r} is not a host name of this server; address it as 127.0.0.1, "
+                "or start it with "
             )
             return ApiError(
                 403, message + "--allowed-host NAME or a token file.", None, "foreign_host"

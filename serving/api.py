@@ -29,8 +29,8 @@ from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-# Number of unread commits (results of target calls) at which the engine pauses a sequence, and
-# number at which the engine resumes it.
+# A sequence is paused at the first and resumed at the second number of unread commits (results of
+# target calls).
 _HOLD_AT, _RELEASE_AT = 64, 8
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
@@ -73,8 +73,12 @@ class ApiError(Exception):
         ):  # fmt: skip
             if isinstance(error, kind):
                 return cls(status, str(error), code=code, retry_after_s=retry_s)
-        # An internal error; the log has the details.
-        return cls(500, "the server failed at this request.", code="internal_error")
+        # This is an internal error. The server's log has the details.
+        return cls(
+            500,
+            "the server failed at this request; its log has the details.",
+            code="internal_error",
+        )
 
     def response(self, **headers: str) -> JSONResponse:
         """Create the HTTP response."""
@@ -131,7 +135,7 @@ class _Body(BaseModel):
         if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
             raise ApiError(
                 400,
-                f"the body has more than {_MAX_CONTAINERS:,} brackets; send less.",
+                f"the body has more than {_MAX_CONTAINERS:,} lists and objects; send fewer.",
                 code="invalid_value",
             )
         try:
@@ -202,8 +206,8 @@ class AnswerRequest(_Body):
                     return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
         message = (
-            "give text, json_object or a json_schema, or one of structured_outputs' json, regex "
-            "and choice."
+            "give a response_format of type text, json_object or json_schema, or give "
+            "structured_outputs with one of json, regex and choice."
         )
         raise ApiError(400, message, param, "invalid_value")
 
@@ -257,7 +261,8 @@ class ChatRequest(AnswerRequest):
             )
         if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
             message = (
-                'this server does not call tools. Leave them out, or give "none" as tool_choice.'
+                'this server does not call tools. Leave tools and tool_choice out, or give "none" '
+                "as tool_choice."
             )
             raise ApiError(
                 400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter"

@@ -44,7 +44,8 @@ class Grammar:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ServingError(
-                f"no further token follows the form ({matcher.get_error().splitlines()[0]})"
+                "no token can continue this form of answers "
+                f"({matcher.get_error().splitlines()[0]})"
             )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
@@ -80,6 +81,6 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar(form), log_level=0)
         if matcher.is_error():
             raise RequestInvalid(
-                f"this {kind} cannot be followed: {matcher.get_error().splitlines()[0]}."
+                f"answers cannot follow this {kind} form: {matcher.get_error().splitlines()[0]}."
             )
         return [Grammar(matcher.deep_copy(), self._n_vocab) for _ in range(n)]

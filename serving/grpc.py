@@ -68,8 +68,8 @@ class Identities:
         ):  # fmt: skip
             if theirs and ours and theirs != ours:
                 raise ProtocolMismatch(
-                    f"the client's {part} is {theirs[:12]}, the server's {ours[:12]}; use the same "
-                    f"{part} on both sides."
+                    f"the client's {part} has the hash {theirs[:12]}, the server's the hash "
+                    f"{ours[:12]}; use the same {part} on both sides."
                 )
 
     def drafter(self, identity: str) -> str:
@@ -84,8 +84,8 @@ class Identities:
                 return name
         known = ", ".join(known_identity[:12] for known_identity in self.drafters.values())
         raise ProtocolMismatch(
-            f"the client's drafter is {identity[:12]}, the server has {known}; use the same "
-            "drafter on both sides."
+            f"the client's drafter has the hash {identity[:12]}, the server's drafters have "
+            f"{known}; use the same drafter on both sides."
         )
 
 

@@ -222,7 +222,9 @@ class Service:
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
-            message = f"{name[:120]!r} is not a model of this server, which has {self.model_name}."
+            message = (
+                f"{name[:120]!r} is not the model of this server; request {self.model_name!r}."
+            )
             raise ApiError(404, message, "model", "model_not_found")
 
     async def _body(self, request: HttpRequest) -> bytes:
@@ -233,12 +235,19 @@ class Service:
         self._admit(request)
         if self.is_draining:
             raise ApiError(
-                503, "the server is shutting down; try another one, or later.", None, "draining", 5
+                503,
+                "the server is shutting down; try another server, or try again later.",
+                None,
+                "draining",
+                5,
             )
         limits = self.limits
         max_bytes = self.limits.max_body_bytes
         too_large = ApiError(
-            413, f"the body has more than {max_bytes} bytes; send less.", None, "request_too_large"
+            413,
+            f"the body has more than {max_bytes} bytes; send a smaller body.",
+            None,
+            "request_too_large",
         )
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > max_bytes:
@@ -381,7 +390,7 @@ class Service:
         if least > max_tokens:
             raise ApiError(
                 400,
-                f"min_tokens is {least}, more than max_tokens, which is {max_tokens}; lower it.",
+                f"min_tokens is {least}, but max_tokens is only {max_tokens}; lower min_tokens.",
                 "min_tokens",
                 "invalid_value",
             )
@@ -410,7 +419,10 @@ class Service:
         n_new = asked.max_tokens
         limit = self.limits.max_new_tokens
         if n_prompt >= context:
-            message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
+            message = (
+                f"the prompt has {n_prompt} tokens, but at most {context - 1} fit into the "
+                "context; shorten the prompt."
+            )
             raise ApiError(400, message, None, "context_length_exceeded")
         if n_new is None:
             return min(limit, context - n_prompt)
@@ -421,7 +433,10 @@ class Service:
             )
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         if n_new > limit:
-            message = f"at most {limit} tokens per answer; {n_new} are requested."
+            message = (
+                f"{n_new} tokens are requested, but an answer has at most {limit}; lower "
+                "max_tokens."
+            )
             raise ApiError(400, message, "max_tokens", "invalid_value")
         return n_new
 
@@ -442,7 +457,11 @@ class _Tokenizer:
         """
         if self._n_waiting >= self._max_waiting:
             raise ApiError(
-                503, "too many prompts wait to be read; try again later.", None, "overloaded", 1
+                503,
+                "too many requests wait for the tokenizer; try again later.",
+                None,
+                "overloaded",
+                1,
             )
         self._n_waiting += 1
         try:

@@ -178,13 +178,13 @@ class DraftingSession:
             return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
-                f"the message starts at {body.start}, the session has {len(self.tokens)} tokens, "
-                f"{self.request.n_prompt} of them the prompt; open it again with the tokens that "
-                "you have."
+                f"the message starts at token {body.start}, but the session has "
+                f"{len(self.tokens)} tokens, {self.request.n_prompt} of them the prompt; open the "
+                "session again with the tokens that you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(
-                f"{body.mode} is not a mode of a run; request a plain or a speculative one."
+                f"{body.mode} is not a mode of a run; request a plain or a speculative run."
             )
         if len(self._pending) >= _MAX_PENDING:
             raise Overloaded(f"{_MAX_PENDING} messages are pending; wait for their answers.")

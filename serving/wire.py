@@ -105,9 +105,9 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     size = bytes_per_position(codec, width)
     if len(values) != n_positions * size:
         raise ServingError(
-            f"contexts of {n_positions} positions are {n_positions * size} bytes in {codec}, got "
-            f"{len(values)}; "
-            "do both sides have the same drafter?"
+            f"contexts of {n_positions} positions have {n_positions * size} bytes in {codec}, but "
+            f"{len(values)} bytes arrived; "
+            "use the same drafter on both sides."
         )
     if not values:
         return torch.zeros(n_positions, width)

@@ -146,7 +146,7 @@ class TextDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start a sequence, and return for how many of its positions contexts are here already.
+        """Start a sequence, and return how many of its contexts are in the drafter's caches.
 
         If the sequence begins like the previous one, the contexts in the caches are kept.
         """

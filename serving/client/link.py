@@ -54,8 +54,8 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LinkEvent:
     """An event of the connection.
 
-    An event without a message and an error: the stream has started. An event with a message: the
-    stream has received this message. An event with an error: the stream has ended, or, if
+    An event with neither a message nor an error: the stream has started. An event with a message:
+    the stream has received this message. An event with an error: the stream has ended, or, if
     ``stream`` is 0, no stream could be made.
     """
 

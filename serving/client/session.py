@@ -516,8 +516,7 @@ class Session:
         """Send the next request to the server, unless an earlier request is still unanswered."""
         if not self._is_up or self.finish or self._awaited or self._is_running:
             return
-        # Tokens that were shown offline are verified in one call. After it the server streams
-        # again.
+        # Tokens that were shown offline are verified in one call. Then the server streams again.
         if self.n_shown:
             self._verify()
         elif self.mode == "server":

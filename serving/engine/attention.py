@@ -2,10 +2,12 @@
 
 A *part* is the tokens of one sequence in a call.
 
-| case | method | |---|---| | CUDA, half precision, chains | one call of variable-length
-FlashAttention, without copying KV | | CUDA, otherwise | one padded call for short parts, one for
-long parts (prompt chunks) | | CPU, float32, single tokens, few query heads per key head | two
-sparse operations, without copying KV | | otherwise | one call per part, on views of the KV |
+| case | method |
+|---|---|
+| CUDA, half precision, chains | one call of variable-length FlashAttention, without copying KV |
+| CUDA, otherwise | one padded call for short parts, one for long parts (prompt chunks) |
+| CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
+| otherwise | one call per part, on views of the KV |
 
 The methods make few calls because each call has a fixed cost, which is higher on a GPU than on a
 CPU.

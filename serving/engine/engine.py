@@ -130,7 +130,7 @@ class Engine:
                 raise TargetError(
                     f"drafter {name!r} can't be served: it reads latents of "
                     f"{target.config.model_type}, which the engine does not keep. `moa-data "
-                    "generate` decodes with it."
+                    "generate` can use this drafter."
                 )
         sizes = target.sizes | attention_sizes(target.config)
         groups = () if target.has_uniform_kv else kv_groups(target.config)

@@ -110,7 +110,7 @@ class Sequence:
     request: Request
     # Upper bound of the number of tokens, prompt included.
     limit: int
-    # The target's KV. It has the first ``n_cached`` tokens.
+    # The target's KV of the first ``n_cached`` tokens.
     kv: PooledKV
     on_commit: Callable[[Commit], object]
     # The target's end-of-sequence tokens.
@@ -149,7 +149,7 @@ class Sequence:
 
     @functools.cached_property
     def text(self) -> Text:
-        """Everything that determines the next token. It has the same list object of tokens."""
+        """Everything that determines the next token. The list of tokens is not copied."""
         request = self.request
         return Text(
             self.tokens,
