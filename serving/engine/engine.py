@@ -572,7 +572,7 @@ class Engine:
                 self._encode(name, group)
             except Exception as error:  # noqa: BLE001 - other sequences must continue
                 _LOG.warning(
-                    "encoding the contexts of %d sequences failed; retrying each sequence alone: %s",
+                    "encoding contexts of %d sequences failed; retrying each sequence alone: %s",
                     len(group),
                     first_line(error),
                 )
@@ -588,7 +588,7 @@ class Engine:
             contexts_to_host(ready)
         except Exception as error:  # noqa: BLE001 - other sequences must continue
             _LOG.warning(
-                "copying the contexts of %d sequences at once failed; copying those of each alone: %s",
+                "copying contexts of %d sequences at once failed; copying those of each alone: %s",
                 len(ready),
                 first_line(error),
             )

@@ -175,7 +175,8 @@ class Sequence:
     def can_encode(self) -> bool:
         """Whether contexts can be encoded now.
 
-        The KV of their positions must exist. After an eviction, the prefill first computes it again.
+        The KV of their positions must exist. After an eviction, the prefill first computes it
+        again.
         """
         return 0 < self.n_unencoded <= self.n_cached - self.n_context
 
