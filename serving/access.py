@@ -243,7 +243,7 @@ class Connection(H11Protocol):
         self.has_asked = False  # Whether the client has ever sent the head of a request.
         self.since = time.monotonic()  # Time at which the connection began to wait for a request.
         # Deadline of the present answer, and the time since which its reader has taken nothing.
-        # Infinity stands for neither.
+        # Each is infinite if there is none.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None

@@ -476,7 +476,8 @@ class Answers:
 
     @property
     def finish_reason(self) -> str:
-        """The reasons why the answers have ended, each once; empty while one has not ended."""
+        """The reasons why the answers have ended, each once; empty while an answer is
+        unfinished."""
         reasons = [text.finish_reason for text in self.texts]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
@@ -529,8 +530,8 @@ class AnswerForm:
         # Index of an answer with log-probabilities -> number of characters of its tokens that were
         # sent.
         self._offsets: Counter[int] = Counter()
-        # Index of an answer -> what its events have before and after the text, which is always the
-        # same.
+        # Index of an answer -> the bytes of an event before and after its text. They are the same
+        # for all events of the answer.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",

@@ -26,7 +26,7 @@ class Detokenizer:
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:
-        """Add a token, and return the new text; empty while a character is incomplete."""
+        """Add a token, and return the text that it adds; empty while a character is incomplete."""
         self._tokens.append(token)
         first, shown = self._windows[-1]
         before = self._decode(self._tokens[first:shown])

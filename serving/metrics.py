@@ -75,7 +75,7 @@ class Metrics:
 
 @dataclass
 class Facts:
-    """The facts of a request for its line in the log."""
+    """What the request log writes about one request."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
     # The answers are closed when the request ends, even if it fails.

@@ -44,7 +44,7 @@ class ServerRun:
         service: the HTTP service.
         on_ready: called with the addresses of HTTP and gRPC once requests are accepted.
         identities: hashes by which drafting clients check that they have the server's target,
-            tokenizer and drafter. None turns gRPC off; its address is then None.
+            tokenizer and drafter. None turns gRPC off; ``on_ready`` then gets None as its address.
     """
 
     def __init__(

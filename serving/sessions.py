@@ -1,4 +1,4 @@
-"""Drafting sessions: each has a text that the engine decodes, as a client's messages say.
+"""Drafting sessions: each has a text that the engine decodes as a client's messages request.
 
 A *text* is the sequence of tokens of one prompt and its answer. A *stream* is one gRPC call, in
 which client and server exchange messages. The *contexts* are the drafter's inputs, one for each

@@ -141,7 +141,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def target_identity(hashes: dict[str, str]) -> str:
-    """Return the hash of a target's weights from ``Target.identity`` or ``drafter.json``."""
+    """Return the hash of a target's weights, from ``Target.identity`` or a drafter's config."""
     return hashes.get("weights_sha256", "")
 
 

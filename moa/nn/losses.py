@@ -261,7 +261,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass,
                 divergence,
             )
-            # Multiply the features by the loss weights, not the logits, because features are
+            # Multiply the features, not the logits, by the loss weights, because features are
             # narrower.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)

@@ -89,7 +89,7 @@ def are_alike(lengths: Sequence[int]) -> bool:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions that the module describes: [B, T] bool.
+    """Find the drafted positions of training sequences: [B, T] bool. All others are context.
 
     See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
 

@@ -408,7 +408,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The :attr:`layers` with their type."""
+        """The decoder layers as a list, with their type."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:

@@ -428,7 +428,7 @@ def logit_scale(config: Any) -> float:
 
 def logit_cap(config: Any) -> float | None:
     """Return the soft cap of a target's logits, which a tanh applies; None without a cap."""
-    # The second name is used by RecurrentGemma, the third name by xLSTM.
+    # RecurrentGemma uses the second of these names, xLSTM the third.
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 

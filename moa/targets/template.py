@@ -59,8 +59,8 @@ class ControlTokens(NamedTuple):
 
     # Matches the tokens that no text may contain.
     everywhere: re.Pattern[str]
-    # Matches these tokens and the tokens around tools, calls and results. A text between such
-    # tokens must not contain any of them.
+    # Matches the tokens of ``everywhere``, and the tokens that templates write around tools, calls
+    # and results. A text between such tokens must not contain any of them.
     framed: re.Pattern[str]
 
 

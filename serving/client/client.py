@@ -95,8 +95,8 @@ class SavedAnswer:
     """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
     session: str  # The id that the server gave; empty for none.
-    # The prompt and the committed tokens of the answer. Tokens that were committed later come from
-    # the server again, which still has them or computes them again.
+    # The prompt and the committed tokens of the answer. Tokens that were committed after the last
+    # save come from the server again: it still has them, or computes them again.
     tokens: tuple[Annotated[int, Field(ge=0)], ...]
     n_prompt: Count
     max_new_tokens: Count

@@ -199,7 +199,8 @@ class TextDrafter:
             chain = self._chain
             max_depth = self._model.drafter.config.max_depth
             assert chain is not None
-            # The maximum depth is reached. Further drafts need a new chain after newer contexts.
+            # The maximum depth is reached. Further drafts need a new chain, which begins when newer
+            # contexts have arrived.
             if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
                 return None

@@ -204,7 +204,7 @@ class Link:
                 channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
             self._channel = channel
             states = self._states = queue.SimpleQueue()
-        # The channel may have been closed meanwhile.
+        # Another thread may have closed the channel meanwhile.
         with contextlib.suppress(ValueError):
             channel.subscribe(states.put, try_to_connect=True)
         end_s = time.monotonic() + _CONNECT_S

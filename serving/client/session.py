@@ -57,7 +57,7 @@ that is not verified yet."""
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens appended to the answer at ``start``.
+    """Tokens that were appended to the answer, from index ``start`` on.
 
     ``texts`` has the text that each token adds, which may be empty.
     """

@@ -1,8 +1,9 @@
 """The web page of a client: streams an answer, and has a switch that cuts the network.
 
 The client's own process serves the page. A browser cannot run the drafter, and after a cut only a
-local process can still show text. The server accepts only requests whose ``Host`` and ``Origin``
-are its own, so that no other web page can send requests for the user, even with DNS rebinding.
+local process can still show text. The page's server accepts only requests whose ``Host`` and
+``Origin`` are its own, so that no other web page can send requests for the user, even with DNS
+rebinding.
 """
 
 import asyncio

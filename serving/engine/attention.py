@@ -54,8 +54,8 @@ _CPU = torch.device("cpu")
 # From this many query heads per key head on, one matrix product for all of them is faster than the
 # separate vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# The length of a row of scores is a multiple of this. So the rounding of a row's sum does not
-# depend on the other rows of the call.
+# The length of a row of scores is rounded up to a multiple of this number. So the rounding errors
+# of a row's sum do not depend on the other rows of the call.
 _ROW_SLOTS = 16
 
 
@@ -64,7 +64,7 @@ class Part:
     """The tokens of one sequence in a call."""
 
     kv: PooledKV
-    # The tokens after the committed KV, then the drafts.
+    # The tokens after those with committed KV, followed by the drafts.
     tokens: list[int]
     # The index of each draft's parent among the drafts, -1 for the token before the drafts.
     parents: tuple[int, ...] = ()
@@ -295,7 +295,7 @@ class _Steps:
         stops = torch.arange(0, len(key_indices) + 1, len(columns))
         # The additive mask hides the slots that only pad a row.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
-        # Each layer overwrites the scores; the sparse matrix shares their memory.
+        # The values of the sparse matrix use the memory of the scores, which each layer overwrites.
         scores = torch.zeros(len(parts), n_heads, len(columns))
         sparse = torch.sparse_csr_tensor(
             stops,

@@ -149,7 +149,7 @@ class Sequence:
 
     @functools.cached_property
     def text(self) -> Text:
-        """Everything that determines the next token. The list of tokens is not copied."""
+        """Everything that determines the next token. It has the sequence's own list of tokens."""
         request = self.request
         return Text(
             self.tokens,
