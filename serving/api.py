@@ -476,8 +476,7 @@ class Answers:
 
     @property
     def finish_reason(self) -> str:
-        """The reasons why the answers have ended, each once; empty while an answer is
-        unfinished."""
+        """Why the answers have ended, each reason once; empty while an answer is unfinished."""
         reasons = [text.finish_reason for text in self.texts]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 

@@ -188,7 +188,7 @@ def _flex_works(
 
     The reference is PyTorch's attention in float32.
     """
-    # Whether it works depends on the compiler and on library versions, so run FlexAttention once.
+    # Whether FlexAttention works depends on the compiler and on library versions, so try it once.
     generator = torch.Generator(device).manual_seed(0)
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):

@@ -42,9 +42,10 @@ RENDER_ERRORS = (
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
-# This comment is put before the text of our templates. transformers caches compiled templates by
-# their text, and other users of transformers must get the real time. Jinja drops the line break
-# after the comment, so the template still begins at the start of a line.
+# moa-data puts this comment before a template that it renders with the fixed time. transformers
+# caches compiled templates by their text. So other users of transformers, who need the real time,
+# get another compiled template. Jinja drops the line break after the comment, so the template still
+# begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
