@@ -1,9 +1,10 @@
 """Access to a server: bearer tokens, rate limits, foreign web pages, open connections.
 
 Without tokens, everyone who can reach the server may use it. On a machine with a browser, this
-includes every web page: a browser sends a form or text/plain to any address without asking, and a
-page whose own host name resolves to 127.0.0.1 can read the answers. So a server without tokens
-accepts only JSON, no foreign ``Origin``, and, on a loopback address, no foreign ``Host``.
+includes every web page: a browser sends a form or text/plain to any address without asking the
+server first, and a page whose own host name resolves to 127.0.0.1 can read the answers. So a server
+without tokens accepts only JSON, no foreign ``Origin``, and, on a loopback address, no foreign
+``Host``.
 
 uvicorn has no deadline for a request's head, a TLS handshake or a slow reader, and does not count
 connections per address. Here a connection is *waiting* until its request has arrived completely,
@@ -43,13 +44,14 @@ from .config import LimitOptions
 
 _LOG = logging.getLogger(__name__)
 _SCHEME = "bearer "
-# Seconds without accepting connections if the process cannot open more files.
+# Pause in seconds before the next connection is accepted, if the process has too many open files.
 _RETRY_S = 0.1
-# Within this time, a new connection's request is expected to be read, however busy the process is.
+# A connection is *young* for this many seconds: a busy process may not have read its request yet.
 _YOUNG_S = 1.0
 # Young connections may exceed the limit by up to this many times the limit.
 _BURST = 3
-# After this time, a connection whose reader takes nothing may be dropped for another request.
+# Seconds after which a connection whose reader takes nothing may be dropped to make room for
+# another request.
 _STUCK_S = 1.0
 
 
@@ -80,7 +82,7 @@ class BearerTokens:
         self.is_open = not self._hashes
 
     def check(self, authorization: Sequence[str]) -> str:
-        """Check the values of ``authorization`` headers, in constant time.
+        """Check the values of a request's ``authorization`` headers, in constant time.
 
         Returns:
             An identifier of the token's owner that does not reveal the token; empty if there are no
@@ -88,7 +90,7 @@ class BearerTokens:
         """
         if self.is_open:
             return ""
-        if len(authorization) > 1:  # A proxy may have checked another one.
+        if len(authorization) > 1:  # A proxy may have checked only one.
             raise NotAllowed(
                 f"the request has {len(authorization)} authorization headers; send one."
             )
@@ -125,11 +127,14 @@ class Rate:
 
 
 class Guard:
-    """Middleware of all routes, inside the request log; ``/health`` is open to everybody.
+    """Middleware of all routes: refuses surplus connections and foreign web pages.
+
+    ``/health`` is open to everybody. The request log wraps this middleware, so the log also has the
+    refused requests.
 
     Args:
         app: the application.
-        names: host names of the server other than ``localhost`` and addresses, in lower case.
+        names: host names of the server, besides ``localhost`` and IP addresses, in lower case.
         checks_hosts: whether the ``Host`` of a request must be one of them.
         checks_pages: whether web pages of other sites are refused.
     """
@@ -152,9 +157,10 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
-        # A proxy may have used the other header (request smuggling).
+        # With both headers, a proxy and this server could disagree about the end of the request
+        # (request smuggling).
         if {b"transfer-encoding", b"content-length"} <= names:
-            message = "a request has either a content-length or a transfer-encoding; send one."
+            message = "the request has both content-length and transfer-encoding; send only one."
             return ApiError(400, message, None, "invalid_request")
         if scope["path"] == "/health":
             return None
@@ -174,8 +180,8 @@ class Guard:
         foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
         if foreign:
             message = (
-                f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it "
-                "with "
+                f"{foreign[0][:120]!r} is not a host name of this server; address it as 127.0.0.1, "
+                "or start it with "
             )
             return ApiError(
                 403, message + "--allowed-host NAME or a token file.", None, "foreign_host"
@@ -228,14 +234,16 @@ class Connection(H11Protocol):
         self._routes, self.app = self.app, self._answer
         # Whether a request has arrived completely and is not answered yet.
         self.is_working = False
-        # Whether there were too many connections when it arrived, all of them working.
+        # Whether this connection exceeds the limit on connections, because all others were working
+        # when it arrived.
         self.is_surplus = False
-        self.is_cut = False  # Whether the server aborted it.
-        # Whether its request was refused because the body is not HTTP.
+        self.is_cut = False  # Whether the server aborted the connection.
+        # Whether the present request was refused because its body is not HTTP.
         self.is_malformed = False
-        self.has_asked = False  # Whether it has ever sent the head of a request.
-        self.since = time.monotonic()  # Start of its waiting time.
-        # Deadline of its answer; time since when its reader takes nothing.
+        self.has_asked = False  # Whether the client has ever sent the head of a request.
+        self.since = time.monotonic()  # Time at which the connection began to wait for a request.
+        # Deadline of the present answer, and the time since which its reader has taken nothing.
+        # Each is infinite if there is none.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -255,7 +263,7 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             _LOG.warning("%s sent bytes that are not HTTP", self.address)
         else:
-            # The log line of the request reports it.
+            # The log line of the request reports the malformed body.
             self.is_malformed = not self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -293,8 +301,8 @@ class Connection(H11Protocol):
         self._set_deadline(self.pool.limits.head_s)
 
     async def _write(self, writing: Any) -> None:
-        """Wait until the reader has room; abort if it takes nothing for too long."""
-        if not self.flow.write_paused:  # Nothing is buffered.
+        """Write to the reader; abort the connection if the reader takes nothing for too long."""
+        if not self.flow.write_paused:  # The buffer has room.
             await writing
             return
         now = time.monotonic()
@@ -312,8 +320,8 @@ class Connection(H11Protocol):
         self.is_cut = True
         if self.transport is not None:
             self.transport.abort()
-        else:  # During the TLS handshake.
-            with contextlib.suppress(OSError):  # It has already ended.
+        else:  # During the TLS handshake, there is no transport yet.
+            with contextlib.suppress(OSError):  # The socket may be closed already.
                 self._socket.shutdown(socket.SHUT_RDWR)
         self.forget()
 
@@ -349,7 +357,13 @@ class Connections:
         connection.wait()
 
     def make_room(self, crowd: set[Connection], most: int) -> bool:
-        """Abort the connections that have waited longest, those that never sent a request first.
+        """Abort waiting connections, if necessary, so that one more fits into a limit.
+
+        Connections that never sent a request go first, then those that have waited longest.
+
+        Args:
+            crowd: the open connections to which the limit applies.
+            most: the limit.
 
         Returns:
             Whether there is room now, or will be as soon as a waiting connection stops being young.
@@ -382,8 +396,8 @@ class Connections:
         stuck.abort()
         return True
 
-    # The interface of ``asyncio.Server`` that uvicorn uses. asyncio's own server knows a connection
-    # only after its TLS handshake.
+    # The next three methods are the interface of ``asyncio.Server`` that uvicorn uses. asyncio's
+    # own server would not count a connection before the end of its TLS handshake.
 
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
         """Start accepting connections."""
@@ -407,14 +421,14 @@ class Connections:
                 sock, peer = await asyncio.get_running_loop().sock_accept(listener)
             except ConnectionAbortedError:
                 continue
-            except OSError:  # Too many open files.
+            except OSError:  # The process has too many open files.
                 self.make_room(self.open, len(self.open))
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = asyncio.create_task(self._connect(make(self, sock, str(peer[0])), sock, tls))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            await asyncio.sleep(0)  # Let other tasks run, however many connect.
+            await asyncio.sleep(0)  # Let other tasks run, however many clients connect.
 
     async def _connect(self, connection: Connection, sock: socket.socket, tls: Any) -> None:
         self.add(connection)

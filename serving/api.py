@@ -29,13 +29,14 @@ from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-# Number of unread commits at which a sequence is held, and at which it is released.
+# A sequence is paused at the first and resumed at the second number of unread commits (results of
+# target calls).
 _HOLD_AT, _RELEASE_AT = 64, 8
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 
-# Settings of OpenAI's API and vLLM's that this server lacks -> values, besides null, that change
-# nothing and are accepted.
+# Setting of OpenAI's or vLLM's API that this server lacks -> values that it accepts because they
+# change nothing. It also accepts null for each of these settings.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],),
     "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
@@ -56,8 +57,8 @@ class ApiError(Exception):
 
     status: int  # HTTP status.
     message: str  # One line: what was wrong and what to do.
-    param: str | None = None  # The invalid setting.
-    code: str | None = None  # An identifier for programs.
+    param: str | None = None  # Name of the invalid setting.
+    code: str | None = None  # Identifier of the error, for programs.
     retry_after_s: float | None = None  # Seconds after which a retry makes sense.
 
     @classmethod
@@ -72,8 +73,12 @@ class ApiError(Exception):
         ):  # fmt: skip
             if isinstance(error, kind):
                 return cls(status, str(error), code=code, retry_after_s=retry_s)
-        # An internal error; the log has the details.
-        return cls(500, "the server failed at this request.", code="internal_error")
+        # This is an internal error. The server's log has the details.
+        return cls(
+            500,
+            "the server failed at this request; its log has the details.",
+            code="internal_error",
+        )
 
     def response(self, **headers: str) -> JSONResponse:
         """Create the HTTP response."""
@@ -130,7 +135,7 @@ class _Body(BaseModel):
         if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
             raise ApiError(
                 400,
-                f"the body has more than {_MAX_CONTAINERS:,} brackets; send less.",
+                f"the body has more than {_MAX_CONTAINERS:,} lists and objects; send fewer.",
                 code="invalid_value",
             )
         try:
@@ -182,7 +187,7 @@ class AnswerRequest(_Body):
 
     @property
     def form(self) -> tuple[str, Any] | None:
-        """The requested form of the answer, as ("json" or "regex", form); None for any text."""
+        """The requested form: ("json", schema) or ("regex", pattern); None for any text."""
         match self.response_format, self.structured_outputs:
             case ((None | {"type": "text"}), None):
                 return None
@@ -201,8 +206,8 @@ class AnswerRequest(_Body):
                     return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
         message = (
-            "give text, json_object or a json_schema, or one of structured_outputs' json, regex "
-            "and choice."
+            "give a response_format of type text, json_object or json_schema, or give "
+            "structured_outputs with one of json, regex and choice."
         )
         raise ApiError(400, message, param, "invalid_value")
 
@@ -256,7 +261,8 @@ class ChatRequest(AnswerRequest):
             )
         if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
             message = (
-                'this server does not call tools. Leave them out, or give "none" as tool_choice.'
+                'this server does not call tools. Leave tools and tool_choice out, or give "none" '
+                "as tool_choice."
             )
             raise ApiError(
                 400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter"
@@ -272,7 +278,7 @@ class CompletionRequest(AnswerRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, at least one, each a text or a list of token ids."""
+        """The prompts, at least one. All are texts, or all are lists of token ids."""
         prompt = self.prompt
         prompts = (
             prompt
@@ -280,7 +286,8 @@ class CompletionRequest(AnswerRequest):
             else [prompt]
         )
         are_texts = isinstance(prompts[0], str)
-        # Checked here, because pydantic would try each kind of prompt on half a million items.
+        # Check the prompts here, because pydantic would try each kind of prompt on each of up to
+        # half a million items.
         are_right = len(prompts) * (self.n or 1) <= _MAX_CHOICES and all(
             isinstance(item, str)
             if are_texts
@@ -307,12 +314,13 @@ class TokenizeRequest(_Body):
     prompt: str | None = None
     messages: _Messages | None = None
     tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
-    add_special_tokens: bool | None = None  # For a prompt only; a chat's are in the template.
+    # Applies only to a prompt. The special tokens of a chat are in the chat template.
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     def check(self, *kinds: str) -> None:
-        """Refuse a request unless it has exactly one of some kinds of input, and its settings."""
+        """Raise ApiError unless the request has one of these inputs, and only its settings."""
         settings_of = {
             "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
             "messages": ("tools", "add_generation_prompt", "return_token_strs"),
@@ -369,16 +377,16 @@ class AnswerText:
         self._commits: deque[Commit] = deque()
         self._has_come = news
         self._is_held = False
-        # Use the backend tokenizer's decode: the wrapper of transformers would double the time in
-        # the event loop.
+        # Use the backend tokenizer's decode: the wrapper of transformers would double the time that
+        # decoding takes in the event loop.
         decode = partial(engine.target.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
         self._text = Detokenizer(decode)
         self._stops = StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
         # ``finish_reason`` is "stop" or "length" once the answer has ended.
         self.n_tokens, self.finish_reason = 0, ""
-        self.first_s: float | None = None  # Seconds from the request to its first token.
-        # Tokens that were not shown yet, with their log-probabilities.
+        self.first_s: float | None = None  # Seconds from the request to the answer's first token.
+        # Tokens that were not sent yet, with their log-probabilities. Empty if none were requested.
         self.scored: list[tuple[int, Logprobs]] = []
         self._id: int | None = engine.add(
             request, lambda commit: call_in(loop, self._arrive, commit)
@@ -437,8 +445,8 @@ class AnswerText:
 class Answers:
     """The answers of one request.
 
-    They end at ``ends_s``, complete or not, on the clock of ``time.monotonic()``, which is also the
-    event loop's.
+    At the time ``ends_s`` the answers end, complete or not. It is a time of ``time.monotonic()``,
+    the clock of the event loop.
     """
 
     def __init__(
@@ -468,15 +476,16 @@ class Answers:
 
     @property
     def finish_reason(self) -> str:
-        """The reasons why the answers have ended, each once; empty while one has not ended."""
+        """Why the answers have ended, each reason once; empty while an answer is unfinished."""
         reasons = [text.finish_reason for text in self.texts]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
     async def pieces(self) -> AsyncIterator[tuple[AnswerText, str]]:
-        """Yield answers and new pieces of their text.
+        """Yield each new piece of text, with the answer that it belongs to.
 
         Raises:
-            ServingError, ApiError: an answer failed, or takes too long.
+            ServingError: an answer failed.
+            ApiError: the answers take too long.
         """
         while not self.finish_reason:
             await self._has_come.wait()
@@ -497,7 +506,7 @@ class Answers:
         return ["".join(parts) for parts in pieces]
 
     def close(self) -> None:
-        """Remove the sequences from the engine, because the answers or their reader have ended."""
+        """Remove the sequences from the engine: the answers have ended, or their reader is gone."""
         self._timer.cancel()
         for text in self.texts:
             text.close()
@@ -508,7 +517,7 @@ class Answers:
 
 
 class AnswerForm:
-    """Formats the answer to a request as JSON, complete or as server-sent events."""
+    """Formats the answers to a request as one JSON object or as server-sent events."""
 
     def __init__(
         self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any
@@ -517,9 +526,11 @@ class AnswerForm:
         self._n_prompt = n_prompt
         self._decode = tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        # Index of an answer with log-probabilities -> number of characters of its tokens shown.
+        # Index of an answer with log-probabilities -> number of characters of its tokens that were
+        # sent.
         self._offsets: Counter[int] = Counter()
-        # Index of an answer -> start and end of its events, around the text.
+        # Index of an answer -> the bytes of an event before and after its text. They are the same
+        # for all events of the answer.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -527,7 +538,7 @@ class AnswerForm:
         }  # fmt: skip
 
     def whole(self, texts: Sequence[str], answers: Answers) -> dict[str, Any]:
-        """Return the complete answer."""
+        """Return the response with all answers, once they are complete."""
         choices = []
         for text, answer in zip(texts, answers.texts, strict=True):
             message = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -540,14 +551,14 @@ class AnswerForm:
         return self._facts | {"object": name, "choices": choices, "usage": self._usage(answers)}
 
     def first(self, answers: Answers) -> bytes:
-        """Return the events before all text, which name the role in a chat."""
+        """Return the events before all text. In a chat they name the role, otherwise none exist."""
         texts = answers.texts if self._is_chat else ()
         return b"".join(
             self._delta(text, {"role": "assistant", "content": ""}, None) for text in texts
         )
 
     def piece(self, answer: AnswerText, text: str) -> bytes:
-        """Return the events of a piece of text, and of the end if it is the last one."""
+        """Return the event of a piece of text, followed by the final event after the last piece."""
         events = self._text(answer, text) if text else b""
         if reason := answer.finish_reason:
             events += self._delta(answer, {} if self._is_chat else "", reason)
@@ -563,7 +574,8 @@ class AnswerForm:
     def _text(self, answer: AnswerText, text: str) -> bytes:
         if answer.scored:
             return self._delta(answer, {"content": text} if self._is_chat else text, None)
-        # Only the text changes from event to event, and serializing the rest takes longer.
+        # Only the text differs between the events of an answer. Serializing the other fields would
+        # take longer than serializing the text, so it is done once per answer.
         if answer.index not in self._frames:
             frame = self._delta(answer, {"content": ""} if self._is_chat else "", None)
             head, _, tail = frame.rpartition(b'""')
@@ -593,7 +605,7 @@ class AnswerForm:
     def _chat_logprobs(self, answer: AnswerText) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._decode([token])
-            # A token with this character has only some bytes of a character.
+            # The replacement character shows that the token has only some bytes of a character.
             is_whole = "\ufffd" not in text
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
@@ -613,8 +625,8 @@ class AnswerForm:
         tops = []
         for text, (_, (logprob_of_text, likeliest)) in zip(tokens, answer.scored, strict=True):
             values.append(max(logprob_of_text, _MIN_LOGPROB))
-            # Incomplete characters look the same; the most likely one is kept, or the token of the
-            # text.
+            # Tokens with incomplete characters can decode to the same text. Of these, keep the
+            # token of the answer if it is among them, else the most likely one.
             top = {
                 self._decode([token]): max(logprob, _MIN_LOGPROB)
                 for token, logprob in reversed(likeliest)

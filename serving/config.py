@@ -27,16 +27,17 @@ class EngineOptions(Config):
     """Maximum number of sequences that one target call processes."""
     max_waiting: Count = 256
     """Maximum number of sequences that wait in addition to the max_sequences running ones. Further
-    requests are refused because the server is overloaded."""
+    requests are refused with the HTTP error 503."""
     prefill_chunk: Count = 256
     """Maximum number of prompt tokens that one target call processes, for all sequences together. A
     higher value reads prompts faster; a lower value delays running answers less."""
     max_drafts: Count = 64
     """Maximum number of drafts that one target call verifies for a client."""
     tree: str = "auto"
-    """Shape of the drafts that the server makes itself. 5: a chain of five. LENGTH@PROBABILITY,
-    such as 10@0.2: a chain that ends when its acceptance becomes unlikely. DEPTHxBREADTHxNODES: a
-    tree. auto: 10@0.2, and no drafts while drafting would make decoding slower."""
+    """Shape of the drafts that the server makes itself. 5: a chain of five drafts.
+    LENGTH@PROBABILITY, such as 10@0.2: a chain of up to ten drafts that ends when the drafter's
+    probability for all of them together falls below 0.2. DEPTHxBREADTHxNODES: a tree. auto: 10@0.2,
+    and no drafts while drafting would make decoding slower."""
     target_ms: NonNegative = 0.0
     """Minimum duration of a target call in milliseconds. Use it to simulate a slower target; 0 adds
     no delay."""
@@ -73,12 +74,12 @@ class LimitOptions(Config):
     """Maximum number of requests per second of one client. A client is identified by its bearer
     token, or by its IP address if the server has no tokens. 0 sets no limit."""
     requests_at_once: Count = 32
-    """Maximum number of requests that a client can send at once after a pause, although
+    """Maximum number of requests that a client can send at once after a pause, even if
     requests_per_s is lower."""
     max_connections: Count = 1024
-    """Maximum number of open connections. A further connection replaces the one that has been
-    without a request for the longest time. If all connections are busy, the new one gets the HTTP
-    error 503."""
+    """Maximum number of open connections. A further connection replaces the connection that has
+    been without a request for the longest time. If all connections have requests, the new one gets
+    the HTTP error 503."""
     max_connections_each: Count = 256
     """Maximum number of open connections from one IP address; further ones are treated as with
     max_connections. All clients behind a proxy share one address."""
@@ -100,8 +101,7 @@ class DraftingOptions(Config):
     """Maximum number of sessions of one client. A client is identified by its bearer token, or by
     its IP address if the server has no tokens."""
     messages_per_s: Positive = 200.0
-    """Maximum number of messages per second of one session. The server reads further messages
-    later."""
+    """Maximum number of messages per second of one session. The server delays further messages."""
     idle_s: Positive = 600.0
     """Time in seconds without messages after which a session is removed."""
     keepalive_s: Positive = 20.0
@@ -136,8 +136,8 @@ class ServeConfig(TargetSettings):
     tls_key: Common[str | None] = None
     """File with the private key of the TLS certificate (PEM)."""
     grace_s: NonNegative = 30.0
-    """Time in seconds that running answers have to end after Ctrl-C or SIGTERM. The rest is cut
-    off."""
+    """Time in seconds that running answers have to end after Ctrl-C or SIGTERM. Answers that are
+    longer are cut off."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     limits: LimitOptions = Field(default_factory=LimitOptions)
     drafting: DraftingOptions = Field(default_factory=DraftingOptions)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-# Number of tokens after which an incomplete character is shown as it is. No character has that many
-# bytes.
+# Number of tokens after which incomplete bytes are shown as they are, because no character has that
+# many bytes.
 _LONGEST = 16
 
 
@@ -14,19 +14,19 @@ class Detokenizer:
     """
 
     # The text of a token depends on the tokens before it: a byte may complete a character, and some
-    # tokenizers drop the space of a text's first word. So each step decodes the tokens since the
-    # last complete text twice, with and without the new token. Earlier tokens are not decoded
-    # again.
+    # tokenizers drop the space of a text's first word. So each step decodes a window of the last
+    # tokens twice, with and without the new token. The window begins at the end of an earlier
+    # complete text; the tokens before it are not decoded again.
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # (start of the window in which a token was decoded, number of tokens whose text is shown),
-        # after each token.
+        # One pair after each token: the start of the window for the next token, and the number of
+        # tokens whose text is complete and was returned.
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:
-        """Add a token, and return the new text; empty while a character is incomplete."""
+        """Add a token, and return the text that it adds; empty while a character is incomplete."""
         self._tokens.append(token)
         first, shown = self._windows[-1]
         before = self._decode(self._tokens[first:shown])
@@ -53,14 +53,15 @@ class StopStrings:
 
     Args:
         stops: the stop strings.
-        n_before: number of first pieces in which no stop string may end.
+        n_before: number of pieces at the start of the text in which no stop string may end.
     """
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self._n_before = n_before
-        self.is_found = False  # Whether a stop string was found; then no more text is passed on.
+        # Whether a stop string was found. No text after it is passed on.
+        self.is_found = False
 
     def push(self, text: str) -> str:
         """Take the next piece, and return text that cannot be the start of a stop string."""
@@ -73,7 +74,8 @@ class StopStrings:
         )
         matches = [(start + n, start) for start, n in ends if start >= 0]
         self._n_before -= 1
-        # Use the stop string that is complete first; of several that end together, the longest.
+        # Use the stop string that is complete first. If several end at the same character, use the
+        # longest.
         if matches and self._n_before < 0:
             self.is_found = True
             self._held = ""
@@ -83,12 +85,12 @@ class StopStrings:
         return text[:n_free]
 
     def rest(self) -> str:
-        """Return the text that was held back, at the end of the answer."""
+        """At the end of the answer, return the text that was held back."""
         return self._held
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the position of a possible incomplete stop string, or the length of the text."""
+    """Return the position where a stop string may have begun, or the length of the text."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)

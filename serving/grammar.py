@@ -14,7 +14,7 @@ from ..moa.targets.live import Target
 
 
 class Grammar:
-    """Computes which tokens may follow an answer: [V] bool."""
+    """Computes which tokens may follow an answer, as an array [V] bool."""
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher = matcher
@@ -36,14 +36,16 @@ class Grammar:
             matcher.rollback(len(consumed) - n_same)
             del consumed[n_same:]
         for token in answer[n_same:]:
-            if matcher.is_stopped():  # Only the end of the text is left.
+            # The form is complete, so only the end of the answer may follow.
+            if matcher.is_stopped():
                 break
             matcher.consume_token(token)
             consumed.append(token)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ServingError(
-                f"no further token follows the form ({matcher.get_error().splitlines()[0]})"
+                "no token can continue this form of answers "
+                f"({matcher.get_error().splitlines()[0]})"
             )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
@@ -70,7 +72,7 @@ class Grammars:
         self._tokenizer = from_tokenizer(target.tokenizer, n_tokens, ends)
 
     def make(self, kind: str, form: Any, n: int) -> list[Grammar]:
-        """Create grammars of one form for n answers; RequestInvalid if it is not supported."""
+        """Create n grammars of one form; raise RequestInvalid if the form is not supported."""
         grammar = (
             self._matcher.grammar_from_json_schema
             if kind == "json"
@@ -79,6 +81,6 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar(form), log_level=0)
         if matcher.is_error():
             raise RequestInvalid(
-                f"this {kind} cannot be followed: {matcher.get_error().splitlines()[0]}."
+                f"answers cannot follow this {kind} form: {matcher.get_error().splitlines()[0]}."
             )
         return [Grammar(matcher.deep_copy(), self._n_vocab) for _ in range(n)]

@@ -2,9 +2,9 @@
 
 Each drafting session has one bidirectional stream at a time.
 
-A *stream* carries messages in both directions. A *session* (``sessions``) is the text, which
-outlives its streams. The engine computes. Whatever arrives can end at most its own stream, with a
-:class:`Failure` and the matching gRPC status.
+A *stream* carries messages in both directions. A *session* (see ``sessions``) has a text, and
+outlives its streams. The engine decodes the text. An invalid message can end at most its own
+stream, with a ``Failure`` message and the matching gRPC status.
 """
 
 import asyncio
@@ -41,22 +41,22 @@ _LOG = logging.getLogger(__name__)
 
 # Maximum number of open connections; further ones are closed at once.
 _MAX_CONNECTIONS = 8192
-# Seconds after which a session may be replaced by another one, if nothing was heard from it and it
-# takes nothing.
+# Seconds of silence after which a new session may replace an older one whose client neither sends
+# nor reads.
 _SILENT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of target, tokenizer and drafters, see ``wire``; an empty hash always matches."""
+    """Hashes of target, tokenizer and drafters, computed in ``wire``. An empty hash matches any."""
 
     target: str = ""
     tokenizer: str = ""
-    # Drafter name -> hash. The first one drafts for clients that name none.
+    # Drafter name -> hash. The first drafter drafts for clients that name none.
     drafters: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, body: pb.Open) -> None:
-        """Raise ProtocolMismatch if protocol, target or tokenizer of an Open differ."""
+        """Raise ProtocolMismatch if a client's protocol, target or tokenizer differs."""
         if body.protocol != PROTOCOL:
             raise ProtocolMismatch(
                 f"the client uses protocol {body.protocol}, this server {PROTOCOL}; install the "
@@ -68,8 +68,8 @@ class Identities:
         ):  # fmt: skip
             if theirs and ours and theirs != ours:
                 raise ProtocolMismatch(
-                    f"the client's {part} is {theirs[:12]}, the server's {ours[:12]}; use the same "
-                    f"{part} on both sides."
+                    f"the client's {part} has the hash {theirs[:12]}, the server's the hash "
+                    f"{ours[:12]}; use the same {part} on both sides."
                 )
 
     def drafter(self, identity: str) -> str:
@@ -84,8 +84,8 @@ class Identities:
                 return name
         known = ", ".join(known_identity[:12] for known_identity in self.drafters.values())
         raise ProtocolMismatch(
-            f"the client's drafter is {identity[:12]}, the server has {known}; use the same "
-            "drafter on both sides."
+            f"the client's drafter has the hash {identity[:12]}, the server's drafters have "
+            f"{known}; use the same drafter on both sides."
         )
 
 
@@ -111,7 +111,7 @@ class DraftingCounts:
 
 
 class DraftingServer:
-    """Serves streams and holds the sessions."""
+    """Serves the streams of all clients, and keeps their sessions."""
 
     def __init__(
         self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens
@@ -140,11 +140,11 @@ class DraftingServer:
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_body_bytes),
-                # Streams of one connection.
+                # Limit on the streams of one connection.
                 ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
-                # Otherwise a connection that drops pings stays open for a minute.
+                # Without this setting, a connection that drops pings stays open for a minute.
                 ("grpc.http2.ping_timeout_ms", keepalive_ms),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
@@ -154,9 +154,10 @@ class DraftingServer:
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
                 # Clients may ping too.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-                ("grpc.so_reuseport", 0),  # A port in use is an error.
+                ("grpc.so_reuseport", 0),  # A port that is in use is an error.
             ],
-            # Twice the sessions: a session that is resumed has two streams for a moment.
+            # Allow twice as many streams as sessions, because a session that is resumed has two
+            # streams for a moment.
             maximum_concurrent_rpcs=2 * settings.max_sessions,
         )
         # Messages are received as bytes and parsed here. If grpc parsed them, a malformed one would
@@ -208,14 +209,14 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # A client that reads nothing gets the status when it reads again.
+            # A client that reads nothing now gets this status when it reads again.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
                         f"nothing was read for {self._limits.write_s:g} s; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
-            raise asyncio.CancelledError from error  # For grpc the stream is cancelled.
+            raise asyncio.CancelledError from error  # grpc sees a cancelled stream.
         finally:
             reader.cancel()
             self._streams.discard(stream)
@@ -286,7 +287,7 @@ class DraftingServer:
 
     async def _take(self, stream: Stream, message: pb.ClientMessage) -> None:
         if message.sequence <= stream.last_sequence:
-            return  # The message was sent again.
+            return  # The client has sent this message before.
         stream.last_sequence = message.sequence
         kind = message.WhichOneof("body")
         session = stream.session
@@ -386,10 +387,10 @@ class DraftingServer:
             stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
     async def _resume(self, known: DraftingSession, request: Request) -> bool:
-        """Take a session from its current stream, if it has one.
+        """Detach a session from its current stream, if it has one, so that another can attach.
 
         Returns:
-            Whether its text must be prefilled again.
+            Whether the session's text must be prefilled again.
         """
         known.check_text(request)
         known.send_failure("invalid", "another stream has resumed the session.", ends=True)
@@ -418,7 +419,8 @@ class DraftingServer:
         try:
             session = DraftingSession(stream, self._engine, request, self._forget)
         except Overloaded:
-            # The engine removes a sequence between two calls, so only the next attempt has room.
+            # The engine removes a sequence only between two target calls. So this attempt fails,
+            # and the client's next one finds room.
             self._make_room(list(self._sessions.values()))
             raise
         self._sessions[session.id] = session
@@ -429,7 +431,7 @@ class DraftingServer:
     def _make_room(self, sessions: list[DraftingSession]) -> None:
         """Remove the session that has been without a stream for the longest time.
 
-        If all have streams, remove the one whose stream has been silent for the longest time.
+        If all sessions have streams, remove the one that has been silent for the longest time.
         """
         late = time.monotonic() - _SILENT_S
         silent = [
@@ -461,6 +463,6 @@ def _end(stream: Stream) -> None:
 
 
 def _code(error: MoaDataError) -> str:
-    if isinstance(error, DrafterError):  # Invalid sampling settings.
+    if isinstance(error, DrafterError):  # The sampling settings are invalid.
         return "invalid"
     return next((code for code, kind in ERRORS.items() if isinstance(error, kind)), "internal")

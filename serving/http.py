@@ -5,11 +5,11 @@ A request passes these layers::
     access        limits on connections and times
     metrics       counts and logs the request
     access        refuses foreign web pages
-    this module   token, rate, body within limits, prompt -> tokens in a thread
-    api           settings -> request of the engine; commits -> text -> events
+    this module   checks token and rate, reads the body, tokenizes the prompt in a thread
+    api           turns settings into a request to the engine, and commits into text and events
 
-If a client disconnects, its sequence is removed from the engine. If it reads slowly, its sequence
-is held.
+If a client disconnects, its sequence is removed from the engine. If a client reads slowly, its
+sequence is paused.
 """
 
 import asyncio
@@ -56,23 +56,24 @@ from .metrics import Facts, Metrics, RequestLog
 from .wire import target_identity
 
 _T = TypeVar("_T")
-# Replaces a top_p of 0, which keeps only the most likely token.
+# Smallest top_p that is used. It also replaces a top_p of 0, and keeps only the most likely token.
 _MIN_TOP_P = 1e-9
-# Seconds that a request waits for the room of an aborted connection.
+# If the engine is full, another connection may be dropped to make room for a request. The request
+# then waits up to this many seconds until the engine has removed the dropped sequence.
 _ROOM_S = 5.0
-# Maximum number of token owners, or addresses, whose rates are kept.
+# Maximum number of clients (token owners or IP addresses) whose request rates are remembered.
 _MAX_OWNERS = 10_000
 # Status in the log of a request whose client has disconnected; it is never sent.
 _CLIENT_GONE = 499
-# Maximum length of a short prompt. Its tokenization takes a few hundredths of a second.
+# Maximum number of characters of a short prompt. Tokenizing it takes a few hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Maximum number of waiting short prompts, long prompts, and forms of answers; further ones are
-# refused.
+# Maximum numbers of waiting short prompts, of waiting long prompts, and of waiting forms of
+# answers. Further ones are refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 
 class Service:
-    """The routes and their state. Requests that name no drafter use the engine's first one."""
+    """The routes and their state. Requests that name no drafter use the engine's first drafter."""
 
     def __init__(self, engine: Engine, config: ServeConfig, tokens: BearerTokens) -> None:
         self.engine = engine
@@ -82,7 +83,7 @@ class Service:
         self.model_name = config.name or Path(config.model).name
         self.limits = config.limits
         weights = target_identity(self.target.identity)
-        # Identifies the weights in responses.
+        # Tells clients, in the field ``system_fingerprint``, which weights the target has.
         self._fingerprint = f"fp_{weights[:12]}" if weights else None
         # While draining, the server is stopping and refuses requests.
         self.is_draining, self._created = False, int(time.time())
@@ -93,13 +94,19 @@ class Service:
             len(token) for token in self.target.tokenizer.get_vocab()
         )
         self._grammars = cache(lambda: Grammars(self.target))
-        # Long prompts and forms have separate threads, so that short prompts never wait for them.
+        # Long prompts and forms of answers each have a thread of their own, so that short prompts
+        # never wait for them.
         self._tokenizers = [
             _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
         ]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
-        """Create the application; ``access.Guard`` explains the arguments."""
+        """Create the application.
+
+        Args:
+            names: host names of the server, besides ``localhost`` and IP addresses.
+            checks_hosts: whether the ``Host`` of a request must be one of them.
+        """
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -196,7 +203,7 @@ class Service:
     # Checks, which raise ApiError or ServingError
 
     def _admit(self, request: HttpRequest) -> None:
-        """Check the token and rate of a request; the errors are 401 and 429."""
+        """Check the token and the rate of a request; the HTTP errors are 401 and 429."""
         owner = self._check_token(request)
         if self.limits.requests_per_s <= 0:
             return
@@ -215,23 +222,32 @@ class Service:
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
-            message = f"{name[:120]!r} is not a model of this server, which has {self.model_name}."
+            message = (
+                f"{name[:120]!r} is not the model of this server; request {self.model_name!r}."
+            )
             raise ApiError(404, message, "model", "model_not_found")
 
     async def _body(self, request: HttpRequest) -> bytes:
         """Read the body of a request after checking whether it may be answered.
 
-        The errors are 400, 401, 408, 413, 429 and 503.
+        The HTTP errors are 400, 401, 408, 413, 429 and 503.
         """
         self._admit(request)
         if self.is_draining:
             raise ApiError(
-                503, "the server is shutting down; try another one, or later.", None, "draining", 5
+                503,
+                "the server is shutting down; try another server, or try again later.",
+                None,
+                "draining",
+                5,
             )
         limits = self.limits
         max_bytes = self.limits.max_body_bytes
         too_large = ApiError(
-            413, f"the body has more than {max_bytes} bytes; send less.", None, "request_too_large"
+            413,
+            f"the body has more than {max_bytes} bytes; send a smaller body.",
+            None,
+            "request_too_large",
         )
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > max_bytes:
@@ -277,13 +293,14 @@ class Service:
     ) -> list[int]:
         """Tokenize a prompt.
 
-        The errors are 400 if it cannot be used, and 503 if too many prompts wait.
+        The HTTP errors are 400 if the prompt cannot be used, and 503 if too many prompts wait.
 
         Args:
             n_chars: length of the prompt in characters.
             encode: tokenizes the prompt.
         """
-        # Too long, even if every token is the longest of the vocabulary.
+        # Such a prompt is too long, even if each of its tokens is the longest one of the
+        # vocabulary.
         if n_chars > self._max_chars:
             message = (
                 f"the prompt has {n_chars} characters, far more than fit into the context; shorten "
@@ -302,7 +319,7 @@ class Service:
     async def _answer(
         self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]
     ) -> Response:
-        """Answer prompts; the log's middleware closes the answers in any case."""
+        """Answer prompts. The middleware of the request log closes the answers in any case."""
         answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
         facts.answer = answers
@@ -321,7 +338,7 @@ class Service:
         """Start the answers; if the engine is full, a connection with a stuck reader is dropped."""
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
-        # ones.
+        # seeds.
         requests = [
             self._request(asked, tokens, seed + k)
             for tokens in prompts
@@ -343,7 +360,8 @@ class Service:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
                     raise
-                await asyncio.sleep(0.02)  # The engine removes a sequence between two calls.
+                # The engine removes the dropped sequence only between two target calls.
+                await asyncio.sleep(0.02)
             else:
                 connection.ends_s = ends_s
                 return answers
@@ -372,7 +390,7 @@ class Service:
         if least > max_tokens:
             raise ApiError(
                 400,
-                f"min_tokens is {least}, more than max_tokens, which is {max_tokens}; lower it.",
+                f"min_tokens is {least}, but max_tokens is only {max_tokens}; lower min_tokens.",
                 "min_tokens",
                 "invalid_value",
             )
@@ -401,7 +419,10 @@ class Service:
         n_new = asked.max_tokens
         limit = self.limits.max_new_tokens
         if n_prompt >= context:
-            message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
+            message = (
+                f"the prompt has {n_prompt} tokens, but at most {context - 1} fit into the "
+                "context; shorten the prompt."
+            )
             raise ApiError(400, message, None, "context_length_exceeded")
         if n_new is None:
             return min(limit, context - n_prompt)
@@ -412,7 +433,10 @@ class Service:
             )
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         if n_new > limit:
-            message = f"at most {limit} tokens per answer; {n_new} are requested."
+            message = (
+                f"{n_new} tokens are requested, but an answer has at most {limit}; lower "
+                "max_tokens."
+            )
             raise ApiError(400, message, "max_tokens", "invalid_value")
         return n_new
 
@@ -427,13 +451,17 @@ class _Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:
-        """Run a function on the thread, such as the encoding of a prompt.
+        """Run a function on the thread, such as one that tokenizes a prompt.
 
-        If this is cancelled before it starts, it never runs.
+        If the caller is cancelled before the function starts, the function never runs.
         """
         if self._n_waiting >= self._max_waiting:
             raise ApiError(
-                503, "too many prompts wait to be read; try again later.", None, "overloaded", 1
+                503,
+                "too many requests wait for the tokenizer; try again later.",
+                None,
+                "overloaded",
+                1,
             )
         self._n_waiting += 1
         try:
@@ -447,7 +475,7 @@ class _Tokenizer:
 def _chat_tokens(
     template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool
 ) -> list[int]:
-    """Encode a chat, with its tools if the template can show them; they are never called."""
+    """Tokenize a chat, with its tools if the template can show them. The tools are never called."""
     are_developers = [message.get("role") == "developer" for message in messages]
     known = [
         m | {"role": "system"} if is_one else m
@@ -456,7 +484,8 @@ def _chat_tokens(
     chat = parse_prompt({"messages": known, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
-    # As in vLLM, a template that does not know the role developer gets a system message.
+    # As in vLLM, developer messages become system messages if the template does not know the role
+    # developer.
     if any(are_developers) and re.search("['\"]developer['\"]", template.text):
         for message, is_one in zip(chat.messages, are_developers, strict=True):
             message["role"] = "developer" if is_one else message["role"]
@@ -467,7 +496,7 @@ def _chat_tokens(
 
 
 def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[int]:
-    text.encode()  # Surrogates are not text, and raise UnicodeError.
+    text.encode()  # Raises UnicodeError for surrogates, which are not text.
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
 
@@ -485,7 +514,7 @@ async def _events(request: HttpRequest, answers: Answers, form: AnswerForm) -> A
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, HTTPException):  # No route matches.
+    if isinstance(error, HTTPException):  # No route matches the request.
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
         error = ApiError(error.status_code, message, None, "unknown_url")
     elif isinstance(error, ClientDisconnect):  # The client disconnected while sending its body.

@@ -25,7 +25,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 class Metrics:
     """The metrics of one server, in a separate registry.
 
-    ``counts`` are read when Prometheus scrapes.
+    The functions in ``counts`` are called each time Prometheus scrapes the metrics.
     """
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
@@ -58,7 +58,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a metric for each field of the counts; prometheus_client calls this."""
+        """Yield a metric for each field of the counts. prometheus_client calls this method."""
         for counts in (read_counts() for read_counts in self.counts):
             for item in fields(counts):
                 name, text, is_gauge, labels = item.metadata["metric"]
@@ -75,10 +75,11 @@ class Metrics:
 
 @dataclass
 class Facts:
-    """The facts of a request for its line in the log."""
+    """What the request log writes about one request."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
-    answer: Answers | None = None  # Closed when the request ends in any way.
+    # The answers are closed when the request ends, even if it fails.
+    answer: Answers | None = None
     n_prompt: int | None = None
     status: int | None = None  # The HTTP status that was sent.
     error: str | None = None

@@ -19,7 +19,7 @@ _LOCK = threading.Lock()
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """Schedule a call in an event loop, after those scheduled before; thread-safe."""
+    """Schedule a call in an event loop, after the calls scheduled before. Thread-safe."""
     with _LOCK:
         waiting = _WAITING.setdefault(loop, [])
         waiting.append(functools.partial(function, *args))

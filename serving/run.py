@@ -43,8 +43,8 @@ class ServerRun:
     Args:
         service: the HTTP service.
         on_ready: called with the addresses of HTTP and gRPC once requests are accepted.
-        identities: identities that drafting clients compare. Without them gRPC is off, and its
-            address is None.
+        identities: hashes by which drafting clients check that they have the server's target,
+            tokenizer and drafter. None turns gRPC off; ``on_ready`` then gets None as its address.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ServerRun:
         self._breaking_off = asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
-        """Drain, or abort when called again. Must be called in the event loop."""
+        """Drain the server; a second call aborts running answers. Call this in the event loop."""
         self.signum = signum
         if self._ending.is_set():
             self._breaking_off.set()
@@ -126,9 +126,9 @@ class ServerRun:
         service.metrics.counts.append(lambda: server.counts)
 
     async def _drain(self, http: HttpServer, serving: asyncio.Task[None]) -> None:
-        """Let running work end, or abort it."""
+        """Wait for running answers up to the grace period, abort the rest, and close the server."""
         self._service.is_draining = True
-        # Only current requests are awaited; later ones are refused.
+        # Wait only for the current requests, because later requests are refused.
         answering = list(http.server_state.tasks)
         _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
         asyncio.get_running_loop().call_later(self._config.grace_s, self._breaking_off.set)
@@ -140,7 +140,8 @@ class ServerRun:
         rest.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await rest
-        http.should_exit = True  # The listener and idle connections close.
+        # This closes the listener and idle connections.
+        http.should_exit = True
         await _first_of(serving, self._breaking_off.wait())
         http.force_exit = True
         await serving
@@ -154,7 +155,8 @@ class ServerRun:
             # commands/signals.py reads.
             end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.end)
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it.
+                # Some programs, such as nohup, start the server with a signal ignored.
+                if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, lambda signum, _frame: end(signum))
         try:
             yield
@@ -167,15 +169,16 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket to an address; RequestInvalid if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        both = family == socket.AF_INET6 and host == "::"  # All addresses, including IPv4.
+        # ``::`` means all addresses, including IPv4.
+        both = family == socket.AF_INET6 and host == "::"
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
         raise RequestInvalid(
             f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
         ) from error
-    # Connections inherit this size. By default the kernel would buffer megabytes for a reader that
-    # does not read.
+    # Connections inherit this size. By default the kernel would buffer megabytes of text for a
+    # client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener
@@ -193,7 +196,7 @@ def raise_file_limit() -> None:
 
 
 def check_tls(cert: Path, key: Path) -> None:
-    """Raise RequestInvalid for files that cannot be read or do not belong together."""
+    """Raise RequestInvalid if the certificate or its key cannot be read, or do not match."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:

@@ -1,17 +1,22 @@
-"""Drafting sessions: texts that the engine decodes and streams of messages control.
+"""Drafting sessions: each has a text that the engine decodes as a client's messages request.
 
-A session outlives its stream. All of it runs in the event loop; commits come from the engine's
-thread. Messages are processed in order, one at a time, because the meaning of a message depends on
-what is committed when it is processed. The states of a session::
+A *text* is the sequence of tokens of one prompt and its answer. A *stream* is one gRPC call, in
+which client and server exchange messages. The *contexts* are the drafter's inputs, one for each
+position of the text.
 
-    idle        nothing to do, or the engine has nothing to do
-    verifying   one Verify is with the engine; its commit is the answer
+A session outlives its stream. This module runs in the event loop. Commits, the results of target
+calls, come from the engine's thread. Messages are processed in order, one at a time, because the
+meaning of a message depends on the tokens that are committed when it is processed. The states of a
+session::
+
+    idle        the engine has nothing to do for the session
+    verifying   the engine works on one Verify message, and its commit is the answer
     running     the engine decodes, and each commit is sent
     stopping    the engine was told to stop, and confirms it after the last commit of the run
 
 Messages to send are queued in the :class:`Stream`. The drafter's contexts are in the session's own
-:class:`ContextLog`, from which the stream takes them: if the connection is cut, the next stream
-continues there.
+:class:`ContextLog`, from which the stream takes them. If the connection is cut, the next stream
+continues with the contexts that the client lacks.
 
 Shapes: n positions, W numbers of a context.
 """
@@ -33,19 +38,20 @@ from .engine.sequence import Commit, Request, Work
 from .post import call_in
 from .wire import bytes_per_position, encode, n_common
 
-# Maximum number of messages that wait for the engine. A client that drafts ahead has two on their
-# way.
+# Maximum number of a client's messages that wait for the engine. A client that drafts ahead sends
+# two before it gets an answer.
 _MAX_PENDING = 16
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-# Maximum bytes of contexts in one message. A message on its way delays the next answer, by 3 ms at
-# 20 Mbit/s.
+# Maximum bytes of contexts in one message. An answer waits until such a message has been sent, for
+# 3 ms at 20 Mbit/s.
 _CHUNK_BYTES = 8192
 # Number of unsent answers at which a reader counts as slow.
 _MAX_MESSAGES = 64
-# Bytes of unsent contexts at which a reader counts as slow. A prompt has many contexts, which must
-# not stop its answer.
+# Bytes of unsent contexts at which a reader counts as slow. The number is high, so that the many
+# contexts of a prompt do not stop the answer to it.
 _MAX_UNSENT = 32 << 20
-# Bytes of contexts that are kept after they were sent, because a cut loses those on their way.
+# Bytes of contexts that are kept after they were sent. If the connection is cut, some of them have
+# not arrived and are sent again.
 _MAX_KEPT = 4 << 20
 
 
@@ -53,7 +59,7 @@ _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class DraftingSession:
-    """One text, opened by a stream; ``on_lost`` is called if the engine fails with it."""
+    """One text, opened by a stream. ``on_lost`` is called if the engine fails to decode it."""
 
     def __init__(
         self,
@@ -65,23 +71,25 @@ class DraftingSession:
         self.id = secrets.token_urlsafe()
         self.owner = opener.owner
         self.counted_by = opener.counted_by
-        # ``time.monotonic()`` of the last message from or to its client, updated by the streams.
+        # ``time.monotonic()`` of the last message from or to the session's client. The gRPC server
+        # updates it.
         self.used_s = 0.0
         self.stream: Stream | None = None
-        self.resuming = asyncio.Lock()  # Held by the stream that attaches itself.
+        # Held while a stream resumes the session, so that no other stream resumes it too.
+        self.resuming = asyncio.Lock()
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        # The Verify that is with the engine: its number, its start, and how many of its drafts were
-        # already committed when it was processed.
+        # The Verify message that the engine works on: its sequence number, its start, and how many
+        # of its drafts were already committed when it was processed.
         self._asked = (0, 0, 0)
         self._state = _State.IDLE
         self._tag = 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify]] = deque()
         self._is_held = self._ends_when_idle = False
-        self.stopped = asyncio.Event()  # Set while the engine does nothing for the session.
+        self.stopped = asyncio.Event()  # Set while the engine has no work for the session.
         self.stopped.set()
-        # Number of tokens that the client has, or will have after reading what was sent.
+        # Number of tokens that the client has, including those that were sent and are on their way.
         self._n_sent = 0
         self.begin(request)
 
@@ -104,8 +112,8 @@ class DraftingSession:
 
     def check_text(self, request: Request) -> None:
         """Raise RequestInvalid if the request has another text or other settings."""
-        # This cannot be checked for a session that the server has lost. There, the client's tokens
-        # become the text, like a prompt.
+        # If the server has lost the session, this check is impossible, and the client's tokens
+        # become the text of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
         settings, requested = (
@@ -123,7 +131,8 @@ class DraftingSession:
     def must_rebuild(self, request: Request) -> bool:
         """Return whether the text must be prefilled again.
 
-        This is so if contexts are needed that were dropped, or if the client knows more tokens.
+        This is necessary if the client needs contexts that were dropped, or if it has more tokens
+        than the session.
         """
         if self.finish:
             return False
@@ -135,11 +144,10 @@ class DraftingSession:
         return lacks_contexts or len(request.tokens) > len(self.tokens)
 
     def attach(self, stream: "Stream", n_known: int) -> None:
-        """Send answers to this stream from now on.
-
-        The first answer has the tokens that its client lacks.
+        """Send answers to this stream from now on, beginning with tokens that its client lacks.
 
         Args:
+            stream: the stream.
             n_known: number of tokens that the client has.
         """
         self.stream = stream
@@ -161,7 +169,7 @@ class DraftingSession:
         self._continue()
 
     def take(self, sequence: int, body: pb.Run | pb.Verify) -> None:
-        """Process a message after those before it.
+        """Process a message, after all earlier messages.
 
         Raises:
             Overloaded, RequestInvalid: the message is refused.
@@ -170,13 +178,13 @@ class DraftingSession:
             return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
-                f"the message starts at {body.start}, the session has {len(self.tokens)} tokens, "
-                f"{self.request.n_prompt} of them the prompt; open it again with the tokens that "
-                "you have."
+                f"the message starts at token {body.start}, but the session has "
+                f"{len(self.tokens)} tokens, {self.request.n_prompt} of them the prompt; open the "
+                "session again with the tokens that you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(
-                f"{body.mode} is not a mode of a run; request a plain or a speculative one."
+                f"{body.mode} is not a mode of a run; request a plain or a speculative run."
             )
         if len(self._pending) >= _MAX_PENDING:
             raise Overloaded(f"{_MAX_PENDING} messages are pending; wait for their answers.")
@@ -186,7 +194,7 @@ class DraftingSession:
         self._continue()
 
     def update_hold(self) -> None:
-        """Hold the sequence in the engine while the stream is full."""
+        """Pause the sequence in the engine while the stream is full, and resume it afterwards."""
         is_full = self.stream is not None and self.stream.is_full
         if self._sequence_id is not None and is_full != self._is_held:
             self._engine.hold(self._sequence_id, is_full)
@@ -253,14 +261,14 @@ class DraftingSession:
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
-            return  # Belongs to a text that was removed meanwhile.
+            return  # The commit is of a text that was removed meanwhile.
         if commit.error is not None:
             self._sequence_id = None
             # The details are in the server's log only; clients must not see them.
             self.send_failure(
                 "internal", "this text failed on the server; open the session again.", ends=True
             )
-            self._on_lost(self)  # Closes this session.
+            self._on_lost(self)  # The callback closes this session.
             return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
@@ -269,7 +277,8 @@ class DraftingSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # The contexts of a prompt are released at its end, so that the first tokens are sent first.
+        # The contexts of a prompt are released when the whole prompt was read, so that the first
+        # tokens of the answer are sent before them.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -296,7 +305,7 @@ class DraftingSession:
         answers: int = 0,
         commit: Commit | None = None,
     ) -> None:
-        """Send the tokens from ``start`` on, by default those that were not sent yet."""
+        """Send the tokens from ``start`` on. By default, send the tokens that were not sent yet."""
         if self.stream is None:
             return
         start = self._n_sent if start is None else start
@@ -342,8 +351,8 @@ class ContextLog:
 
     def release(self) -> None:
         """Allow all contexts in the log to be sent."""
-        # This is a separate step: the contexts of a prompt are computed before the first token of
-        # its answer, and would delay it on a slow network.
+        # This is a separate step, because the contexts of a prompt are computed before the first
+        # token of its answer. On a slow network they would delay this token.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
@@ -357,7 +366,7 @@ class ContextLog:
         )
 
     def drop_sent(self, sent: int) -> None:
-        """Drop the oldest contexts before a position; the newest ``_MAX_KEPT`` bytes are kept."""
+        """Drop contexts before a position, except for the newest ``_MAX_KEPT`` bytes of them."""
         n_useless = max(0, sent - self.first - _MAX_KEPT // max(1, self._row_bytes))
         del self._rows[:n_useless]
         self.first += n_useless
@@ -368,15 +377,16 @@ class ContextLog:
 
 
 class Stream:
-    """One stream: its client, and the messages queued for it. Answers overtake contexts."""
+    """One stream: its client, and the messages queued for it. Answers are sent before contexts."""
 
-    # The stream is full if its reader is slow. Then decoding is held, and no more messages are read
-    # from the client.
+    # The stream is full if its reader is slow. Then decoding is paused, and no more messages are
+    # read from the client.
 
     def __init__(self) -> None:
         # Identifies the client's bearer token; empty if there are no tokens.
         self.owner = ""
-        # Key of the limit on sessions per client: its owner, or its address, which may change.
+        # Identifies the client for the limit on sessions per client: the owner of the token, or the
+        # address of the connection if there are no tokens.
         self.counted_by = ""
         self.session: DraftingSession | None = None
         self.last_sequence = 0  # Number of the last message received.
@@ -392,7 +402,7 @@ class Stream:
         self.has_room.set()
 
     def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
-        """Send the contexts of a text from a position on, as they arrive."""
+        """From a position on, send the contexts of a text as the engine computes them."""
         self._contexts = contexts
         self._codec = codec
         self._n_context = n_context
@@ -406,7 +416,7 @@ class Stream:
         self.wake()
 
     def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
-        """Queue a failure; with ``ends`` the stream is closed."""
+        """Queue a failure. If ``ends`` is true, close the stream after it."""
         if self._is_closed:
             return
         failure = pb.Failure(code=code, message=message, ends=ends, answers=answers)

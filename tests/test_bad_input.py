@@ -340,7 +340,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         changed(BUNDLE, **changes), {TRAINING: (text,)},
     ) for changes, text in (
         ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
-        ({"num_key_value_heads": 3}, "3 KV heads do not divide 2 heads"),
+        ({"num_key_value_heads": 3}, "2 query heads are not a multiple of 3 KV heads"),
         ({"head_dim": 6}, "is of another target than its store: it has head_dim 6 and not 8"),
         ({"vocab_size": 1000}, "is of another target than its store: it has vocab_size 1000"),
         ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),

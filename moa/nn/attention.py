@@ -47,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
             dtype bool. None for no mask.
 
     Returns:
-        [B, H, Q, d].
+        The attention output [B, H, Q, d].
     """
     k = k.to(q.dtype)
     v = v.to(q.dtype)
@@ -116,9 +116,8 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend within many short sequences without a mask.
 
-    The self-attention over the target's layers needs this. The result equals that of PyTorch's
-    fused kernel.
-
+    Layer self-attention has such sequences: one per position, with the target's layers as tokens.
+    The result equals that of PyTorch's fused kernel.
     """
     # On a CPU the fused kernel has a fixed cost per sequence and head. Here one matrix product
     # computes all query heads of a group.
@@ -139,12 +138,12 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Inside full blocks the kernel passes the row of the batch as ``row``. A mask that all
-            # rows share has only row 0.
+            # The kernel passes the row of the batch as ``row``, even if all rows share a mask with
+            # a single row. Then use row 0.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        # The compiled function does not materialize the dense mask and its intermediate tensors.
-        # They would take 78 MB per row of 2,048 tokens.
+        # Compile also the function that creates the block mask. Without compilation it materializes
+        # the dense mask and intermediate tensors, 78 MB per row of 2,048 tokens.
         create = _compiled(flex.create_block_mask, rules)
         mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
     kernel = _compiled(flex.flex_attention, rules)
@@ -189,7 +188,7 @@ def _flex_works(
 
     The reference is PyTorch's attention in float32.
     """
-    # The answer depends on the compiler and the versions of libraries, so run FlexAttention once.
+    # Whether FlexAttention works depends on the compiler and on library versions, so try it once.
     generator = torch.Generator(device).manual_seed(0)
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):

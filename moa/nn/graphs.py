@@ -12,7 +12,8 @@ _n_recorded = 0
 def n_recorded() -> int:
     """Return how many graphs this process has recorded.
 
-    A call that records a graph takes far longer than other calls.
+    Callers compare the number to find calls that recorded a graph: these take far longer than
+    others.
     """
     return _n_recorded
 

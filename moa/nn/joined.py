@@ -49,7 +49,7 @@ class Joined:
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
     weights: list[Tensor]  # All weights and biases of the layer
-    # State of each weight, see :func:`.packed.state_of`, at the time of fusing.
+    # Address and version of each weight at the time of fusing.
     states: list[tuple[int, int]]
     # Keeps the weights alive, so that a freed address cannot be reused and mistaken for an
     # unchanged weight.
@@ -60,7 +60,7 @@ class Joined:
     n_kv_heads: int
 
     def is_current(self) -> bool:
-        """Whether the weights have not changed since they were fused."""
+        """Whether no weight has changed since the weights were fused."""
         return [state_of(weight) for weight in self.weights] == self.states
 
     def project(
@@ -85,7 +85,8 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
 
     Args:
         layer: A decoder layer whose linear layers were packed by :func:`.packed.pack`.
-        is_exact: See :func:`.packed.pack`.
+        is_exact: If true, weights that float16 cannot represent stay in float32. Drafts do not need
+            this.
 
     Returns:
         None if the layer has another architecture than Llama, is not float32, or is not packed.
@@ -222,7 +223,7 @@ def after_attention(
 def means_after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid, n_groups: int
 ) -> Tensor:
-    """Average the result of :func:`after_attention` over groups of consecutive tokens.
+    """Average the result of :func:`after_attention` over each group of consecutive tokens.
 
     Returns:
         [B, n_groups, E]. :func:`group_means` describes the groups.

@@ -147,10 +147,11 @@ class KVBuffer:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep some of the tokens that were written after each row, and drop the others.
+        """Keep some of the new tokens after each row's committed tokens, and drop the others.
 
         Args:
-            kept: For each row, the ascending indices of the tokens to keep.
+            kept: For each row, the ascending indices of the new tokens to keep; 0 is the first new
+                token.
         """
         for row, indices in enumerate(kept):
             start = self.lengths[row]
@@ -217,7 +218,7 @@ class KVBuffer:
         self.lengths = self.lengths + other.lengths
 
     def reserve(self, n_slots: int, like: Tensor) -> None:
-        """Grow by doubling to at least ``n_slots`` slots.
+        """Double the number of slots until there are at least ``n_slots``.
 
         Args:
             n_slots: Number of slots needed.
@@ -260,7 +261,7 @@ class KVBuffer:
 
 
 def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> int | Tensor:
-    """Find the slots of n new tokens after each row's tokens.
+    """Find the slots of n new tokens, which follow each row's tokens.
 
     Returns:
         The first slot if all rows have the same length, otherwise the slots of all tokens, [B, n]
@@ -289,7 +290,7 @@ def write_slots(
 
 
 def positions_from(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
-    """List the positions of n tokens from each row's start.
+    """List the positions of n consecutive tokens of each row, from the row's start on.
 
     Returns:
         [B, n] int64, or [1, n] if all rows have the same start.

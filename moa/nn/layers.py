@@ -109,7 +109,7 @@ class Rotary(nn.Module):
         else:
             raise DrafterError(
                 f"rope type {rope_type!r} is not supported, because its angles change with the "
-                "length of the input."
+                f"length of the input; supported are {', '.join(ROPE_TYPES)}."
             )
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(
@@ -121,7 +121,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Compute cos and signed sin [..., d] of integer positions [...], in float32, then cast."""
+        """Compute cos and signed sin [..., d] of integer positions [...] in float32; cast them."""
         angles = positions[..., None] * self.frequencies
         cos = angles.cos()
         sin = angles.sin()
@@ -281,7 +281,7 @@ class Attention(nn.Module):
         Args:
             normed: [B, Q, E], the output of the norm.
             rotation: The rotation of the queries; None for no rotation.
-            scale: See :func:`_project`.
+            scale: Factors [E] of the input; None for no scaling.
         """
         heads = self._heads("q", normed, scale)
         return heads if rotation is None else rotate(heads, rotation)
@@ -291,7 +291,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Project [B, S, E] to rotated keys and to values, each [B, H_kv, S, d].
 
-        ``scale`` is as in :func:`_project`.
+        ``scale`` are factors [E] of the input; None for no scaling.
         """
         return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
 
@@ -312,7 +312,7 @@ class Attention(nn.Module):
             q: [B, H, Q, d].
             k: [B, H_kv, S, d].
             v: [B, H_kv, S, d].
-            mask: See :func:`.attention.attend`.
+            mask: Which keys each query may attend to; see :func:`.attention.attend`.
         """
         out: Tensor = self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
@@ -384,7 +384,7 @@ class DecoderBlock(nn.Module):
             rotation: Rotation of the queries' positions, [B or 1, Q, d].
             keys: [B, H_kv, S, d], rotated.
             values: [B, H_kv, S, d].
-            mask: See :func:`.attention.attend`.
+            mask: Which keys each query may attend to; see :func:`.attention.attend`.
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
@@ -471,9 +471,9 @@ class DecoderBlock(nn.Module):
         return self.finish(x, self._self_attention(x, rotation, mask))
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Average :meth:`attend_self`, without a mask, over G groups of consecutive tokens.
+        """Average the result of :meth:`attend_self` over each of G groups of consecutive tokens.
 
-        x [B, T, E] becomes [B, G, E].
+        x [B, T, E] becomes [B, G, E]. There is no mask.
         """
         if (joined := self._current(x)) is not None:
             return self._attend_joined(

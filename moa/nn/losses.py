@@ -68,8 +68,8 @@ KL = Divergence()
 # Lower bound of the acceptance probability, which keeps its logarithm and gradient finite.
 _LEAST_ACCEPTED = 1e-6
 
-# Bytes of the float32 logits of one chunk. Chunks are larger if there would be more than
-# MAX_CHUNKS.
+# Bytes of the float32 logits of one chunk. Chunks are larger if otherwise there would be more than
+# MAX_CHUNKS chunks.
 LOGITS_BYTES = 1 << 26
 # Maximum number of times that the loss of one forward pass reads an LM head.
 MAX_CHUNKS = 8
@@ -116,7 +116,7 @@ def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tenso
 
 
 def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a gradient of logits [..., V] into one of features [..., E], in ``dtype``."""
+    """Turn the gradient of logits [..., V] into that of features [..., E], in ``dtype``."""
     if dtype == head.dtype:
         return error.to(dtype) @ head
     parts = (error[..., block].to(dtype) @ head[block].to(dtype) for block in _blocks(head))
@@ -161,7 +161,7 @@ def _terms_and_error(
     """Compute the loss terms, and the gradient of their weighted sum with respect to the logits.
 
     Args:
-        kl: [n, J].
+        kl: [n, J], the forward KL of each draft.
         log_draft: [n, J, V], log probabilities of the drafter. This tensor is overwritten.
         probability: [n, 1, V], probabilities of the target.
         weights: [n, J, K], weights of the loss terms.
@@ -226,7 +226,8 @@ class _ChunkedLosses(torch.autograd.Function):
             for x in (own_head, correction)
         ]
         n_logits = features.shape[1] * len(draft_head)
-        # A KL through the frozen head alone needs fewer buffers for logits than the other losses.
+        # The divergence without labels, through the frozen head, needs fewer buffers for logits
+        # than the other losses.
         is_plain = own_head is None and labels is None
         n_rows = chunk_rows(len(features), n_logits if is_plain else n_logits + len(head))
         for first in range(0, len(features), n_rows):
@@ -247,8 +248,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1)
-            # A matrix product needs no additional buffer with the size of the logits of all draft
-            # steps.
+            # With an own head, compute the same sum by a matrix product, which needs no additional
+            # buffer for the logits of all draft steps.
             else:
                 kl = -(log_draft @ probability.mT).squeeze(-1)
             terms[part], error, factor = _terms_and_error(
@@ -260,8 +261,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass,
                 divergence,
             )
-            # The loss weights are applied to the features instead of the logits, because features
-            # are narrower.
+            # Multiply the features, not the logits, by the loss weights, because features are
+            # narrower.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
@@ -407,7 +408,8 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
         cross_entropy: [..., K], cross-entropy of each draft to the actual token.
         supervised: [..., K] bool. All other drafts have the weight 0, and count as s = 1 in the
             products.
-        smoothing: A lower value gives later drafts less weight while earlier drafts are uncertain.
+        smoothing: From 0 to 1. A lower value gives later drafts less weight if earlier drafts are
+            uncertain.
     """
     smoothed = (1 - smoothing) * torch.exp(-cross_entropy.detach()) + smoothing
     reached = torch.where(supervised, smoothed, 1.0).cumprod(dim=-1) * supervised

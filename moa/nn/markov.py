@@ -63,7 +63,7 @@ class MarkovHead(nn.Module):
         return memory
 
     def read(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the memories [..., K, M] of all K slots of each block.
+        """Compute the memory of each of the K slots of a block: [..., K, M].
 
         Args:
             hidden: [..., K, E], hidden states of the slots.

@@ -89,7 +89,7 @@ def are_alike(lengths: Sequence[int]) -> bool:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions that the module describes: [B, T] bool.
+    """Find the drafted positions of training sequences: [B, T] bool. All others are context.
 
     See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
 
@@ -182,8 +182,8 @@ def self_attention_mask(
 ) -> Mask:
     """Make the causal mask of self-attention.
 
-    Queries with ``staircase`` see only the drafted positions of their own round and themselves. See
-    lines 169-193 of ``train/moa_spec.py`` in the MoA authors' code.
+    If ``staircase`` is true for a query, it sees only itself and the drafted positions of its own
+    round. See lines 169-193 of ``train/moa_spec.py`` in the MoA authors' code.
     """
     staircase = staircase.expand_as(queries)
 
@@ -208,8 +208,8 @@ def round_mask(
     The keys are the T positions, followed by the Q queries. Each query also sees itself.
 
     Args:
-        queries: See the docstring of the module.
-        last_context_of_query: See the docstring of the module.
+        queries: [B, Q] int64, position of each query.
+        last_context_of_query: [B, Q] int64, last context position s(i) of each query.
         pass_index: [Q] int64. Queries of different passes over the batch do not see each other.
             None for a single pass.
         n_keys: T, the number of verified keys.
@@ -253,7 +253,7 @@ def staircase_drop_probability(progress: float) -> float:
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """Let pending tokens see the committed slots of their row and their ancestors.
+    """Let pending tokens see the committed slots of their row, and their pending ancestors.
 
     The tokens are those of a decoding call. The P pending tokens of a row are in the slots after
     its committed tokens.
@@ -262,7 +262,8 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
         lengths: Number of committed slots of each of the B rows.
         seen: [B, Q, P] bool. For each of the last Q pending tokens, the pending tokens that it
             sees, including itself.
-        window: See :func:`round_mask`.
+        window: Number of positions that a sliding-window layer sees, including the token's own
+            position, or a :class:`Chunk`. None for no limit.
 
     Returns:
         [B, Q, max(lengths) + P] bool.
@@ -283,9 +284,9 @@ def tree_mask_after(
 
     Args:
         lengths: [B, 1] int64, number of committed slots of each row.
-        seen: See :func:`tree_mask`.
+        seen: [B, Q, P] bool, the pending tokens that each query sees, as in :func:`tree_mask`.
         n_slots: Number of slots of the mask.
-        window: See :func:`round_mask`.
+        window: Sliding window or :class:`Chunk`, as in :func:`tree_mask`.
     """
     n_pending = seen.shape[2]
     index = torch.arange(n_slots, device=seen.device) - lengths  # [B, S]

@@ -23,10 +23,11 @@ from typing_extensions import override
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 
-# Number of values of the smallest weight that is packed. A product with a smaller weight takes no
-# longer than choosing a kernel for it.
+# Number of values of the smallest weight that is packed. For a smaller weight, choosing a faster
+# kernel would take as long as the product itself.
 _FEWEST_VALUES = 1 << 15
-# Number of rows for which oneDNN optimizes its layout. Fewer or more rows are nearly as fast.
+# Number of rows for which oneDNN optimizes its layout. Products of fewer or more rows are nearly as
+# fast.
 _ROWS = 8
 # Smallest normal number of float16. float16 stores smaller numbers with fewer digits.
 _SMALLEST_NORMAL = 2.0**-14
@@ -74,7 +75,7 @@ class PackedLinear(nn.Linear):
     """A linear layer with packed copies of its weight, for products that need no gradient."""
 
     packed: Laid | None
-    # States of weight and bias, see :func:`state_of`, at the time of packing.
+    # Address and version of weight and bias at the time of packing.
     packed_state: list[tuple[int, int]]
 
     @override
@@ -163,7 +164,7 @@ def _states(layer: nn.Linear) -> list[tuple[int, int]]:
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """Return the address and the version of a weight. One of them differs after a change."""
+    """Return the address and the version of a weight. A new value changes one of them."""
     return weight.data_ptr(), weight._version
 
 

@@ -37,19 +37,23 @@ FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Cache the digest of a file only if the file is at least this old. A younger file could change
-# again within one tick of the file system's clock, and its time stamp would stay the same.
+# Age in seconds from which on the digest of a file is cached. A younger file could change again
+# within one tick of the file system's clock, and its time stamp would stay the same.
 _SETTLED_S = 2.0
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
-    """Return the token ids that end a generation: the first ``eos_token_id`` that is set."""
+    """Return the token ids that end a generation, from the first value that is not None.
+
+    Args:
+        values: the ``eos_token_id`` of several configs, in the order of their precedence.
+    """
     for eos in values:
         if eos is not None:
             ids = eos if isinstance(eos, list | tuple) else [eos]
             if not all(type(token) is int for token in ids):
                 raise TargetError(
-                    f"eos_token_id is {str(eos)[:60]!r}, expected ids. "
+                    f"eos_token_id is {str(eos)[:60]!r}, expected token ids. "
                     "Correct generation_config.json."
                 )
             return frozenset(ids)
@@ -404,7 +408,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The :attr:`layers` with their type."""
+        """The decoder layers as a list, with their type."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
@@ -428,7 +432,7 @@ class FrozenTarget(nn.Module):
         pack(self._laid_head[0], is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """Return the LM head of tokens [n] as a layer. It is packed if the whole head is packed."""
+        """Return the LM head for tokens [n] only, as a layer. It is packed if the LM head is."""
         return rows_of(self.lm_head_weight, tokens, is_packed=bool(self._laid_head))
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -49,10 +49,10 @@ class KVSource(Protocol):
     The target may be live or on another machine.
     """
 
-    lengths: list[int]  # number of positions of each row whose KV is available
+    lengths: list[int]  # For each row, the number of positions whose KV is available.
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row: [B, n, L, D]; see :meth:`.KVBuffer.packed`."""
+        """Pack the KV of n positions of each row from ``starts`` on: [B, n, L, D]."""
         ...
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
@@ -66,14 +66,14 @@ class KVSource(Protocol):
 def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first: int = 0) -> Tensor:
     """Pack the KV of layers with different shapes, [..., L, D].
 
-    Narrow layers are padded with zeros.
+    D is the width of the widest layer. The packed KV of narrower layers is padded with zeros.
 
     Args:
         groups: groups of layers that have KV of their own. The layers of a group have the same
             shape.
-        take: returns the KV of a target layer, [..., H_kv, 2, d], with the shape of the widest
-            layer.
-        first: index of the first layer to pack. It counts only layers that have KV of their own.
+        take: returns the KV of a target layer, [..., H_kv, 2, d], as a buffer for all layers holds
+            it: H_kv and d are those of the widest layers, of which a narrow layer uses a part.
+        first: index of the first layer to pack, among the layers that have KV of their own.
     """
     layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
     packed = []
@@ -212,8 +212,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         """Return and clear the last call's outputs of the :attr:`watched_layers`, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError(
-                "the target's last call stored no layer outputs; begin with the proposer before "
-                "the call."
+                "the target's last call stored no layer outputs; call the proposer's begin before "
+                "the target call."
             )
         outputs = torch.cat(self._layer_outputs, dim=1)
         self._layer_outputs = []
@@ -241,7 +241,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV as :meth:`.KVBuffer.packed` does.
 
-        If layers differ, only layers with KV are packed, and narrow layers are padded.
+        If layers differ, only layers with KV of their own are packed, and narrow layers are padded
+        with zeros.
         """
         if self._shapes is None:
             return super().packed(starts, n_tokens, first_layer)

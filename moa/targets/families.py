@@ -163,7 +163,7 @@ def parse_target_config(
     if with_weights and (problem := quantisation_problem(values, folder)):
         raise TargetError(f"{source}: {problem}.")
     text_config = values.get("text_config")
-    # Check the number of layers and the like first, because transformers allocates lists of these
+    # Check counts such as the number of layers first, because transformers allocates lists of these
     # lengths.
     _check_counts(text_config if isinstance(text_config, dict) else values, source)
     with parsing(f"cannot read {source}", TargetError):
@@ -186,7 +186,13 @@ def parse_target_config(
 
 
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
-    """Make the transformers config from the values of a config.json. Its folder is optional."""
+    """Make the transformers config from the values of a config.json.
+
+    Args:
+        values: the content of config.json.
+        folder: the folder that holds the file, from which transformers loads it if possible; None
+            without a folder.
+    """
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -294,7 +300,7 @@ def _check_config(config: Any, source: object) -> None:
     n_kv_heads = known["n_kv_heads"]
     epsilon = norm_eps(config)
     if family.keeps_kv and n_heads % n_kv_heads:
-        trouble = f"{n_kv_heads} KV heads do not divide {n_heads} heads"
+        trouble = f"{n_heads} query heads are not a multiple of {n_kv_heads} KV heads"
     elif type(epsilon) not in (int, float) or not 0 <= epsilon <= 1:
         trouble = f"the epsilon of its norms is {epsilon!r}, expected a number from 0 to 1"
     elif config.dtype not in (None, *FLOATS):
@@ -313,9 +319,9 @@ def _check_config(config: Any, source: object) -> None:
 def target_sizes(config: Any) -> dict[str, Any]:
     """Return the sizes of a target from its transformers config.
 
-    If layers differ, the head sizes are those of the first layer, and ``kv_width`` is the number of
-    KV values per token in the widest layer. If no layer has attention, drafters get heads with
-    about 64 dimensions.
+    If layers differ, the number and size of heads are those of the first layer, and ``kv_width`` is
+    the number of KV values per token in the widest layer. If no layer has attention, drafters get
+    heads with about 64 dimensions.
     """
     layer_config = _a_layer(config)
     n_heads = getattr(layer_config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
@@ -422,7 +428,7 @@ def logit_scale(config: Any) -> float:
 
 def logit_cap(config: Any) -> float | None:
     """Return the soft cap of a target's logits, which a tanh applies; None without a cap."""
-    # The second name is used by RecurrentGemma, the third name by xLSTM.
+    # RecurrentGemma uses the second of these names, xLSTM the third.
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
@@ -446,9 +452,9 @@ def rotates_as_llama(config: Any) -> bool:
 
 
 def check_rotation(config: Any) -> None:
-    """Raise TargetError for a target whose keys are not rotated as in drafters.
+    """Raise DrafterError for a target whose keys are not rotated as in drafters.
 
-    Drafters whose queries attend to the target's own keys need this check.
+    Call this for drafters whose queries attend to the target's own keys.
     """
     if not rotates_as_llama(config):
         raise DrafterError(
@@ -588,8 +594,8 @@ def layer_sizes(config: Any) -> BlockSizes:
         )
     if config.hidden_act != "silu":
         raise TargetError(
-            f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only "
-            "silu."
+            f"target layer inference supports only the hidden_act silu, not {config.hidden_act!r}. "
+            "Leave --target-layer-inference at 0."
         )
     sizes = target_sizes(config)
     has_bias = bool(getattr(config, "attention_bias", False))

@@ -88,7 +88,8 @@ def fuse(model: nn.Module) -> None:
             vars(layer.get_submodule(name)).pop("packed", None)
     if n_wrong:
         _LOG.warning(
-            "decoding is slower than it could be: %d layers give other results when they are fused",
+            "decoding is slower than it could be: %d layers are not fused, because this would "
+            "change their results",
             n_wrong,
         )
 
@@ -119,7 +120,7 @@ class FusedBody:
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
-        """Make the fused body of a model; None if it gives other results for a few tokens."""
+        """Make the fused body of a model; None if it gives other hidden states than the model."""
         tokens = positions = torch.arange(3)[None]
         try:
             fused_body = cls(model)
@@ -201,7 +202,10 @@ def _is_right(layer: Any, joined: Joined) -> bool:
 
 
 def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepare cosines and sines [B or 1, n, d] for swapped halves of heads: [B or 1, n, 1, d]."""
+    """Prepare cosines and sines for the fused rotation, which swaps the halves of each head.
+
+    The shape changes from [B or 1, n, d] to [B or 1, n, 1, d]. The first half of sines is negated.
+    """
     left, right = sines.chunk(2, dim=-1)
     return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)
 

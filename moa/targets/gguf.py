@@ -82,17 +82,18 @@ def _convert(file: Path, folder: Path) -> None:
         types = {tensor.tensor_type.name for tensor in reader.tensors}
         dtype = torch.float16 if "F16" in types else torch.float32
         if types - {"F16", "F32"}:
-            # Rounding to bfloat16 gives a smaller error than the quantisation.
+            # Use bfloat16, because its rounding error is smaller than the error of the
+            # quantisation.
             dtype = torch.bfloat16
         n_values = sum(tensor.n_elements for tensor in reader.tensors)
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        # During loading, single tensors are float32 for a moment, so a quarter more memory is
-        # required.
+        # While the weights are loaded, single tensors are float32 for a moment. So a quarter more
+        # memory than the weights take is required.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
-                f"{format_bytes(n_free)} are free. Free some."
+                f"{format_bytes(n_free)} are free. Free some memory."
             )
         check_room(
             folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk."
@@ -116,8 +117,8 @@ def _convert(file: Path, folder: Path) -> None:
         unread = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
         if unread or model.num_parameters() != n_values:
             raise TargetError(
-                f"transformers does not read {unread or 'all weights'} of {file} (it has "
-                f"{model.num_parameters():,} weights of {n_values:,}). {_ADVICE}"
+                f"transformers does not read {unread or 'all weights'} of {file} (it has read "
+                f"{model.num_parameters():,} of {n_values:,} weights). {_ADVICE}"
             )
         converted = Path(scratch) / "model"
         model.save_pretrained(converted)

@@ -63,7 +63,7 @@ def resolve_model_folder(
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(
             f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF "
-            "file."
+            "file. Check the path."
         )
     from huggingface_hub import snapshot_download
 
@@ -116,7 +116,8 @@ def load_target_tokenizer(folder: Path) -> Any:
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
         raise TargetError(
-            f"{folder} has no fast tokenizer; token offsets are needed for response masks."
+            f"{folder} has no fast tokenizer, and only a fast one gives the token offsets that "
+            "response masks need. Save it as a fast tokenizer (tokenizer.json)."
         )
     return tokenizer
 

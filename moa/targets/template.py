@@ -42,9 +42,10 @@ RENDER_ERRORS = (
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
-# This comment is put before the text of our templates. transformers caches compiled templates by
-# their text, and other users of transformers must get the real time. Jinja drops the line break
-# after the comment, so the template still begins at the start of a line.
+# moa-data puts this comment before a template that it renders with the fixed time. transformers
+# caches compiled templates by their text. So other users of transformers, who need the real time,
+# get another compiled template. Jinja drops the line break after the comment, so the template still
+# begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -59,8 +60,8 @@ class ControlTokens(NamedTuple):
 
     # Matches the tokens that no text may contain.
     everywhere: re.Pattern[str]
-    # Matches these tokens and the tokens around tools, calls and results. A text between such
-    # tokens must not contain any of them.
+    # Matches the tokens of ``everywhere``, and the tokens that templates write around tools, calls
+    # and results. A text between such tokens must not contain any of them.
     framed: re.Pattern[str]
 
 
@@ -110,7 +111,8 @@ class ChatTemplate:
         tokenizer: a fast tokenizer with a chat template.
         arguments: values that are passed to the template in addition to the chat.
         where: name of the target in error messages.
-        uses_tools: whether this is the template for chats with tools; see :meth:`for_tools`.
+        uses_tools: whether this is the template for chats with tools. Some tokenizers have a second
+            one for them.
 
     Raises:
         TemplateError: the template cannot be used.
@@ -128,8 +130,8 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
-        # Whether the template shows arguments of tool calls that are given as objects, or as JSON
-        # texts.
+        # Whether the template shows the arguments of tool calls if they are objects, and whether it
+        # shows them if they are JSON texts.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -206,8 +208,8 @@ class ChatTemplate:
             messages: the messages of the chat.
             tools: JSON schemas of the tools.
             add_generation_prompt: whether to add the header of the next response at the end.
-            is_shaped: whether the messages already have the form that the template shows; see
-                :meth:`_shaped`.
+            is_shaped: whether the messages already have the form that the template shows; if not,
+                :meth:`shape` converts them.
 
         Raises:
             One of RENDER_ERRORS: the template refuses the chat or fails.
@@ -233,7 +235,7 @@ class ChatTemplate:
         return rendered
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert messages to the form that the template shows; see :meth:`_shaped`."""
+        """Convert contents and call arguments of messages to the form that the template shows."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
@@ -404,7 +406,8 @@ class ChatTemplate:
                 pattern = control.framed if is_framed else control.everywhere
                 parts.append((f"message {index}", value, pattern))
                 if key == "content" and not isinstance(value, str):
-                    # The template joins the parts, and a token may begin in one and end in another.
+                    # The template joins the parts, so a control token may begin in one part and end
+                    # in another.
                     parts.append((f"message {index}", "".join(content_texts(message)), pattern))
         parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
         for where, value, pattern in parts:

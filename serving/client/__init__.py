@@ -1,4 +1,4 @@
-"""The client: drafts locally, has drafts verified, works offline, and rolls back wrong drafts.
+"""The client: drafts locally, lets a server verify, writes offline, rolls back wrong drafts.
 
 It never loads the target and never imports the engine.
 """

@@ -52,18 +52,19 @@ from .session import (
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
-_LOOK_EVERY_S = 0.1  # Longest wait for the network before the timeouts are checked again.
+# Longest wait for a message before the timeouts are checked again.
+_LOOK_EVERY_S = 0.1
 _STATS_EVERY_S = 0.25
-# While the server streams, contexts are put into the drafter's caches in batches of this size.
-# Smaller batches can wait until a draft is needed, because many contexts take little longer than a
-# few.
+# While the server streams, contexts are put into the drafter's caches in batches of at least this
+# size. Fewer contexts can wait until a draft is needed, because adding many contexts takes little
+# longer than adding a few.
 _WARM_EVERY = 256
-# With more tokens than this without contexts, the client drafts nothing while the server is
-# reachable.
+# If the contexts of more tokens than this have not arrived, the client makes no drafts as long as
+# the server is reachable.
 _FAR = 32
 _OVERLOADED_WAIT_S = 1.0
-# Largest number of consecutive invalid messages, without a new token in between. Each one ends its
-# connection.
+# Largest number of invalid messages from the server without a new token in between. Each invalid
+# message ends its connection.
 _MAX_SENSELESS = 8
 
 
@@ -71,10 +72,12 @@ _MAX_SENSELESS = 8
 class Timeouts:
     """Timeouts for the network, in seconds."""
 
-    connect_s: float = 10.0  # Time until the first answer of a server. After it the call fails.
-    # Silence of the server, in addition to two round trips, after which the client writes offline.
+    # The answer fails if no server has opened the session within this time.
+    connect_s: float = 10.0
+    # The client writes offline after two round trips and this time without a message of the server.
     silence_s: float = 0.5
-    dead_s: float = 5.0  # Silence of the server after which the client reconnects.
+    # The client reconnects after this time without a message of the server.
+    dead_s: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -92,20 +95,21 @@ class SavedAnswer:
     """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
     session: str  # The id that the server gave; empty for none.
-    # The prompt and the committed tokens of the answer. Newer tokens are known to the server, or
-    # are computed again.
+    # The prompt and the committed tokens of the answer. Tokens that were committed after the last
+    # save come from the server again: it still has them, or computes them again.
     tokens: tuple[Annotated[int, Field(ge=0)], ...]
     n_prompt: Count
     max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
     finish: str = ""  # The reason why the answer ended; empty before.
-    # The messages that the prompt stands for, with role and content; empty for token ids alone.
+    # The chat messages of the prompt, with role and content. Empty if the prompt was given as token
+    # ids.
     messages: tuple[dict[str, str], ...] = ()
     version: Annotated[int, Field(ge=1, le=1)] = 1
 
     def save(self, path: str | Path) -> None:
-        """Replace the file atomically; a killed process leaves the new or the previous state."""
+        """Replace the file atomically: if the process is killed, it has the new or old content."""
         try:
             write_atomic(Path(path), _SAVED.dump_json(self))
         except OSError as error:
@@ -120,7 +124,7 @@ class SavedAnswer:
         try:
             saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
             if saved.n_prompt > len(saved.tokens):
-                raise ValueError("the prompt is longer than the text")
+                raise ValueError("n_prompt is larger than the number of tokens")
         except OSError as error:
             raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
         # Pydantic and SamplingConfig raise ValueError for invalid values.
@@ -137,9 +141,9 @@ _SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
 class DraftingClient:
     """Answers prompts with a server, one at a time.
 
-    It has a drafter and the frozen weights of its target, never the target. Every answer is the
-    same, token for token, as with plain decoding on the server, whatever the network does
-    meanwhile.
+    It has a drafter and a few frozen weights of the target, such as its LM head, but never the
+    whole target. Every answer is the same, token for token, as with plain decoding on the server,
+    whatever the network does meanwhile.
 
     Args:
         server: ``HOST:PORT`` of the server's gRPC port, or ``https://HOST:PORT`` for TLS.
@@ -153,9 +157,9 @@ class DraftingClient:
         codec: the codec of the drafter's contexts on the wire: bf16, int8 or int4. It changes how
             many drafts are accepted, never the text.
         max_offline: the largest number of tokens that are shown without a server.
-        offline_below: without a server, drafting stops when the probability that all drafts are
-            right falls below this limit.
-        timeouts: timeouts for the network; None for the defaults.
+        offline_below: without a server, drafting stops when the estimated probability that all
+            drafts are right falls below this limit.
+        timeouts: timeouts of the network; None for the defaults.
         session_file: a file that is kept up to date with the current answer, for :meth:`resume`;
             None for no file.
     """
@@ -245,13 +249,15 @@ class DraftingClient:
         on_event: OnEvent | None = None,
         messages: Sequence[Any] = (),
     ) -> Answer:
-        """Continue a sequence of token ids; see :meth:`chat`.
+        """Continue a prompt of token ids. Other arguments are as in :meth:`chat`.
 
-        ``messages`` are the messages that the tokens stand for. The session file records them.
+        ``messages`` are the chat messages that the prompt was made from. The session file records
+        them.
         """
         if not tokens or max_new_tokens < 1:
             raise RequestInvalid(
-                "an answer needs a prompt of at least one token, and max_new_tokens of at least 1."
+                "the prompt is empty, or max_new_tokens is below 1; give at least one token, and a "
+                "max_new_tokens of at least 1."
             )
         saved = SavedAnswer(
             "", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages)
@@ -259,14 +265,14 @@ class DraftingClient:
         return self.resume(saved, on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
-        """Continue an answer that another process began. The first event has its tokens so far."""
+        """Continue a saved answer. The first event has the tokens that the answer has so far."""
         if not -(2**63) <= saved.seed < 2**63:
-            raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {saved.seed}.")
+            raise DrafterError(f"seed is {saved.seed}; give a number from -2^63 to 2^63 - 1.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
         if SamplingConfig(**sent) != saved.sampling:
             raise RequestInvalid(
-                f"of sampling, drafting sessions support only {', '.join(sent)}; leave other "
-                "settings out."
+                f"drafting sessions support only the sampling settings {', '.join(sent)}; leave "
+                "other settings out."
             )
         settings = AnswerSettings(
             saved.max_new_tokens, saved.sampling, saved.seed,
@@ -321,11 +327,11 @@ class _Turn:
         self._n_pings = self._n_senseless = 0
         self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
         self._contexts_due_s = 0.0
-        # The time at which the first tokens arrived, and their number.
+        # The time at which the first new tokens arrived, and the number of these tokens.
         self._first_token: tuple[float, int] | None = None
         self._error: ServingError = Disconnected(f"{self._link.address} did not answer.")
-        # Moving averages in seconds of a round trip, a target call and drafting one token; None
-        # before the first measurement.
+        # Moving averages of three durations in seconds: a round trip, a target call with its
+        # waiting time, and drafting one token. None before the first measurement.
         self._round_trip_s: float | None = None
         self._verify_s: float | None = None
         self._draft_s: float | None = None
@@ -382,7 +388,8 @@ class _Turn:
         if event.error is not None:
             if event.stream in (0, self._stream):
                 if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
-                    raise event.error  # Another connection would be refused as well.
+                    # The server would refuse another connection for the same reason.
+                    raise event.error
                 self._lose(event.error)
         elif event.message is None:
             self._stream = event.stream
@@ -422,8 +429,8 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # The contexts of these tokens follow at once. Waiting for them is faster than feeding the
-        # tokens level by level.
+        # The contexts of these tokens arrive soon after them. Waiting for the contexts is faster
+        # than feeding the tokens to the drafter level by level.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -438,7 +445,7 @@ class _Turn:
         self._lose(error)
 
     def _look_after_link(self) -> None:
-        """Send pings, detect silence, and give up if no server answers the first time."""
+        """Send pings, detect silence, and give up if no server has answered at the beginning."""
         now = time.monotonic()
         session = self._session
         timeouts = self._timeouts
@@ -465,7 +472,7 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """The number of committed tokens before the last one whose contexts have not arrived."""
+        """How many committed tokens, without the last one, have no context yet."""
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
@@ -478,8 +485,8 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # The contexts of a long prompt are on their way. Feeding its tokens level by level
-            # would take longer.
+            # The contexts of a long prompt are on their way. Waiting for them is faster than
+            # feeding the tokens of the prompt to the drafter level by level.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
@@ -502,7 +509,7 @@ class _Turn:
         if events and now - self._saved_s > _SAVE_EVERY_S:
             self._save()
         for event in events:
-            # Report the final statistics before the end.
+            # Report the final statistics before the end of the answer.
             if isinstance(event, Done):
                 self._on_event(self.stats())
             self._on_event(event)

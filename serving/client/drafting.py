@@ -2,9 +2,9 @@
 
 Shapes: n positions, W numbers in a context, V vocabulary.
 
-Contexts may arrive late. A round begins at position ``n_context``, the first position without a
-context. Its token is the root. The known tokens after the root are fed as levels of a chain, and
-the drafts follow them::
+Contexts may arrive late. A round of drafting begins at position ``n_context``, the first position
+without a context. Its token is the root. The known tokens after the root are fed to the drafter, as
+the first levels of a chain. Drafts are the levels after them::
 
     context        The  cat  sat                         n_context 3
     committed      The  cat  sat  on  the                "on" is the root, "the" is a level that
@@ -12,7 +12,7 @@ the drafts follow them::
 
 Without a network the chain keeps growing. If the server disagrees with a draft, the chain rolls
 back to the last correct level. A new round, with all contexts that have arrived, begins when there
-are no drafts, a draft was wrong, or the chain has become long.
+are no drafts, when a draft was wrong, or when the chain has become long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,19 +37,21 @@ from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
 from .session import Draft
 
-# The file of a training run that records its store, and the folder of the bundle in a store.
+# The file of a training run that names the run's store, and the folder of a store that has the
+# bundle.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
-# Known tokens that one call feeds. Between calls the caller polls the network.
+# Maximum number of known tokens that one call of ``TextDrafter.next`` feeds to the drafter. Between
+# calls the caller polls the network.
 _MAX_FED = 16
-# From this many levels on, a new chain begins if newer contexts have arrived. The farther a level
-# is from the last context, the less often it agrees with the target.
+# If a chain has this many levels and newer contexts have arrived, a new chain begins. Drafts far
+# from the last context agree less often with the target.
 _MAX_LEVELS = 32
 
 
 @dataclass(frozen=True)
 class DraftingModel:
-    """A drafter with the parts of its target that it needs; several clients may share it."""
+    """A drafter with the target's weights that it needs. Several clients may share it."""
 
     drafter: Drafter
     frozen: FrozenTarget
@@ -74,14 +76,15 @@ class DraftingModel:
 
         Args:
             folder: a training run, or the folder of a drafter.
-            bundle: see :func:`find_bundle`.
+            bundle: a store or its folder target/; None for the store that the run was trained from.
             dtype: the dtype of all weights.
             device: the device of all weights.
             template_arguments: ``name=value`` texts for the chat template; by default the arguments
                 of the training chats.
         """
         drafter = load_drafter(folder, dtype, device)
-        drafter.new_context_cache()  # Refuses drafters that cannot draft without their target.
+        # Raises an error if the drafter cannot draft without its target.
+        drafter.new_context_cache()
         bundle_folder = find_bundle(folder, bundle)
         frozen = FrozenTarget.load(bundle_folder, drafter.config.target_layer_inference, dtype).to(
             device
@@ -132,10 +135,10 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
 
 
 class TextDrafter:
-    """Drafts the next tokens of a sequence. It serves several sequences, one after the other."""
+    """Drafts the next tokens of a sequence. It can serve several sequences, one after the other."""
 
     def __init__(self, model: DraftingModel) -> None:
-        # The width is W; 0 for a drafter that needs no contexts.
+        # ``width`` is W, the width of a context; 0 for a drafter that needs no contexts.
         self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._text: list[int] = []
@@ -143,9 +146,9 @@ class TextDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start a sequence and return the number of positions whose contexts are available.
+        """Start a sequence, and return how many of its contexts are in the drafter's caches.
 
-        The contexts in the caches are kept if the sequence begins like the last one.
+        If the sequence begins like the previous one, the contexts in the caches are kept.
         """
         self._sampling = sampling
         self._seed = seed
@@ -167,14 +170,18 @@ class TextDrafter:
 
     @property
     def n_pending(self) -> int:
-        """Positions whose contexts have arrived but are not in the drafter's caches."""
+        """The number of contexts that have arrived but are not in the drafter's caches yet."""
         return self.n_context - self._n_taken
 
     def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
-        """Draft one token after the committed tokens, which include the prompt, and the drafts.
+        """Draft one token after the prompt, the committed tokens and the earlier drafts.
 
         Returns None if contexts are missing, if the drafter has reached its maximum depth, or if
-        known tokens must be fed first. In the last case ``is_catching_up`` is set.
+        more known tokens must be fed first. In the last case ``is_catching_up`` is true.
+
+        Args:
+            tokens: the prompt and the committed tokens.
+            drafts: the drafts so far.
         """
         newest = self._newest_root(tokens)
         if newest is None:
@@ -192,7 +199,8 @@ class TextDrafter:
             chain = self._chain
             max_depth = self._model.drafter.config.max_depth
             assert chain is not None
-            # The chain can go deeper only from newer contexts.
+            # The maximum depth is reached. Further drafts need a new chain, which begins when newer
+            # contexts have arrived.
             if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
                 return None
@@ -218,8 +226,8 @@ class TextDrafter:
         self._cache = drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
-        # The position of the round's root (-1: none), and the number of positions whose contexts
-        # are in the drafter's caches, and have arrived.
+        # The position of the round's root (-1 for none), the number of contexts in the drafter's
+        # caches, and the number of contexts that have arrived.
         self._root, self._n_taken, self.n_context = -1, 0, 0
         self._end_round()
 
@@ -229,9 +237,12 @@ class TextDrafter:
         self.is_catching_up = False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """Return the newest position at which a round can begin or has begun, or None."""
+        """Return the newest position at which a round can begin, or the root of the current round.
+
+        None if no round can begin.
+        """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # Contexts in the caches cannot be removed, so a round cannot begin before them.
+        # Contexts in the caches cannot be removed, so a round cannot begin at an earlier position.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest
@@ -254,7 +265,7 @@ class TextDrafter:
         self._chain = Chain(drafter, self._model.frozen, self._state, self._cache, features)
 
     def _choose(self, logits: Tensor, tokens: Sequence[int], drafts: Sequence[int]) -> Draft:
-        """Choose a token from logits [V] as the target does, with the same noise per position."""
+        """Choose a token from logits [V] as the target does, with the same random numbers."""
         sampling = self._sampling
         previous = list[int]()
         if sampling.repetition_penalty != 1:
@@ -262,8 +273,8 @@ class TextDrafter:
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
-            # A cautious estimate: with the same noise two models agree more often than the most
-            # likely token is drawn.
+            # The probability of the most likely token is a cautious estimate. With the same random
+            # numbers, drafter and target agree more often than that.
             return Draft(
                 token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax())
             )

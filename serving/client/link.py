@@ -1,7 +1,7 @@
 """The connection to a server: one gRPC stream at a time, with reconnects, in its own thread.
 
-The user takes events from a queue, in order. Streams have numbers, so that a message for one stream
-is never sent on the next one.
+The user takes events from a queue, in order. Streams are numbered, so that a message for one stream
+is never sent on the next stream.
 """
 
 # This module uses gRPC's blocking interface. The asynchronous interface fails in a process with
@@ -23,25 +23,26 @@ from ...errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
 from .. import moa_v1_pb2 as pb
 from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 
-# The first and the longest wait between two attempts to connect. Each wait is twice the previous
-# one.
+# The first and the longest wait between two attempts to connect. Each wait is twice as long as the
+# previous one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# Timeout of an attempt to connect. A packet of the handshake may be lost, or no server may be
-# there.
+# Timeout of an attempt to connect, because a packet of the handshake may be lost, or no server may
+# exist.
 _CONNECT_S = 5.0
-# Delay before a channel is closed. gRPC's thread that watches a channel prints a traceback if the
-# channel is closed before the thread has noticed that nobody is subscribed.
+# Delay before a channel is closed. gRPC watches each channel in a thread. This thread prints a
+# traceback if the channel is closed before the thread has noticed that nobody is subscribed.
 _CLOSED_AFTER_S = 2.0
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
     *CLIENT_OPTIONS,
-    # Without this a new channel inherits the backoff of an old channel to the same server.
+    # Without this option a new channel would wait as long as an old failed channel to the same
+    # server (backoff).
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
-# Error classes by status. For any other status a new attempt may help.
+# gRPC status -> error class. After any other status a new attempt may help.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed
 }
@@ -53,8 +54,9 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LinkEvent:
     """An event of the connection.
 
-    With neither a message nor an error, the stream has started. With a message, the stream has
-    received it. With an error, the stream has ended, or no stream could be made (``stream`` 0).
+    An event with neither a message nor an error: the stream has started. An event with a message:
+    the stream has received this message. An event with an error: the stream has ended, or, if
+    ``stream`` is 0, no stream could be made.
     """
 
     stream: int
@@ -82,7 +84,8 @@ class Link:
         self.address = address
         self._credentials = _credentials(ca) if ca is not None or scheme == "https" else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self.bytes_up = self.bytes_down = 0  # Bytes of all messages sent and received so far.
+        # Bytes of all messages sent and of all messages received.
+        self.bytes_up = self.bytes_down = 0
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         # Guards the attributes below, which the user's threads and the link's own thread change.
         self._changed = threading.Condition()
@@ -90,10 +93,10 @@ class Link:
         self._channel: grpc.Channel | None = None
         self._call: Any = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # The number of the current stream (0: none), and the count of all streams so far.
+        # The number of the current stream (0 for none), and how many streams there have been.
         self._stream = self._n_streams = 0
         self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
-        self._reason = ""  # The reason why this side ended the stream.
+        self._reason = ""  # Why the client ended the stream itself.
         self._wait_s = _FIRST_WAIT_S
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
@@ -116,7 +119,8 @@ class Link:
             self._outbox.put(None)
             call = self._call
         if call is not None:
-            # The server ends the stream itself when it has read a Close, so cancel later.
+            # The server ends the stream itself when it reads a Close message. So cancel the stream
+            # a little later.
             _later(0.2, call.cancel)
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
@@ -141,7 +145,7 @@ class Link:
         return events
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
-        """End the stream, and make another one on a new connection after at least ``wait_s``."""
+        """End the stream; connect again after ``wait_s`` seconds or more, and start another."""
         with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
@@ -181,7 +185,7 @@ class Link:
             except ServingError as error:
                 self._events.put(LinkEvent(0, error=error))
             with self._changed:
-                # Use a new connection, because the old one may be the cause.
+                # Use a new connection, because the old one may be the cause of the error.
                 self._drop()
                 # The wait is random, so that clients that lost a server together do not all
                 # reconnect at the same time.
@@ -190,7 +194,7 @@ class Link:
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _connect(self) -> grpc.Channel:
-        """Return a connected channel; the channel of the previous stream if it still exists."""
+        """Return a connected channel: that of the previous stream if it is still open."""
         with self._changed:
             if self._channel is not None:
                 return self._channel
@@ -200,7 +204,7 @@ class Link:
                 channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
             self._channel = channel
             states = self._states = queue.SimpleQueue()
-        # The channel may have been closed meanwhile.
+        # Another thread may have closed the channel meanwhile.
         with contextlib.suppress(ValueError):
             channel.subscribe(states.put, try_to_connect=True)
         end_s = time.monotonic() + _CONNECT_S
@@ -239,7 +243,7 @@ class Link:
         return Disconnected(self._reason or f"{self.address} cannot be reached.")
 
     def _run_stream(self, channel: grpc.Channel) -> bool:
-        """Run a stream until it ends; returns whether this side ended it on purpose."""
+        """Run a stream until it ends, and return whether this client ended it on purpose."""
         with self._changed:
             if self._channel is not channel or not self._is_wanted:
                 return True

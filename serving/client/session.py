@@ -37,8 +37,8 @@ from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import ERRORS, PROTOCOL, n_common
 
-# The events below are for consumers of the text: a terminal, a web page, a benchmark. Indices of
-# tokens count from 0, the first token of the answer.
+# The events below are for programs that show or measure the answer: a terminal, a web page, a
+# benchmark. In events, index 0 is the first token of the answer.
 
 ChosenMode = Literal["server", "client"]
 """Who drafts while there is a network.
@@ -57,7 +57,7 @@ that is not verified yet."""
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens appended to the answer at ``start``.
+    """Tokens that were appended to the answer, from index ``start`` on.
 
     ``texts`` has the text that each token adds, which may be empty.
     """
@@ -77,7 +77,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """Tokens from index ``stop`` on are taken back: the target disagrees with the first one."""
+    """Tokens from index ``stop`` on are taken back: the target disagrees with the first of them."""
 
     stop: int
 
@@ -132,7 +132,7 @@ def as_json(event: Event) -> dict[str, Any]:
 
 SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """The sampling settings that the protocol supports."""
-# The shapes of the chains that a client drafts, for greedy decoding and for sampling.
+# The shapes of a client's chains of drafts, for greedy decoding and for sampling.
 GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 
 
@@ -189,15 +189,15 @@ class Session:
         self.session = session
         self.mode = settings.mode
         self.shape = settings.shape
-        # Drafted tokens. The first n_shown are shown as unverified, the first n_asked are being
-        # verified.
+        # Drafted tokens. The first ``n_shown`` of them are shown as unverified, and the first
+        # ``n_asked`` of them are being verified.
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
         self.n_context = n_context
         self.contexts = list[tuple[pb.Context, int]]()
         self.finish = ""  # The reason why the answer ended; empty before.
-        # Counts of target calls that committed tokens, verified chains, tokens that these chains
-        # gave, and shown tokens that were taken back.
+        # Numbers of: target calls that committed tokens, chains that were verified, tokens that
+        # these verifications committed, and shown tokens that were taken back.
         self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
         self._texts = texts
         self._outbox: list[pb.ClientMessage] = []
@@ -206,11 +206,11 @@ class Session:
         # Whether there is a connection, and whether the server has opened the session on it.
         self._is_up = self.is_opened = False
         self.was_opened = False  # Whether this or an earlier connection has opened the session.
-        # Whether the client writes without the server, and whether it can draft no more.
+        # Whether the client writes without the server, and whether its drafter cannot draft now.
         self.is_offline = self._is_stuck = False
-        self._has_paused = False  # Whether a pause of offline drafting was reported.
+        self._has_paused = False  # Whether an event has reported that offline drafting pauses.
         self._awaited = 0  # The sequence number of the unanswered Verify; 0 for none.
-        self._is_running = False  # Whether the server decodes and streams.
+        self._is_running = False  # Whether the server decodes and streams by itself.
         self._max_drafts = 1
         self._max_positions = 1 << 31
         if answer := self.tokens[n_prompt:]:
@@ -220,7 +220,7 @@ class Session:
     # Inputs
 
     def link_up(self) -> None:
-        """Start a connection: open the session with all committed tokens, and request more."""
+        """Handle a new connection: open the session with all committed tokens, and request more."""
         self._is_up = True
         self.is_opened = False
         self._sequence = 0
@@ -244,7 +244,7 @@ class Session:
         self._proceed()
 
     def link_down(self, reason: str) -> None:
-        """End the connection: drop its open requests, and go offline."""
+        """Handle the loss of the connection: drop its open requests, and go offline."""
         was_opened = self.is_opened
         self._is_up = False
         self.is_opened = False
@@ -287,7 +287,8 @@ class Session:
         """Handle a message of the current connection.
 
         Raises:
-            Disconnected: the caller should reconnect.
+            Disconnected: the message is invalid, or the server ended the stream. The caller should
+                reconnect.
             Overloaded: the caller should reconnect after some time.
             ServingError: another error that the server reports.
         """
@@ -336,8 +337,8 @@ class Session:
             )
         if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        # Draft ahead while the server verifies. The first of these drafts guesses the bonus token
-        # after the drafts being verified.
+        # Draft ahead while the server verifies. The first of these drafts guesses the token that
+        # the target adds after the drafts being verified.
         if self._awaited:
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
@@ -357,7 +358,7 @@ class Session:
     def take_contexts(self) -> list[tuple[pb.Context, int]]:
         """Return the context messages since the last call.
 
-        With each comes the number of its first positions that were already known.
+        Each comes with the number of positions at its start whose contexts were already known.
         """
         contexts = self.contexts
         self.contexts = []
@@ -390,13 +391,13 @@ class Session:
         tokens = list(message.tokens)
         if known < 0:
             raise Disconnected(
-                f"the server's tokens begin at {message.start}, but only {len(self.tokens)} are "
-                "known."
+                f"the server sent tokens from index {message.start} on, but only the first "
+                f"{len(self.tokens)} tokens are known."
             )
         if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
             raise Disconnected(
-                f"the server's tokens from {message.start} on differ from those that it sent "
-                "before."
+                f"the server sent tokens from index {message.start} on that differ from the tokens "
+                "that it sent before."
             )
         if message.answers and message.answers == self._awaited:
             if self.n_asked:
@@ -421,8 +422,9 @@ class Session:
         n_known = self.n_context - context.start
         if n_known < 0 or context.start + context.n_positions > len(self.tokens):
             raise Disconnected(
-                f"the server sent {context.n_positions} contexts from position {context.start} on, "
-                f"but {self.n_context} contexts and {len(self.tokens)} tokens are known."
+                f"the server sent contexts of {context.n_positions} positions from position "
+                f"{context.start} on, but the client has {self.n_context} contexts and "
+                f"{len(self.tokens)} tokens."
             )
         if n_known < context.n_positions:
             self.contexts.append((context, n_known))
@@ -472,7 +474,7 @@ class Session:
             self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
     def _emit_pause(self) -> None:
-        """Report once why the client shows no further tokens offline."""
+        """Emit one event that says why the client shows no further tokens offline."""
         if not self.is_offline or self._has_paused or self.wants_draft:
             return
         self._has_paused = True
@@ -511,10 +513,10 @@ class Session:
     # Requests
 
     def _proceed(self) -> None:
-        """Send the next request to the server, unless it still owes an answer."""
+        """Send the next request to the server, unless an earlier request is still unanswered."""
         if not self._is_up or self.finish or self._awaited or self._is_running:
             return
-        # Tokens that were shown offline are verified in one call, before the server streams on.
+        # Tokens that were shown offline are verified in one call. Then the server streams again.
         if self.n_shown:
             self._verify()
         elif self.mode == "server":
@@ -524,9 +526,9 @@ class Session:
             self._verify()
 
     def _verify(self) -> None:
-        """Request one target call over the drafts.
+        """Request one target call that verifies the drafts.
 
-        The last token of the answer needs no draft, because the call gives one token of its own.
+        The last token of the answer needs no draft, because the call adds one token of the target.
         """
         n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
         tokens = [draft.token for draft in self.drafts][:n_asked]

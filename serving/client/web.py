@@ -1,8 +1,9 @@
 """The web page of a client: streams an answer, and has a switch that cuts the network.
 
 The client's own process serves the page. A browser cannot run the drafter, and after a cut only a
-local process can still show text. The server accepts only requests whose ``Host`` and ``Origin``
-are its own, so that no other web page can send requests for the user, even with DNS rebinding.
+local process can still show text. The page's server accepts only requests whose ``Host`` and
+``Origin`` are its own, so that no other web page can send requests for the user, even with DNS
+rebinding.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _MAX_PROMPT_CHARS = 100_000
-# The interval of polling for new events, which other threads append.
+# Interval in seconds of polling for new events, which other threads append.
 _LOOK_EVERY_S = 0.02
 
 
@@ -61,7 +62,8 @@ class EventLog:
         self._first = 0
         self._began = time.monotonic()
         self.is_closed = False
-        # Identifies this process, because event numbers of another run are not valid here.
+        # Identifies this process in event ids, because event numbers of an earlier process are not
+        # valid here.
         self._run = secrets.token_hex(8)
 
     def begin(self, *items: dict[str, Any]) -> None:
@@ -79,7 +81,7 @@ class EventLog:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
     async def follow(self, last_id: str) -> AsyncIterator[str]:
-        """Yield the current answer's items after an id as server-sent events, and then new ones."""
+        """Yield the answer's items after an event id, then new ones, as server-sent events."""
         run, _, after = last_id.partition("-")
         last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:
@@ -137,7 +139,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
-        # An answer in progress continues in its thread.
+        # A running answer is not stopped; its thread continues.
         self._server.should_exit = self._log.is_closed = True
         self._thread.join()
         self._listener.close()

@@ -1,10 +1,12 @@
-"""Attention of a target call over parts of several sequences; each part attends to its own KV.
+"""Attention of a target call over several sequences, each of which attends to its own KV.
+
+A *part* is the tokens of one sequence in a call.
 
 | case | method |
 |---|---|
 | CUDA, half precision, chains | one call of variable-length FlashAttention, without copying KV |
 | CUDA, otherwise | one padded call for short parts, one for long parts (prompt chunks) |
-| CPU, float32, single tokens, few heads per group | two sparse operations, without copying KV |
+| CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
 | otherwise | one call per part, on views of the KV |
 
 The methods make few calls because each call has a fixed cost, which is higher on a GPU than on a
@@ -43,16 +45,17 @@ except ImportError:  # PyTorch is older than 2.10.
 
 ATTENTION = "moa_data_parts"
 """Name of this attention function in transformers."""
-# Parts with at most this many tokens are padded to a common length. This costs nothing, because a
-# kernel processes queries in blocks. Longer parts are padded in a separate call. Otherwise a plain
-# step that shares the call with a prompt chunk would be padded to the length of the chunk.
+# Parts with at most this many tokens are padded to a common length. This padding costs nothing,
+# because a kernel processes queries in blocks. Longer parts are padded in a separate call.
+# Otherwise a part with a single token would be padded to the length of a prompt chunk in the same
+# target call.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
-# Query heads per key head from which one matrix product per group is faster than the separate
-# vector products of :class:`_Steps`.
+# From this many query heads per key head on, one matrix product for all of them is faster than the
+# separate vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# The length of a row of scores is a multiple of this. So the rounding of a row's sum does not
-# depend on the other rows of the call.
+# The length of a row of scores is rounded up to a multiple of this number. So the rounding errors
+# of a row's sum do not depend on the other rows of the call.
 _ROW_SLOTS = 16
 
 
@@ -61,11 +64,11 @@ class Part:
     """The tokens of one sequence in a call."""
 
     kv: PooledKV
-    # The tokens after the committed KV, then the drafts.
+    # The tokens after those with committed KV, followed by the drafts.
     tokens: list[int]
     # The index of each draft's parent among the drafts, -1 for the token before the drafts.
     parents: tuple[int, ...] = ()
-    # Whether logits are needed: of the last token before the drafts, and of each draft.
+    # Whether the logits of the last token before the drafts, and of each draft, are needed.
     is_read: bool = True
 
     @property
@@ -109,7 +112,7 @@ class Part:
         ]
 
     def seen(self) -> NDArray[np.bool_]:
-        """Return which tokens of the part each of them sees, including itself: [n, n] bool."""
+        """Return which tokens of the part each token sees, including itself: [n, n] bool."""
         seen = np.tri(len(self.tokens), dtype=np.bool_)
         if not self.is_chain:
             root = self.n_known - 1
@@ -118,7 +121,7 @@ class Part:
         return seen
 
     def mask(self, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
-        """Return the slots that each token sees, [1, n, S] bool, or None if it sees all."""
+        """Return the slots that each token sees, [1, n, S] bool, or None if they need no mask."""
         if self.sees_all(window):
             return None
         if self.is_chain:
@@ -154,8 +157,8 @@ class PartsAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
-        # By the number of query heads, which can differ between layers. A list is empty if another
-        # method is faster.
+        # Number of query heads of a layer -> steps. Layers can differ in this number. The list is
+        # empty if another method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -199,7 +202,7 @@ class PartsAttention:
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """The keys and values that each part sees, by layer: [1, H_kv, S, d] each."""
+        """For each layer, the keys and the values that each part sees: [1, H_kv, S, d] each."""
         return list(zip(*(zip(*part.seen_kv(), strict=True) for part in self._parts), strict=True))
 
     def attend(
@@ -241,8 +244,8 @@ class PartsAttention:
         if self._are_steps and is_plain and is_whole and value_width == width:
             if steps := self._steps_of(q.shape[1], q.dtype):
                 return _Steps.attend_all(steps, layer, q)
-            # The query heads of a group become queries of their shared key head; they need no mask.
-            # [1, H_kv, G, d] for each part
+            # The query heads of a group become queries of their shared key head. They need no mask.
+            # The shape of each row is [1, H_kv, G, d].
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)
             outputs = [
                 scaled_dot_product_attention(row, keys, values)
@@ -286,12 +289,13 @@ class _Steps:
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
             n_heads // n_kv_heads
         )
-        # [T * H * S], indices of keys among those of all heads, [H_kv * slots]
+        # [T * H * S]: for each score, the index of its key among the [H_kv * slots] keys of all
+        # heads.
         key_indices = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()
         stops = torch.arange(0, len(key_indices) + 1, len(columns))
         # The additive mask hides the slots that only pad a row.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
-        # Each layer overwrites the scores; the sparse matrix shares their memory.
+        # The values of the sparse matrix use the memory of the scores, which each layer overwrites.
         scores = torch.zeros(len(parts), n_heads, len(columns))
         sparse = torch.sparse_csr_tensor(
             stops,
@@ -304,9 +308,9 @@ class _Steps:
 
     @classmethod
     def of(cls, parts: Sequence[Part], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
-        """Create the steps: for all parts together, or for each part if their lengths differ much.
+        """Create the steps of all parts together, or of each part if their lengths differ much.
 
-        Rows of a common length would then be mostly padding.
+        If lengths differ much, rows of a common length would be mostly padding.
 
         Returns:
             The steps. Empty if another method is faster, or PyTorch's sparse products do not work.
@@ -326,7 +330,7 @@ class _Steps:
 
     @staticmethod
     def attend_all(steps: "Sequence[_Steps]", layer: int, q: Tensor) -> Tensor:
-        """Compute the attention of one layer for q [1, H, T, d]: [1, T, H, d]."""
+        """Compute the attention [1, T, H, d] of one layer for queries q [1, H, T, d]."""
         queries = q[0].transpose(0, 1)
         if len(steps) == 1:
             return steps[0]._attend(layer, queries)[None]
@@ -380,9 +384,9 @@ def _steps_work() -> bool:
 
 
 class JoinedAttention:
-    """Computes the same as :class:`PartsAttention`, with a fixed number of kernels.
+    """Computes the same as :class:`PartsAttention`, with a fixed number of GPU kernels.
 
-    The number does not depend on how many parts the call has.
+    PartsAttention launches more kernels if a call has more parts.
 
     Args:
         parts: the parts of the call.
@@ -432,7 +436,7 @@ class JoinedAttention:
                     n_indices, n_indices + sizes[row]
                 )
                 n_indices += max(sizes[row] for row in rows)
-        # [H_kv, G], the index of each query head in the output of a batch
+        # [H_kv, G]: where the output of a batch has each query head.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
         # [T * H]
         self._places = (
@@ -463,10 +467,10 @@ class JoinedAttention:
 
 
 class _Ragged:
-    """Parts that are chains, as rows of a variable-length call.
+    """Parts that are chains, as rows of one call of variable-length FlashAttention.
 
-    The call takes the first slots of the rows as ascending offsets, so the parts must be in the
-    order of their slots.
+    FlashAttention takes the first slots of the rows as ascending offsets, so the parts must be in
+    the order of their slots.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
@@ -514,7 +518,8 @@ def _ragged_works(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> bool:
     """Return whether variable-length FlashAttention gives the right result on this machine."""
-    # Its arguments differ between PyTorch versions, so compare it with attention part by part.
+    # The arguments of PyTorch's function differ between versions, so test it: compare its result
+    # with the attention of each part alone.
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
@@ -548,7 +553,7 @@ def _ragged_works(
 
 
 class _Batch:
-    """Parts as B rows of one padded call.
+    """Parts as B rows of one padded call of the attention kernel.
 
     Shapes: n tokens and S slots per row, G query heads per key head.
 
@@ -582,7 +587,7 @@ class _Batch:
             for first, last in zip(firsts, lasts, strict=True)
         ]
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
-        # [B * H_kv * n * G], indices of queries among those of the call, [T * H]
+        # [B * H_kv * n * G]: indices of the queries among the [T * H] queries of the call.
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(parts) > 1:
             n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.

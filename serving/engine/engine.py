@@ -47,8 +47,8 @@ from .sequence import Commit, Logprobs, Request, Sequence, Work, contexts_to_hos
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
-# While the server decodes by itself, it sends the contexts of this many positions together. So a
-# client that loses its connection misses the contexts of fewer positions than this.
+# While the server decodes by itself, it sends the contexts of this many positions together. So if a
+# client loses its connection, the contexts of fewer positions than this are missing.
 _CONTEXTS_AT_ONCE = 16
 
 
@@ -56,10 +56,10 @@ def count(metric: str, what: str, is_gauge: bool = False, labels: tuple[str, ...
     """Define a field of counts.
 
     Args:
-        metric: its name in ``/metrics``.
-        what: its help text in ``/metrics``.
+        metric: name of the count in ``/metrics``.
+        what: help text of the count in ``/metrics``.
         is_gauge: whether the count can decrease.
-        labels: if given, the field is a Counter by values of these labels.
+        labels: names of labels. If given, the field is a Counter with one count per label value.
     """
     default = Counter if labels else int
     return field(default_factory=default, metadata={"metric": (metric, what, is_gauge, labels)})
@@ -91,14 +91,14 @@ class Counts:
 
 
 class Engine:
-    """Completes sequences with one target; call :meth:`step`, or start a thread that does.
+    """Completes sequences with one target. Call :meth:`step`, or start a thread that calls it.
 
     Raises TargetError if the target or a drafter cannot be served.
 
     Args:
         target: the target.
         drafters: drafters by name.
-        options: bounds of the engine.
+        options: limits of the engine.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Engine:
         self.drafters = dict(drafters or {})
         shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
-        # The largest number of drafts of a VERIFY.
+        # The largest number of drafts that one VERIFY (a client's drafts) can have.
         self.max_drafts = options.max_drafts
         if target.decoding_problem or target.has_states:
             raise TargetError(
@@ -130,7 +130,7 @@ class Engine:
                 raise TargetError(
                     f"drafter {name!r} can't be served: it reads latents of "
                     f"{target.config.model_type}, which the engine does not keep. `moa-data "
-                    "generate` decodes with it."
+                    "generate` can use this drafter."
                 )
         sizes = target.sizes | attention_sizes(target.config)
         groups = () if target.has_uniform_kv else kv_groups(target.config)
@@ -160,7 +160,7 @@ class Engine:
             for name, drafter in self.drafters.items()
         }
         self._sequences: dict[int, Sequence] = {}
-        # Functions that other threads want the next step to call.
+        # Functions that other threads have posted. The next step calls them.
         self._mail: deque[Callable[[], None]] = deque()
         self._ids = itertools.count(1)
         self._counts = Counts()
@@ -170,7 +170,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
-        """Return why the target can't be served, found by short calls; empty if it can."""
+        """Return why the target can't be served, as short test calls show; empty if it can."""
         kv = PooledKV(self._pool)
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Engine:
         with self._lock:
             if self._counts.n_open >= self._max_open:
                 raise Overloaded(
-                    f"{self._max_open} texts are open, which is the limit; try again later."
+                    f"the server already has {self._max_open} open requests; try again later."
                 )
             self._counts.n_open += 1
         sequence = Sequence(
@@ -239,15 +239,15 @@ class Engine:
     ) -> None:
         """Replace the work of a sequence from the next step on.
 
-        If the answer has ended already, or a tag comes with IDLE, the sequence reports a commit
-        without tokens. SPECULATE without a drafter is the same as PLAIN.
+        If the answer has ended already, or if the work is IDLE and has a tag, the sequence reports
+        a commit without tokens. SPECULATE without a drafter is the same as PLAIN.
 
         Args:
             sequence_id: the sequence.
             work: its new work.
             drafts: for VERIFY, a chain of tokens after the root. The first ``max_drafts`` of them
                 are verified. Empty for a plain step.
-            answers: a tag that the commits of this work carry.
+            answers: a tag that all commits of this work carry; 0 for none.
 
         Raises:
             RequestInvalid: if the drafts are not tokens.
@@ -280,7 +280,7 @@ class Engine:
 
         Args:
             request: the request.
-            limit: upper bound of the tokens of prompt and answer.
+            limit: upper bound of the number of tokens of prompt and answer together.
         """
         n_prompt = request.n_prompt
         n_tokens = len(request.tokens)
@@ -296,27 +296,33 @@ class Engine:
             ),
             (
                 request.max_new_tokens < 1,
-                f"max_new_tokens must be at least 1, got {request.max_new_tokens}.",
+                f"max_new_tokens is {request.max_new_tokens}; give at least 1.",
             ),
             (
                 n_tokens > limit,
-                f"the text has {n_tokens} tokens, more than its limit of {limit}.",
+                f"prompt and answer have {n_tokens} tokens already, more than the limit of {limit} "
+                "for this request; send fewer tokens.",
             ),
             (
                 limit > self.max_positions,
-                f"the text may become {limit} tokens long, but only {self.max_positions} fit in "
-                "the server's memory; ask for fewer tokens or shorten the prompt.",
+                f"prompt and answer may have {limit} tokens together, but only "
+                f"{self.max_positions} fit in the server's memory; ask for fewer tokens or shorten "
+                "the prompt.",
             ),
             (
                 request.n_context > n_tokens,
-                f"the text is too short for contexts of {request.n_context} positions.",
+                f"n_context is {request.n_context}, but prompt and answer have only {n_tokens} "
+                "tokens; correct n_context.",
             ),
             (
                 name is not None and drafter is None,
                 f"{name!r} is not a drafter of this server; loaded: "
                 f"{', '.join(self.drafters) or 'none'}.",
             ),
-            (request.wants_context and name is None, "contexts belong to a drafter; name one."),
+            (
+                request.wants_context and name is None,
+                "contexts are requested without a drafter; name the drafter that reads them.",
+            ),
             (
                 request.wants_context and drafter is not None and drafter.context_width is None,
                 f"the drafter {name!r} cannot draft away from the target; use one of a kind that "
@@ -329,10 +335,12 @@ class Engine:
         self.check_tokens(request.tokens)
 
     def check_tokens(self, tokens: Rows[int]) -> None:
-        """Raise RequestInvalid if some of the numbers are not token ids."""
+        """Raise RequestInvalid if a number is not a token id of the target."""
         largest = self.target.sizes["vocab_size"] - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
-            raise RequestInvalid(f"tokens must be from 0 to {largest}; use the model's tokenizer.")
+            raise RequestInvalid(
+                f"token ids must be from 0 to {largest}; use the model's tokenizer."
+            )
 
     def snapshot(self) -> Counts:
         """Return a copy of the counts."""
@@ -352,7 +360,7 @@ class Engine:
             try:
                 is_done = not self.step()
             except Exception as error:  # noqa: BLE001 - the thread must survive
-                _LOG.exception("the engine failed; all texts end")
+                _LOG.exception("the engine failed; all sequences end")
                 for sequence in list(self._sequences.values()):
                     self._fail(sequence, error)
                 continue
@@ -395,7 +403,8 @@ class Engine:
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
-            # A sequence that failed meanwhile is removed, and its owner has got the error.
+            # A sequence that failed meanwhile is no longer here; its callback has reported the
+            # error.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
 
@@ -403,7 +412,7 @@ class Engine:
         self._wake.set()
 
     def _draft(self, sequences: Rows[Sequence]) -> dict[str, list[Sequence]]:
-        """Make the server's drafts; returns the sequences that could draft, by drafter."""
+        """Make the server's drafts, and return the sequences that could draft, by drafter."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
             members = [
@@ -431,20 +440,20 @@ class Engine:
             yield
         except Exception:  # noqa: BLE001 - a drafter may raise anything
             _LOG.exception(
-                "the drafter %s failed; %d texts continue without drafts", name, len(sequences)
+                "the drafter %s failed; %d sequences continue without drafts", name, len(sequences)
             )
             self._speculations[name].abandon(sequences)
 
     @contextlib.contextmanager
     def _alone(self, sequence: Sequence) -> Iterator[None]:
-        """End a sequence if the block fails, so that all others continue."""
+        """If the block fails, end only this sequence, so that all others continue."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - other sequences must continue
             self._fail(sequence, error)
 
     def _call(self, scheduled: list[Scheduled]) -> list[Scheduled]:
-        """Call the target; if that fails, call it for each sequence alone.
+        """Call the target for all sequences. If that fails, call it for each sequence alone.
 
         Returns:
             The items with results. Sequences whose own call failed are removed.
@@ -467,7 +476,7 @@ class Engine:
                 self._fail(scheduled[0].sequence, error)
                 return []
             _LOG.warning(
-                "a target call over %d texts failed; retrying each text alone: %s",
+                "a target call over %d sequences failed; retrying each sequence alone: %s",
                 len(scheduled),
                 first_line(error),
             )
@@ -487,13 +496,13 @@ class Engine:
                 item.choice = choice
         except Exception as error:  # noqa: BLE001 - other sequences must continue
             _LOG.warning(
-                "sampling for %d texts at once failed; sampling for each text alone: %s",
+                "sampling for %d sequences at once failed; sampling for each sequence alone: %s",
                 len(sampled),
                 first_line(error),
             )
 
     def _accept(self, one: Scheduled) -> bool:
-        """Accept drafts, and commit tokens and KV. Returns False if that failed."""
+        """Accept drafts, and commit tokens and KV. Return False if the sequence failed."""
         sequence = one.sequence
         n_known = one.n_known
         with self._alone(sequence):
@@ -523,7 +532,9 @@ class Engine:
         return False
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
-        """Store the states of new positions, to encode contexts later; the last commit gets them.
+        """Store the target's states of new positions, from which contexts are encoded later.
+
+        The commit that ends an answer gets all contexts that are still unsent.
 
         Args:
             one: the results of the call for a sequence.
@@ -545,9 +556,9 @@ class Engine:
     def _send_contexts(self, sequences: Rows[Sequence]) -> None:
         """Encode and send contexts of positions whose tokens have been reported."""
         # While the server decodes by itself, contexts are encoded and sent many at a time, because
-        # encoding many takes as long as encoding a few. They are encoded at once if the server's
-        # drafter needs them too. Contexts of the prompt are sent at once, because the client cannot
-        # draft without them.
+        # encoding many takes as long as encoding a few. They are encoded after every call if the
+        # server's own drafts need them too. Contexts of the prompt are sent after every call,
+        # because the client cannot draft without them.
         due: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             name = sequence.request.drafter
@@ -561,7 +572,7 @@ class Engine:
                 self._encode(name, group)
             except Exception as error:  # noqa: BLE001 - other sequences must continue
                 _LOG.warning(
-                    "encoding the contexts of %d texts failed; retrying each text alone: %s",
+                    "encoding contexts of %d sequences failed; retrying each sequence alone: %s",
                     len(group),
                     first_line(error),
                 )
@@ -577,7 +588,7 @@ class Engine:
             contexts_to_host(ready)
         except Exception as error:  # noqa: BLE001 - other sequences must continue
             _LOG.warning(
-                "copying the contexts of %d texts at once failed; copying each alone: %s",
+                "copying contexts of %d sequences at once failed; copying those of each alone: %s",
                 len(ready),
                 first_line(error),
             )
@@ -587,7 +598,7 @@ class Engine:
                 self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, sequences: Rows[Sequence]) -> None:
-        """Encode the contexts of sequences of one drafter; the drafter reuses them if it can."""
+        """Encode the contexts of sequences that use one drafter, which reuses them if it can."""
         contexts = self._speculations[name].encode_contexts(sequences)
         if self._speculations[name].reuses_contexts:
             with self._dispensable(name, sequences):
@@ -596,7 +607,7 @@ class Engine:
     def _observe(
         self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float
     ) -> None:
-        """Pass the results of a call to the drafters, and to the policies of those that drafted.
+        """Pass the results of a call to the drafters, and to the policies that choose draft shapes.
 
         Args:
             drafting: the sequences that could draft, by drafter.
@@ -627,16 +638,18 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """Remove a sequence and report the error to its owner."""
-        _LOG.error("text %d failed: %s", sequence.id, first_line(error), exc_info=error)
+        _LOG.error("sequence %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)
         failure = ServingError(
-            f"this text failed on the server ({first_line(error)}); send the request again."
+            f"the request failed on the server ({first_line(error)}); send it again."
         )
         try:
             sequence.on_commit(replace(sequence.commit(), error=failure))
         except Exception:  # noqa: BLE001 - other sequences must continue
-            _LOG.exception("the owner of text %d failed too", sequence.id)
+            _LOG.exception(
+                "the callback of sequence %d, which reports this error, failed too", sequence.id
+            )
 
     def _remove(self, sequence: Sequence) -> None:
         if self._sequences.pop(sequence.id, None) is not None:
@@ -674,7 +687,7 @@ def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logp
     Args:
         one: the results of the call for the sequence.
         accepted: indices of the accepted drafts.
-        new: the new tokens. They follow the root and the accepted drafts.
+        new: the new tokens: the accepted drafts and one more token.
     """
     assert one.output.logits is not None
     text = one.sequence.text
@@ -696,7 +709,7 @@ def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logp
 
 
 def _contexts_at_once(sequence: Sequence) -> int:
-    """Return the number of positions whose contexts are sent together."""
+    """Return how many new contexts must be there before they are encoded and sent."""
     is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
     has_prompt = sequence.n_context - sequence.n_unsent >= sequence.request.n_prompt - 1
     return _CONTEXTS_AT_ONCE if is_run and has_prompt else 1

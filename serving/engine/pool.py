@@ -42,10 +42,10 @@ def blocks_for(n_tokens: int) -> int:
 class Pool:
     """Blocks for the KV of at least ``n_tokens`` positions.
 
-    Raises NotEnoughMemory if the device cannot hold them.
+    Raises NotEnoughMemory if the device cannot hold the blocks.
 
     Args:
-        n_tokens: positions of all sequences together.
+        n_tokens: number of positions of all sequences together.
         sizes: ``n_layers``, ``n_kv_heads`` and ``head_dim`` of the target.
         dtype: dtype of the KV.
         device: device of the KV.
@@ -89,7 +89,7 @@ class Pool:
 
     @functools.cached_property
     def rows(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys [d, H_kv * S] and values [H_kv * S, d] of each layer; a head is contiguous."""
+        """The keys [d, H_kv * S] and values [H_kv * S, d] of each layer, ordered by head."""
         keys, values = self.buffer.flatten(2, 3)
         return list(zip(keys.transpose(1, 2), values, strict=True))
 
@@ -104,7 +104,7 @@ class Pool:
         return sum(kv.n_blocks for kv in tuple(self._held))
 
     def reserve(self, kv: "PooledKV", n_blocks: int) -> None:
-        """Grow a sequence to ``n_blocks`` blocks; other sequences move if they are in the way.
+        """Grow a sequence to ``n_blocks`` blocks. Move other sequences that are in the way.
 
         Args:
             kv: the sequence.
@@ -139,7 +139,7 @@ class Pool:
                 self._move(other, first)
 
     def free(self, kv: "PooledKV") -> None:
-        """Release all blocks of a sequence; its KV is lost."""
+        """Release all blocks of a sequence, which loses its KV."""
         if kv.n_blocks:
             self._held.remove(kv)
         kv.first = kv.n_blocks = kv.length = 0
@@ -159,10 +159,11 @@ class Pool:
         return self.buffer[:, first_layer:].permute(3, 1, 2, 0, 4).index_select(0, slots).flatten(2)
 
     def _move(self, kv: "PooledKV", first: int) -> None:
-        """Move a sequence so that it starts at block ``first``; both ranges may overlap."""
+        """Move a sequence to start at block ``first``. Its old and new blocks may overlap."""
         before = kv.first * BLOCK_TOKENS
         after = first * BLOCK_TOKENS
-        # With at most this many slots at a time, no copy overwrites a slot that must still be read.
+        # Copy at most this many slots at a time, so that no copy overwrites a slot that must still
+        # be read.
         step = abs(after - before)
         starts = range(0, kv.length, step)
         for start in starts if after < before else reversed(starts):
@@ -179,8 +180,8 @@ class PooledKV:
         self.pool = pool
         self.first = 0
         self.n_blocks = 0
-        # The number of committed positions. Later slots hold arbitrary values; the next target call
-        # writes there.
+        # The number of committed positions. Later slots hold arbitrary values, and the next target
+        # call writes to them.
         self.length = 0
 
     @property
@@ -196,8 +197,7 @@ class PooledKV:
         """Commit some of the pending tokens and discard the others.
 
         Args:
-            kept: ascending indices of the tokens to commit, among the tokens after the committed
-                ones.
+            kept: ascending indices of the tokens to commit; 0 is the first pending token.
         """
         n_kept = len(kept)
         start = self.length

@@ -2,9 +2,9 @@
 
 Shapes: n tokens of one part, T tokens of all parts, E hidden size, V vocabulary size.
 
-A part holds the tokens of one sequence. The tokens of all parts are concatenated to one row [1, T]
-without padding, so prompt chunks, plain steps and verifications of any size share the linear
-layers. Only attention separates the parts::
+A part is the tokens of one sequence in the call. The tokens of all parts are concatenated to one
+row [1, T] without padding, so prompt chunks, plain steps and verifications of any size share the
+linear layers. Only attention separates the parts::
 
     part        prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10
@@ -33,8 +33,8 @@ from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
 
-# Multiplications of a linear layer of average size from which several threads pay off. One core
-# needs about 0.3 ms for this many.
+# Several threads pay off if a linear layer of average size needs at least this many
+# multiplications. One core takes about 0.3 ms for them.
 _FEWEST_PRODUCTS = 1 << 23
 
 
@@ -42,13 +42,14 @@ _FEWEST_PRODUCTS = 1 << 23
 class Output:
     """Results of a target call for one part."""
 
-    # [n, E], after the final norm. Empty if hidden states were not requested.
+    # Hidden states [n, E] after the final norm. Empty if they were not requested.
     hidden: Tensor
-    # [1 + drafts, V]. None if the part needs no logits.
+    # Logits [1 + drafts, V] of the last token before the drafts, and of each draft. None if the
+    # part needs no logits.
     logits: Tensor | None
     # The argmax of each row of the logits.
     best: list[int]
-    # Outputs [n, E] by watched layer.
+    # Watched layer -> its output [n, E].
     layers: dict[int, Tensor]
 
 
@@ -95,7 +96,7 @@ class Runner:
 
     @contextlib.contextmanager
     def threads(self, n_tokens: int) -> Iterator[None]:
-        """Limit PyTorch to one thread if ``n_tokens`` are too few for several to pay off."""
+        """Limit PyTorch to one thread if several threads do not pay off for ``n_tokens``."""
         # Threads synchronize after every matrix product. A waiting thread either occupies a core or
         # has to be woken up.
         n_before = torch.get_num_threads()
@@ -128,7 +129,8 @@ class Runner:
             [list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device
         )
         sizes = [len(part.tokens) for part in parts]
-        # The tokens whose logits are needed: their number per part, and their indices in the call.
+        # Find the tokens whose logits are needed: their number per part, and their indices in the
+        # call.
         n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
         stops = itertools.accumulate(sizes)
         wanted = [
@@ -142,8 +144,8 @@ class Runner:
             and not watched_layers
             and len(wanted) < sum(sizes)
         ):
-            # For the other tokens of a prompt, the last layer computes only keys and values. A
-            # matrix product needs at least one row, so token 0 is used if no logits are needed.
+            # Tokens whose logits are not needed get only keys and values in the last layer. A
+            # matrix product needs at least one row, so compute token 0 if no logits are needed.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(tokens, positions, wanted=rows, parts_attention=attention)
@@ -176,7 +178,7 @@ class Runner:
         attention: PartsAttention | JoinedAttention,
         watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [1, T]; returns hidden states [T, E] and watched layers' outputs [1, T, E]."""
+        """Run tokens [1, T]: hidden states [T, E], and outputs [1, T, E] of watched layers."""
         positions = attention.positions[None]
         if self._fused is not None:
             run_layers = None

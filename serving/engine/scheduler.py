@@ -24,7 +24,8 @@ from .pool import Pool, blocks_for
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
-# A sequence in prefill may read at least this many tokens per call. Fewer would cost the same.
+# A sequence in prefill may read at least this many tokens per call, because fewer tokens would cost
+# the same time.
 _MIN_CHUNK = 16
 
 
@@ -33,15 +34,18 @@ class Scheduled:
     """The tokens of one sequence in a target call, and the results of the call."""
 
     sequence: Sequence
-    # The number of committed tokens that the call reads.
+    # The number of committed tokens that the call reads, from the first one without KV on.
     n_known: int
-    # Whether the last of these is the root, so that the call verifies drafts and commits tokens.
+    # Whether the last of these tokens is the root, so that the call verifies drafts and commits
+    # tokens.
     has_root: bool
     output: Output = field(init=False)
-    # Ascending indices of the tokens of the part whose KV was committed.
+    # Ascending indices of the tokens whose KV was committed, among the sequence's tokens in the
+    # call.
     kept: list[int] = field(init=False)
     n_drafts: int = 0
-    # The accepted drafts and the next token. None if they are not sampled yet, or chosen by argmax.
+    # The accepted drafts and the next token. None if they are not sampled yet, or if tokens are
+    # chosen by argmax.
     choice: tuple[list[int], int] | None = None
     commit: Commit = field(init=False)
 
@@ -51,7 +55,7 @@ class Scheduler:
 
     Args:
         pool: the KV blocks.
-        options: bounds of the engine.
+        options: limits of the engine.
         max_drafts: largest number of drafts per sequence and round that the server makes itself.
     """
 
@@ -66,7 +70,7 @@ class Scheduler:
             sequences: all open sequences.
 
         Returns:
-            The scheduled sequences, empty if there is nothing to do, and the evicted sequences.
+            The scheduled sequences (none if there is nothing to do), and the evicted sequences.
         """
         runnable = sorted(
             (s for s in sequences if s.is_runnable), key=lambda s: (s.last_served, s.id)
@@ -102,11 +106,11 @@ class Scheduler:
         Args:
             sequence: the sequence that needs room.
             sequences: all open sequences.
-            chosen: sequences that are part of the call already; they are not evicted.
-            evicted: gets the evicted sequences appended.
+            chosen: sequences that are chosen for the call already. They are not evicted.
+            evicted: list to which the evicted sequences are appended.
 
         Returns:
-            False if even evictions would not free enough blocks; nothing is changed then.
+            False if even evictions would not free enough blocks. Then nothing is changed.
         """
         n_drafts = self._max_drafts if sequence.work is Work.SPECULATE else len(sequence.drafts)
         n_blocks = blocks_for(len(sequence.tokens) + n_drafts)

@@ -31,7 +31,7 @@ from .pool import PooledKV
 class Request:
     """A request to complete a prompt."""
 
-    # The prompt, then the answer so far if a session is resumed.
+    # The prompt, followed by the answer so far if a session is resumed.
     tokens: tuple[int, ...]
     n_prompt: int
     max_new_tokens: int
@@ -46,8 +46,8 @@ class Request:
     n_context: int = 0
     # Returns which tokens may follow an answer, [V] bool. None allows all tokens.
     allowed: Callable[[Rows[int]], np.ndarray] | None = None
-    # Commits contain the log-probabilities of each new token and of this many most likely tokens.
-    # None for no log-probabilities.
+    # Commits contain the log-probability of each new token, and the log-probabilities of this many
+    # most likely tokens at its position. None for no log-probabilities.
     n_logprobs: int | None = None
     # Whether the answer continues after an end-of-sequence token.
     ignores_eos: bool = False
@@ -56,7 +56,7 @@ class Request:
 
 
 class Work(Enum):
-    """The work of a sequence."""
+    """What the engine does for a sequence."""
 
     # Do nothing. The KV stays until its memory is needed.
     IDLE = "idle"
@@ -68,8 +68,8 @@ class Work(Enum):
     VERIFY = "verify"
 
 
-# Log-probability of a new token, and the most likely tokens at its position with theirs. They are
-# computed before temperature, top-k and top-p.
+# Log-probability of a new token, and pairs of a likely token at the same position and its
+# log-probability. They are computed before temperature, top-k and top-p.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 
@@ -94,7 +94,7 @@ class Commit:
     context_start: int = 0
     # [n, W], the drafter's contexts of positions that got target KV.
     context: Tensor | None = None
-    # The tag that was passed to ``set_work``.
+    # The tag of the work, which was passed to ``set_work``.
     answers: int = 0
     # Why the sequence failed and was removed.
     error: ServingError | None = None
@@ -110,7 +110,7 @@ class Sequence:
     request: Request
     # Upper bound of the number of tokens, prompt included.
     limit: int
-    # Target KV of the first tokens.
+    # The target's KV of the first ``n_cached`` tokens.
     kv: PooledKV
     on_commit: Callable[[Commit], object]
     # The target's end-of-sequence tokens.
@@ -128,16 +128,18 @@ class Sequence:
     # False after the drafter failed. The sequence is then decoded without drafts.
     is_draftable: bool = True
     finish: str = ""
-    # Number of the sequence's last turn, counted over all sequences. 0 if it was never served.
+    # Number that the sequence got when it was last scheduled; numbers increase over all sequences.
+    # 0 if it was never scheduled.
     last_served: int = 0
     # ``time.perf_counter()`` at which the sequence began to wait for a call.
     since_s: float = 0.0
     # The number of positions whose context was encoded.
     n_context: int = field(init=False)
-    # Contexts [n, W] that are encoded but not sent yet; the last one belongs to ``n_context - 1``.
+    # Contexts [n, W] that are encoded but not sent yet. The last one belongs to position
+    # ``n_context - 1``.
     encoded: list[Tensor] = field(default_factory=list)
-    # Target states of the positions from ``n_context`` on: [n, E], or [n, K * E] of K watched
-    # layers. The drafter encodes contexts from them.
+    # Target states, from which the drafter encodes the contexts of the positions from ``n_context``
+    # on: [n, E], or [n, K * E] of K watched layers.
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,7 +149,7 @@ class Sequence:
 
     @functools.cached_property
     def text(self) -> Text:
-        """Everything that determines the next token. It shares the list of tokens."""
+        """Everything that determines the next token. It has the sequence's own list of tokens."""
         request = self.request
         return Text(
             self.tokens,
@@ -171,7 +173,11 @@ class Sequence:
 
     @property
     def can_encode(self) -> bool:
-        """Whether contexts can be encoded. After an eviction, the prefill has to catch up first."""
+        """Whether contexts can be encoded now.
+
+        The KV of their positions must exist. After an eviction, the prefill first computes it
+        again.
+        """
         return 0 < self.n_unencoded <= self.n_cached - self.n_context
 
     @property
@@ -209,7 +215,7 @@ class Sequence:
         self.since_s = time.perf_counter()
 
     def append(self, tokens: list[int]) -> list[int]:
-        """Append tokens up to the end of the answer, and set ``finish`` if it is reached.
+        """Append tokens up to the end of the answer, and set ``finish`` if the end is reached.
 
         Returns:
             The tokens that were appended.
@@ -233,7 +239,7 @@ class Sequence:
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Move the unsent contexts into a commit; returns a new commit if there are any."""
+        """Return a commit with the unsent contexts, or the commit itself if there are none."""
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent

@@ -3,13 +3,14 @@
 Shapes: B rows, n tokens, E hidden size, K watched layers, W numbers per context.
 
 The sequences that draft together share one drafter state, with one row per sequence. A sequence
-that does not draft in a call leaves the shared state and keeps its row as a state of its own. It
-joins again when it drafts again. If it has many tokens to catch up with, as after a prompt, it
-first drafts alone for a round, because in a batch all rows would be padded to its length.
+that does not draft in a call leaves the shared state and keeps its row as a state of its own. When
+it drafts again, it joins the shared state again. If its drafter first has to process many new
+tokens, as after a prompt, the sequence drafts alone for a round. In a batch, all rows would be
+padded to this number of tokens.
 
 Chains end where the drafter itself is unsure. Plain steps replace them if drafts cost more than
-they gain (``moa.decoding.policy``). A separate policy decides this for each power of two of
-sequences per call.
+they gain (``moa.decoding.policy``). Calls over 1, 2 to 3, 4 to 7, ... sequences each have a policy
+of their own.
 """
 
 import logging
@@ -36,7 +37,7 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""A sequence joins the batch only if it has at most this many tokens to catch up with."""
+"""A sequence joins the batch only if its drafter has at most this many new tokens to process."""
 
 
 class Speculation:
@@ -62,19 +63,19 @@ class Speculation:
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
-        # The states of sequences that are not in the shared state, by sequence id.
+        # Sequence id -> drafter state of a sequence that is not in the shared state.
         self._apart: dict[int, Any] = {}
         # The ids of the sequences in the shared state, in the order of its rows.
         self._together: list[int] = []
-        # The shared state. None if it has no rows.
+        # The drafter state of these sequences. None if there are none.
         self._state: Any = None
-        # The number of tokens of each sequence when drafts were last made for it, by sequence id.
+        # Sequence id -> its number of tokens when drafts were last made for it.
         self._n_drafted_at: dict[int, int] = {}
-        # The policies by bit length of the number of sequences.
+        # Bit length of the number of sequences in a call -> policy.
         self._policies: dict[int, ShapePolicy] = {}
 
     def begin(self, sequence: Sequence) -> None:
-        """Create empty caches for a sequence without target KV, in place of older ones."""
+        """Create empty drafter caches for a sequence without target KV, and drop its old caches."""
         self.forget(sequence)
         self._apart[sequence.id] = self.drafter.new_state(1)
 
@@ -89,8 +90,8 @@ class Speculation:
         """Handle a failure of the drafter: drop caches, and decode some sequences without drafts.
 
         Args:
-            sequences: these lose their caches and get no more drafts. All others in the shared
-                state lose it too.
+            sequences: sequences that lose their caches and get no more drafts. All sequences in the
+                shared state lose their caches too.
         """
         self._state = None
         self._together = []
@@ -126,11 +127,11 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: Rows[Sequence]) -> None:
-        """Set the drafts of the gathered sequences; none if the policy prefers plain steps."""
+        """Draft for the gathered sequences, unless the policy prefers plain steps."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
-        # The target adds a token to the accepted drafts; leave room for it.
+        # The target adds one token to the accepted drafts, so leave room for it.
         max_depth = max(sequence.n_remaining for sequence in sequences) - 1
         if shape is None or max_depth < 1:
             return
@@ -165,7 +166,7 @@ class Speculation:
         """Return the target states that the drafter reads: [n, E], or [n, K * E] of K layers.
 
         Args:
-            output: results of a call, which may contain more watched layers.
+            output: results of a call, which may also contain layers that only other drafters read.
         """
         if not self.drafter.observed_layers:
             return output.hidden
@@ -175,7 +176,7 @@ class Speculation:
         """Pass the results of a call to the drafter.
 
         Args:
-            served: the results, which include all gathered sequences.
+            served: results of sequences, including all gathered ones.
         """
         if not self._observes:
             return
@@ -189,7 +190,7 @@ class Speculation:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
-        """Update the policy with a round of the gathered sequences.
+        """Report the gain and the time of a round to the policy.
 
         Args:
             rounds: the results of the gathered sequences.
@@ -202,15 +203,15 @@ class Speculation:
         if policy.is_off == was_off:
             return
         fewest = 1 << (len(rounds).bit_length() - 1)
-        texts = f"{fewest} to {2 * fewest - 1} texts" if fewest > 1 else "1 text"
+        texts = f"{fewest} to {2 * fewest - 1} sequences" if fewest > 1 else "1 sequence"
         if policy.is_off:
             _LOG.info(
-                "drafter %s stops in calls over %s: its drafts cost more than they gain",
+                "drafter %s makes no drafts in calls over %s: they cost more time than they save",
                 self._name,
                 texts,
             )
         else:
-            _LOG.info("drafter %s drafts again in calls over %s", self._name, texts)
+            _LOG.info("drafter %s makes drafts again in calls over %s", self._name, texts)
 
     def _keep(self, ids: list[int]) -> None:
         if not ids:
@@ -237,7 +238,7 @@ class Speculation:
             sequences: sequences with such positions.
 
         Returns:
-            The new contexts [n, W] and the position of the first, by sequence id.
+            Sequence id -> the new contexts [n, W], and the position of the first context.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
         # [n, E]
@@ -267,7 +268,7 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Add contexts to the drafter's caches.
+        """Add contexts that were encoded for clients to the drafter's caches.
 
         Args:
             by_id: the result of :meth:`encode_contexts`.
@@ -292,15 +293,15 @@ class JoinedKV:
     def __init__(self, rows: Rows[PooledKV]) -> None:
         # The lengths count the committed tokens of each row.
         self._rows, self.lengths = rows, [kv.length for kv in rows]
-        # Copies [2, B, H_kv, S, d] by layer.
+        # Layer -> copy of its KV, [2, B, H_kv, S, d].
         self._copies: dict[int, Tensor] = {}
 
     def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row: [B, n, L, D].
 
         Args:
-            starts: the first position of each row. Positions beyond the length of a row get the KV
-                of its last committed position.
+            starts: the first position of each row. Positions at or beyond the length of a row get
+                the KV of its last committed position.
             n_tokens: the number of positions per row.
             first_layer: the first layer to pack.
         """
@@ -314,7 +315,7 @@ class JoinedKV:
         """
         copy = self._copies.get(layer)
         if copy is None:
-            # Leave room for a typical round, so that its levels do not have to copy again.
+            # Leave room for the drafts of a typical round, so that they need no further copy.
             slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
             rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
             copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)

@@ -220,9 +220,9 @@ def test_the_log_says_once_when_drafts_are_given_up_and_when_they_come_back(
         judge(1, n_drafts=4, n_committed=1, plain_steps=1, n_rounds=1)
         judge(1, n_drafts=4, n_committed=5, plain_steps=2)
     assert [record.args for record in caplog.records] == [
-        ("a", "1 text"),
-        ("a", "2 to 3 texts"),
-        ("a", "1 text"),
+        ("a", "1 sequence"),
+        ("a", "2 to 3 sequences"),
+        ("a", "1 sequence"),
     ]
     assert len({record.msg for record in caplog.records}) == 2
 
@@ -512,7 +512,7 @@ def test_a_fault_in_one_text_ends_that_one_alone(
         assert readers[index].tokens == plain(target, PROMPTS[index])
     counts = engine.snapshot()
     assert (counts.n_failed, counts.n_open, counts.kv_used) == (2, 3, 0)
-    assert "retrying each text alone" in caplog.text
+    assert "retrying each sequence alone" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["draft_root", "draft_level", "observe"])
