@@ -183,9 +183,9 @@ def _prove_target(
         The object that runs the target, or None if workers will load the target.
     """
     # With Ray, the target is loaded by workers on other machines, and may be too large for this
-    # machine. Check only the files of its weights.
+    # machine. Check its weights without loading it.
     if plan.config.scale.engine == "ray":
-        check_weights(plan.forward.folder)
+        check_weights(plan.forward.folder, getattr(torch, plan.forward.compute_dtype))
         return None
     forwards = _load_forwards(plan, codec, target, progress, opened)
     if forwards.engine is None:

@@ -6,13 +6,14 @@ layouts of other programs.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ...errors import DrafterError
 from ...files import parsing, write_file
@@ -32,10 +33,15 @@ from ..targets.model_files import (
 from ..targets.template import ChatTemplate, choose_template_arguments
 from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
 from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
-from .layout import Layout, Weights
+from .layout import LM_HEAD, ForeignConfig, Layout, Weights, check_shape, nested, target_keys
 from .llama import LLAMA
 from .moa import MOA, MOA_VLLM
-from .speculators import SPECULATORS_DFLASH, SPECULATORS_DSPARK, SPECULATORS_EAGLE3
+from .speculators import (
+    LAYERS_KEY,
+    SPECULATORS_DFLASH,
+    SPECULATORS_DSPARK,
+    SPECULATORS_EAGLE3,
+)
 
 CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
@@ -45,6 +51,11 @@ _LAYOUT_PICKLE = "pytorch_model.bin"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
+# Keys of config.json that must have the values that our own key implies.
+_SIZE_KEYS = {
+    "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
+}  # fmt: skip
 
 # Layouts by name. The order matters: a folder that this package did not write is read with the
 # first layout that recognises it.
@@ -264,9 +275,7 @@ def write_layout(
 
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
-    tensors = {
-        name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()
-    }
+    tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
     record = config.get(_OWN_KEY)
     if record is None:
         layout = next(
@@ -288,20 +297,65 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             f"{', '.join(LAYOUTS)}."
         )
     weights = {
-        layout.own_name(name): value
+        name: value
         for name, value in tensors.items()
         if name not in layout.ignored and not name.endswith("rotary_emb.inv_freq")
     }
+    weights = _renamed(weights, layout.own_name, folder)
     try:
         if record is None:
             sizes = layout.read_sizes(weights, config)
         else:
             sizes = drafter_class(layout.kind).config_class.from_dict(record["drafter"])
-        return sizes, layout.unpack(weights, sizes)
+            _check_record(sizes, layout, config, folder)
+        unpacked = layout.unpack(weights, sizes)
+        _check_ignored(tensors, layout, sizes)
+        return sizes, unpacked
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         raise DrafterError(
             f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}"
         ) from error
+
+
+def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> Weights:
+    """Rename tensors. Refuse two tensors that get the same name, because they may differ."""
+    renamed: Weights = {}
+    for name, value in weights.items():
+        own_name = rename(name)
+        if own_name in renamed:
+            raise DrafterError(
+                f"{folder}: {name} {list(value.shape)} and another tensor are both read as "
+                f"{own_name}. Remove the one that is not part of the drafter."
+            )
+        renamed[own_name] = value
+    return renamed
+
+
+def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
+    """Refuse a config.json whose other keys state other sizes than our own key.
+
+    Other programs read the other keys.
+    """
+    # Only the sizes are compared, so the target's config may be empty.
+    written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
+    written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
+    found = {**config, **nested(config, LAYERS_KEY)}
+    for key in sorted(_SIZE_KEYS & found.keys() & written.keys()):
+        if found[key] != written[key]:
+            raise DrafterError(
+                f"config.json has {key} {str(found[key])[:60]}, but {_OWN_KEY} in it implies "
+                f"{written[key]}; export it again."
+            )
+
+
+def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> None:
+    """Refuse copies of the target's tensors with another shape. Their values are not used."""
+    n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
+    # An independent drafter has a width of its own, and its LM head is tied to its embeddings.
+    width = getattr(sizes, "independent_width", sizes.hidden_size)
+    for name in layout.ignored:
+        if name in tensors:
+            check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
 
 
 def _read_weight_file(folder: Path) -> Weights:

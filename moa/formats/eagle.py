@@ -52,19 +52,21 @@ def _renumbered(name: str, shift: int) -> str:
     return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + shift}.", name)
 
 
-def _scaled(weights: Weights, scale: float) -> Weights:
+def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
     """Multiply the columns of ``fc`` that read the embeddings by a scale.
 
     The product is exact if the scale is a power of two.
     """
+    width = sizes.hidden_size
+    layout.check_shape(weights, "fc.weight", [width, 2 * width])
     joining = weights["fc.weight"].clone()
-    joining[:, : joining.shape[1] // 2] *= scale
+    joining[:, :width] *= scale
     return weights | {"fc.weight": joining}
 
 
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     """Insert a first layer that returns its input if the drafter's own first layer has a norm."""
-    weights = _scaled(weights, sizes.eagle_embedding_scale)
+    weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
     packed = {
         _renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()
     }
@@ -79,15 +81,27 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 
 
 def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
-    unpacked = _scaled(weights, 1 / sizes.eagle_embedding_scale)
-    if not sizes.eagle_fc_bias and "fc.bias" in unpacked and unpacked.pop("fc.bias").any():
-        raise DrafterError(
-            "fc.bias is not zero, but this drafter has no such bias; export the drafter again."
-        )
+    unpacked = _scaled(weights, sizes, 1 / sizes.eagle_embedding_scale)
+    if not sizes.eagle_fc_bias and "fc.bias" in unpacked:
+        layout.check_shape(unpacked, "fc.bias", [sizes.hidden_size])
+        if unpacked.pop("fc.bias").any():
+            raise DrafterError(
+                "fc.bias is not zero, but this drafter has no such bias; export the drafter again."
+            )
     if not sizes.eagle_input_norm:
         return unpacked
-    unpacked = {name: value for name, value in unpacked.items() if not name.startswith("layers.0.")}
-    return {_renumbered(name, -1): value for name, value in unpacked.items()}
+    own = {
+        _renumbered(name, -1): value
+        for name, value in unpacked.items()
+        if not name.startswith("layers.0.")
+    }
+    for name, value in _pack(own, sizes).items():
+        if name.startswith("layers.0.") and not torch.equal(weights[name], value):
+            raise DrafterError(
+                f"{name} {list(weights[name].shape)} differs from that of a layer that returns its "
+                "input; export it again."
+            )
+    return own
 
 
 def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any]:
@@ -218,8 +232,8 @@ MOA_EAGLE = Layout(
         "default_layer false"
     ],
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
-    pack=lambda weights, sizes: _scaled(weights, sizes.eagle_embedding_scale),
-    unpack=lambda weights, sizes: _scaled(weights, 1 / sizes.eagle_embedding_scale),
+    pack=lambda weights, sizes: _scaled(weights, sizes, sizes.eagle_embedding_scale),
+    unpack=lambda weights, sizes: _scaled(weights, sizes, 1 / sizes.eagle_embedding_scale),
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,

@@ -209,6 +209,13 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
         )
 
 
+def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
+    """Refuse a tensor that has another shape than the drafter's sizes imply."""
+    found = list(weights[name].shape)
+    if found != shape:
+        raise DrafterError(f"{name} has shape {found}, expected {shape}; restore the file.")
+
+
 def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
     """Count the numbered layers of a file. A config.json with a different number is refused."""
     names = [name for name in weights if name.startswith("layers.")]
@@ -223,6 +230,8 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
 
     ``t2d`` marks which of the target's ``n_tokens`` tokens are draft tokens.
     """
+    if "d2t" in weights:
+        check_shape(weights, "d2t", [weights["d2t"].numel()])
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)

@@ -28,7 +28,8 @@ from .eagle import EAGLE3, EAGLE3_FLAGS
 from .layout import ForeignConfig, Weights
 
 _TYPE = "speculators_model_type"
-_LAYERS = "transformer_layer_config"
+# Key of the mapping in config.json that has the sizes of the layers.
+LAYERS_KEY = "transformer_layer_config"
 _EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_KEYS = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor")
 _DFLASH = dict.fromkeys(_BLOCK_KEYS) | {"sample_from_anchor": False}
@@ -45,7 +46,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dspark": _DFLASH | {"sample_from_anchor": True} | _HEADS,
 }
 _SHARED = {
-    _TYPE, _LAYERS, "speculators_config", "speculators_version", "auto_map", "draft_vocab_size",
+    _TYPE, LAYERS_KEY, "speculators_config", "speculators_version", "auto_map", "draft_vocab_size",
     "target_hidden_size", "sliding_window_non_causal", "tie_word_embeddings", "torch_dtype",
     *PreTrainedConfig().to_dict(),
 }  # fmt: skip
@@ -79,7 +80,7 @@ def _config(
         "tie_word_embeddings": False,
         "draft_vocab_size": sizes.vocab_size,
         **own,
-        _LAYERS: layout.llama_config(sizes) | {"model_type": "qwen3", **layers},
+        LAYERS_KEY: layout.llama_config(sizes) | {"model_type": "qwen3", **layers},
     }
 
 
@@ -129,10 +130,10 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         DrafterError: a key would change the computation in a way that is not implemented.
     """
     kind = config[_TYPE]
-    layer_config = {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
+    layer_config = {"model_type": "qwen3"} | layout.nested(config, LAYERS_KEY)
     if kind not in _OWN:
         raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
-    with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the original config.json."):
+    with parsing(f"{LAYERS_KEY} cannot be used", DrafterError, "Restore the original config.json."):
         known = AutoConfig.for_model(layer_config["model_type"]).to_dict().keys() | {
             "rope_theta",
             "rope_scaling",
@@ -185,16 +186,16 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     unpacked = {name: value for name, value in weights.items() if name != "d2t"}
     if "d2t" in weights:
         offsets = weights["d2t"]
+        layout.check_shape(weights, "t2d", [sizes.vocab_size])
         head = "markov_head.markov_w2.weight"
         tokens = offsets + torch.arange(len(offsets))
         if not torch.equal(tokens, unpacked["t2d"].nonzero()[:, 0]):
             raise DrafterError(
                 "the tensors d2t and t2d do not name the same tokens; restore the checkpoint."
             )
-        if head in unpacked:
-            spread = torch.zeros(
-                sizes.vocab_size, unpacked[head].shape[1], dtype=unpacked[head].dtype
-            )
+        if isinstance(sizes, DSparkSizes) and head in unpacked:
+            layout.check_shape(weights, head, [len(offsets), sizes.markov_rank])
+            spread = torch.zeros(sizes.vocab_size, sizes.markov_rank, dtype=unpacked[head].dtype)
             unpacked[head] = spread.index_copy(0, tokens, unpacked[head])
     return unpacked
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ...errors import TargetError
@@ -49,6 +50,8 @@ _VOCABULARY_TENSORS = (
     "gpt_neox.embed_in.weight",
     "lm_head.weight",
 )
+# Prefixes of names that transformers adds or removes if the model's own names require it.
+_PREFIXES = re.compile(r"^((model|language_model|transformer|gpt_neox)\.)+")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -62,13 +65,64 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     config = families.load_target_config(folder)
     headers = _read_headers(folder, config)
     _check_memory(folder, headers, config, dtype, device)
+    model = _load_fitting(folder, headers, config, dtype)
+    frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    check_finite(frozen.state_dict(), folder, TargetError)
+    return frozen
+
+
+def check_weights(folder: Path, dtype: torch.dtype) -> None:
+    """Refuse a target that :func:`load_target_model` would refuse, without loading it.
+
+    This takes the memory of a few tensors.
+
+    Raises:
+        TargetError: the weights do not fit config.json, or are not finite.
+    """
+    config = families.load_target_config(folder)
+    headers = _read_headers(folder, config)
+    n_held = _count_values(headers)
+    n_needed = families.count_weights(config)
+    if n_held < n_needed:
+        raise _too_few(folder, n_held, n_needed)
+    _load_fitting(folder, headers, config, dtype, device_map="meta")
+    vocabulary = []
+    for file in bundle.weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.
+            for name in tensors.keys():  # noqa: SIM118
+                values = tensors.get_tensor(name)
+                check_finite({name: values.to(dtype)}, folder, TargetError)
+                if name in _VOCABULARY_TENSORS:
+                    vocabulary.append(values)
+    # Some configs do not have this attribute.
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
+        raise TargetError(
+            f"{folder}: lm_head.weight differs from the embeddings, which it is tied to. {_ADVICE}"
+        )
+
+
+def _load_fitting(
+    folder: Path,
+    headers: Mapping[str, TensorHeader],
+    config: Any,
+    dtype: torch.dtype,
+    **options: Any,
+) -> Any:
+    """Load a causal LM, and check that its weights fit config.json.
+
+    Args:
+        options: further arguments of ``from_pretrained``. With the device map ``meta``, only the
+            shapes are loaded.
+    """
     _check_tied_head(folder, headers, config)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         try:
             loaded: Any = families.model_loader(folder).from_pretrained(
                 folder, config=families.transformers_config(read_config(folder), folder),
                 dtype=dtype, attn_implementation=families.attention_of(config),
-                output_loading_info=True, use_safetensors=True, trust_remote_code=False,
+                output_loading_info=True, use_safetensors=True, trust_remote_code=False, **options,
                 # With this setting transformers reports tensors of the wrong shape, and
                 # `_check_fit` refuses them.
                 ignore_mismatched_sizes=True,
@@ -91,18 +145,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
             ) from error
     model, info = loaded
     _check_fit(folder, headers, config, model, info)
-    frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
-    check_finite(frozen.state_dict(), folder, TargetError)
-    return frozen
-
-
-def check_weights(folder: Path) -> None:
-    """Raise TargetError if a target cannot be loaded, judging by config.json and weight headers."""
-    config = families.load_target_config(folder)
-    n_held = _count_values(_read_headers(folder, config))
-    n_needed = families.count_weights(config)
-    if n_held < n_needed:
-        raise _too_few(folder, n_held, n_needed)
+    return model
 
 
 def check_vocabulary(folder: Path) -> None:
@@ -133,6 +176,15 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
                 "Remove the files that are not part of the model."
             )
         headers |= found
+    names_in_files: dict[str, str] = {}
+    for name, header in headers.items():
+        other = names_in_files.setdefault(_PREFIXES.sub("", name), name)
+        if other != name:
+            raise TargetError(
+                f"{folder}: transformers may read {name} {list(header.shape)} and {other} "
+                f"{list(headers[other].shape)} as the same tensor. Remove the one that is not part "
+                "of the model."
+            )
     index = folder / "model.safetensors.index.json"
     weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
     names = [*weight_map.values()] if isinstance(weight_map, dict) else [weight_map]
@@ -220,8 +272,10 @@ def _check_fit(
             stored[name] = headers.get(name, TensorHeader((), None))
     problem = find_problems(stored, expected)
     head = model.get_output_embeddings().weight
+    # On the meta device, weights have no values that transformers could compare.
     if (
-        getattr(model.config, "tie_word_embeddings", False)
+        not head.is_meta
+        and getattr(model.config, "tie_word_embeddings", False)
         and head is not model.get_input_embeddings().weight
     ):
         problem = (

@@ -281,6 +281,18 @@ def test_a_target_whose_values_are_not_finite_leaves_nothing(
     assert not Path(config.out).exists()
 
 
+def test_ray_leaves_nothing_of_a_target_whose_weights_cannot_be_used(
+    config: ExtractConfig, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command itself proves the weights without loading them."""
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded"))
+    config = config.replaced(model=str(model), engine="ray")
+    spoil_weights(model / "model.safetensors", float("nan"))
+    with pytest.raises(TargetError, match="are NaN or infinity"):
+        extract(config)
+    assert not Path(config.out).exists()
+
+
 def test_a_store_of_another_target_without_parts_is_begun_anew(
     config: ExtractConfig, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

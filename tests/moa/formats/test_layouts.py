@@ -372,6 +372,108 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
             load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize("shape", [(), (3,), (16,), (2, 3)])
+@pytest.mark.parametrize("name", [*ENGINES, "moa-eagle"])
+def test_a_joining_layer_of_another_shape_is_named(
+    tmp_path: Path, name: str, shape: tuple[int, ...], own_key: bool
+) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    if not own_key:
+        without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in weights if key.endswith("fc.weight"))
+    write_weights(tmp_path, weights | {key: torch.ones(shape)})
+    said = re.escape(f"fc.weight has shape {list(shape)}, expected [48, 96]")
+    with pytest.raises(DrafterError, match=said):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fc.bias", torch.zeros(7)),
+        ("layers.0.self_attn.o_proj.weight", torch.full((48, 48), torch.nan)),
+        ("layers.0.mlp.up_proj.weight", torch.zeros(3)),
+    ],
+)
+def test_an_additional_layer_that_does_not_return_its_input_is_named(
+    tmp_path: Path, key: str, value: torch.Tensor
+) -> None:
+    model = build_model()
+    write(build("sglang-eagle", model), "sglang-eagle", tmp_path, model)
+    write_weights(tmp_path, load_file(tmp_path / "model.safetensors") | {key: value})
+    with pytest.raises(DrafterError, match=rf"{key}.*{re.escape(str(list(value.shape)))}"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "other"),
+    [
+        ("eagle", "fc.weight", "model.fc.weight"),
+        ("eagle", "embed_tokens.weight", "model.embed_tokens.weight"),
+        ("hf-dflash", "encoder.fc.weight", "fc.weight"),
+        ("eagle3", "midlayer.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_two_names_of_one_tensor_are_named(tmp_path: Path, name: str, key: str, other: str) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    write_weights(tmp_path, weights | {other: weights[key] * 2})
+    with pytest.raises(DrafterError, match=r"\[.*\] and another tensor are both read as"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "shape"),
+    [
+        ("eagle", EMBEDDINGS, [67, 48]),
+        ("dspark", LM_HEAD, [67, 48]),
+        ("eagle3", EMBEDDINGS, [67, 48]),
+        ("llama", f"model.{LM_HEAD}", [67, 32]),
+    ],
+)
+def test_copies_of_the_targets_tensors_of_another_shape_are_named(
+    tmp_path: Path, name: str, key: str, shape: list[int]
+) -> None:
+    """The target's tensors are used in place of them, so their values may be any."""
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    write_weights(tmp_path, weights | {key: torch.full(shape, torch.nan)})
+    load_drafter(tmp_path)
+    write_weights(tmp_path, weights | {key: torch.ones(999, 5)})
+    said = f"{key.removeprefix('model.')} has shape [999, 5], expected {shape}"
+    with pytest.raises(DrafterError, match=re.escape(said)):
+        load_drafter(tmp_path)
+
+
+CONTRADICTIONS = [
+    (name, key)
+    for name in LAYOUTS
+    for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
+    # In these formats, the number of layers is that of the target.
+    if key != "num_hidden_layers" or name not in (*MOA, "moa-eagle")
+]
+
+
+@pytest.mark.parametrize(("name", "key"), CONTRADICTIONS)
+def test_a_config_that_contradicts_our_own_key_is_refused(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    config = read_config(tmp_path)
+    for sizes in (config, config.get("transformer_layer_config", {})):
+        if key in sizes:
+            sizes[key] = 999
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DrafterError, match=f"{key} 999, but moa_data in it implies"):
+        load_drafter(tmp_path)
+
+
 FOREIGN: dict[str, Any] = {"moa_data": None}
 IDS, BLOCK = "eagle_aux_hidden_state_layer_ids", {"block_size": 7, "mask_token_id": 66}
 UNUSABLE: list[tuple[str, Any]] = [

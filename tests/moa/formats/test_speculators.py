@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -202,3 +202,23 @@ def test_a_reduced_vocabulary_of_blocks_drafts_its_own_tokens_and_stays_here() -
     logits = drafter.draft_logits(FrozenTarget.from_model(verifier()), features)
     assert torch.equal(torch.isfinite(logits), tokens.expand(2, -1))
     assert len(LAYOUTS["speculators-dspark"].refusals(drafter.config)) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("d2t", [2, 3]),
+        ("t2d", []),
+        ("lm_head.weight", [40, 16]),
+        ("markov_head.markov_w2.weight", [3]),
+    ],
+)
+def test_tensors_of_a_reduced_vocabulary_of_another_shape_are_named(
+    tmp_path: Path, key: str, shape: list[int]
+) -> None:
+    file = copied("dspark-gated", tmp_path / "drafter") / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {key: torch.ones(shape, dtype=weights[key].dtype)}, file)
+    with pytest.raises(DrafterError) as caught:
+        load_drafter(file.parent)
+    assert f"{key} has shape {shape}, expected" in str(caught.value)

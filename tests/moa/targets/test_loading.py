@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from moa_data.errors import MoaDataError, TargetError
 from moa_data.moa.targets import loading, model_files
 from moa_data.moa.targets.families import load_target_config
-from moa_data.moa.targets.loading import load_target_model
+from moa_data.moa.targets.loading import check_weights, load_target_model
 from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.models import build_model
@@ -39,13 +39,18 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 
 def refused(folder: Path, *texts: str, dtype: torch.dtype = torch.float32) -> None:
-    """Check that loading is refused with a single line that contains all texts."""
+    """Check that loading is refused with a single line that contains all texts.
+
+    The check without loading must refuse the same folders.
+    """
     with pytest.raises(TargetError) as caught:
         load_target_model(folder, dtype, "cpu")
     message = str(caught.value)
     assert "\n" not in message
     for text in texts:
         assert text in message
+    with pytest.raises(TargetError):
+        check_weights(folder, dtype)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,29 @@ def test_a_tensor_in_two_files_is_named(folder: Path) -> None:
     refused(folder, f"{HEAD} is in two files", "Remove the files")
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("layers.0.self_attn.k_proj.weight", [24, 48]),
+        ("model.model.norm.weight", [48]),
+        ("norm.weight", [7]),
+    ],
+)
+def test_two_names_of_one_tensor_are_named(folder: Path, name: str, shape: list[int]) -> None:
+    change_weights(folder, lambda weights: weights.update({name: torch.ones(shape)}))
+    refused(folder, f"{name} {shape}", "as the same tensor")
+
+
+def test_names_without_a_prefix_are_the_targets_too(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name in weights.keys() - {HEAD}:
+        weights[name.removeprefix("model.")] = weights.pop(name)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    check_weights(folder, torch.float32)
+    loaded = load_target_model(folder, torch.float32, "cpu").state_dict()
+    assert torch.equal(loaded[KEYS], weights[KEYS.removeprefix("model.")])
+
+
 def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> None:
     extra = {
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)
@@ -127,6 +155,7 @@ def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> N
     change_weights(folder, lambda weights: weights.update(extra))
     change_json(folder / "config.json", num_nextn_predict_layers=1)
     load_target_model(folder, torch.float32, "cpu")
+    check_weights(folder, torch.float32)
     change_json(folder / "config.json", num_nextn_predict_layers=0)
     refused(folder, "unexpected key model.layers.4.eh_proj.weight [2, 2]")
 
@@ -156,6 +185,7 @@ def test_tied_weights_may_be_there_twice(folder: Path) -> None:
     change_weights(folder, lambda weights: weights.update({HEAD: weights[EMBEDDINGS].clone()}))
     change_json(folder / "config.json", tie_word_embeddings=True)
     load_target_model(folder, torch.float32, "cpu")
+    check_weights(folder, torch.float32)
 
 
 @pytest.mark.parametrize("change", ["missing", "another shape"])
