@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,6 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def tls(tmp_path: Path) -> tuple[Path, list[str]]:
+    """Return the file of an authority, and the options of a server with its certificate."""
+    authority, settings = make_certificates(tmp_path)
+    return authority, ["--tls-cert", settings["tls_cert"], "--tls-key", settings["tls_key"]]
+
+
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run the command, and yield the process, its first line and the address in that line."""
@@ -59,12 +66,41 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
-def check_draining(address: str) -> None:
+def ports_of(line: str) -> list[int]:
+    ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", line)]
+    assert len(ports) == 2
+    return ports
+
+
+GOAWAY = b"\x00\x00\x0c\x07\x00" + bytes(8) + b"\xff\xff\xff\xffwhat"
+"""An HTTP/2 frame with a text that gRPC's C library would log."""
+
+
+def fail_handshakes(ports: Sequence[int]) -> None:
+    """Send bytes that are no handshake. The libraries of the ports would log that themselves."""
+    for port in ports:
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x28", bytes(1000)):
+            with connect(("127.0.0.1", port)) as connection:
+                connection.sendall(said)
+                wait_for_end(connection)
+
+
+def send_goaway(port: int, authority: Path) -> None:
+    trusted = ssl.create_default_context(cafile=authority)
+    trusted.set_alpn_protocols(["h2"])
+    with connect(("127.0.0.1", port), trusted) as connection:
+        connection.sendall(HTTP2_PREFACE + GOAWAY)
+        # The server answers, and would close the connection after most of a minute.
+        assert connection.recv(1)
+
+
+def check_draining(address: str, trusted: ssl.SSLContext) -> None:
     """Check that new connections are accepted and told that the server is draining."""
     health = address.removesuffix("/v1") + "/health"
-    wait_for(lambda: httpx.get(health).status_code == 503, seconds=60)
-    assert httpx.get(health).json() == {"status": "draining"}
-    answer = httpx.post(f"{address}/completions", json={"model": "tiny", "prompt": "a"})
+    wait_for(lambda: httpx.get(health, verify=trusted).status_code == 503, seconds=60)
+    assert httpx.get(health, verify=trusted).json() == {"status": "draining"}
+    body = {"model": "tiny", "prompt": "a"}
+    answer = httpx.post(f"{address}/completions", json=body, verify=trusted)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "draining"
     assert int(answer.headers["retry-after"]) > 0
@@ -74,37 +110,47 @@ def check_draining(address: str) -> None:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 @pytest.mark.usefixtures("heeded_signals")
-def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
-    run_folder = model.parent / "run"
-    with serving(model, "--drafter", str(run_folder), "--target-ms", "100", "--tree", "3") as (
-        process,
-        line,
-        address,
-    ):
-        assert line.startswith("serving tiny on http://127.0.0.1:")
+def test_signals_let_answers_end(
+    model: Path, tls: tuple[Path, list[str]], number: signal.Signals
+) -> None:
+    """The libraries below write nothing into the log, whose lines are JSON, after garbage."""
+    authority, options = tls
+    trusted = ssl.create_default_context(cafile=authority)
+    drafting = ("--drafter", str(model.parent / "run"), "--target-ms", "100", "--tree", "3")
+    with serving(model, *drafting, *options) as (process, line, address):
+        assert line.startswith("serving tiny on https://127.0.0.1:")
         assert re.search(r" and gRPC 127\.0\.0\.1:\d+ \(drafters: run\)\n", line)
-        with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+        fail_handshakes(ports_of(line))
+        send_goaway(ports_of(line)[1], authority)
+        with (
+            httpx.Client(verify=trusted) as http,
+            OpenAI(
+                base_url=address, api_key="none", max_retries=0, timeout=60, http_client=http
+            ) as client,
+        ):
             stream = client.chat.completions.create(
                 model="tiny",
                 messages=[{"role": "user", "content": "Hello"}],
-                max_tokens=80,
+                max_tokens=40,
                 temperature=0,
                 stream=True,
             )
             next(stream)
             process.send_signal(number)
-            check_draining(address)
+            check_draining(address, trusted)
             time.sleep(0.5)
-            check_draining(address)
+            check_draining(address, trusted)
             reasons = [chunk.choices[0].finish_reason for chunk in stream]
         _, stderr = process.communicate(timeout=60)
     assert reasons[-1] == "length"
     assert process.returncode == 128 + number
-    assert stderr.splitlines()[-1] == "stopped; all answers had ended."
-    assert "Traceback" not in stderr
-    lines = [json.loads(line) for line in stderr.splitlines() if line.startswith("{")]
+    *rest, last = stderr.splitlines()
+    assert last == "stopped; all answers had ended."
+    lines = [json.loads(line) for line in rest if line.startswith("{")]
+    others = {line for line in rest if not line.startswith("{")}
+    assert others <= {"", "Finishing what has started; press Ctrl-C again to stop at once."}
     (request,) = [line for line in lines if "new_tokens" in line]
-    assert (request["status"], request["new_tokens"], request["finish"]) == (200, 80, "length")
+    assert (request["status"], request["new_tokens"], request["finish"]) == (200, 40, "length")
 
 
 @pytest.mark.slow
@@ -127,41 +173,24 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
     assert "Traceback" not in stderr
 
 
-GOAWAY = b"\x00\x00\x0c\x07\x00" + bytes(8) + b"\xff\xff\xff\xffwhat"
-"""An HTTP/2 frame with a text that gRPC's C library would log."""
-
-
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeded_signals")
-def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> None:
-    """The ports use TLS, and the libraries below would log failed handshakes themselves."""
-    authority, settings = make_certificates(tmp_path)
-    options = ["--tls-cert", settings["tls_cert"], "--tls-key", settings["tls_key"]]
+def test_garbage_on_both_ports_leaves_few_lines(model: Path, tls: tuple[Path, list[str]]) -> None:
+    authority, options = tls
+    trusted = ssl.create_default_context(cafile=authority)
     with serving(model, *options) as (process, line, _):
-        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", line)]
-        assert len(ports) == 2
+        ports = ports_of(line)
         assert process.stderr is not None
         # A thread writes this line at any time after the start.
         first = json.loads(process.stderr.readline())
         assert first["message"].startswith("memory: ")
-        for port in ports:
-            for said in (
-                b"GET / HTTP/1.1\r\n\r\n",
-                b"\x15\x03\x01\x00\x02\x02\x28",
-                bytes(1000),
-            ) * 2:
-                with connect(("127.0.0.1", port)) as connection:
-                    connection.sendall(said)
-                    wait_for_end(connection)
-        tls = ssl.create_default_context(cafile=authority)
+        for _ in range(2):
+            fail_handshakes(ports)
         for _ in range(24):
-            with connect(("127.0.0.1", ports[0]), tls) as connection:
+            with connect(("127.0.0.1", ports[0]), trusted) as connection:
                 connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 assert wait_for_end(connection).startswith(b"HTTP/1.1 400 ")
-        tls.set_alpn_protocols(["h2"])
-        with connect(("127.0.0.1", ports[1]), tls) as connection:
-            connection.sendall(HTTP2_PREFACE + GOAWAY)
-            # The server answers, and would close the connection after most of a minute.
-            assert connection.recv(1)
+        send_goaway(ports[1], authority)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     *lines, last = stderr.splitlines()

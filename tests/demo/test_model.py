@@ -6,25 +6,32 @@ The model writes its own questions, and the drafter is evaluated on held-out que
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moa_data.demo import model
+from moa_data.demo import model, serving
 from moa_data.demo.config import MODEL_DEFAULTS, DemoConfig
 from moa_data.demo.model import PACKAGE, SMOLLM2, find_model
 from moa_data.demo.run import MODEL_SECONDS, run_demo
 from moa_data.errors import Interrupted, OptionInvalid, TargetError
+from moa_data.moa.formats.checkpoint import ready_drafters
+from moa_data.moa.targets.live import Target
 from moa_data.pipeline.dataset import read_jsonl
+from moa_data.serving.grpc import Identities
+from moa_data.serving.wire import drafter_identity, target_identity, tokenizer_identity
 from moa_data.tests.kit.models import write_target_of_letters
+from moa_data.tests.kit.serving import LiveServer
 
 from .conftest import Interrupt
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
-    "model": SMOLLM2, "n_chats": 10, "n_held_out": 2, "drafter_steps": 2, "drafter_batch_size": 4,
+    "model": SMOLLM2, "n_chats": 6, "n_held_out": 2, "drafter_steps": 2, "drafter_batch_size": 4,
     "n_eval_prompts": 2, "max_new_tokens": 6, "draft_length": 2,
 }  # fmt: skip
 
@@ -38,8 +45,27 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@contextmanager
+def served(folder: Path, name: str) -> Iterator[int]:
+    """Serve as ``serve`` does, but in a thread of this process, and yield the port of gRPC."""
+    target = Target.load(name, device="cpu")
+    drafters = ready_drafters(target, [str(folder / "drafter")], (), name)
+    identities = Identities(
+        target_identity(target.identity),
+        tokenizer_identity(target.tokenizer),
+        {name: drafter_identity(drafter) for name, drafter in drafters.items()},
+    )
+    with LiveServer(target, drafters, identities, grpc_port=0, grace_s=0) as server:
+        yield int(server.grpc_address.rpartition(":")[2])
+
+
 @pytest.mark.usefixtures("package")
-def test_the_whole_job_on_the_model_of_a_package(tmp_path: Path, interrupt: Interrupt) -> None:
+def test_the_whole_job_on_the_model_of_a_package(
+    tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test of the demo on its own target starts the server as a process."""
+    monkeypatch.setattr(serving, "_served", served)
+    monkeypatch.setattr(serving, "CUT_S", 0.3)
     config = DemoConfig.of(out=str(tmp_path / "out"), **TINY)
     messages: list[str] = []
 
@@ -60,7 +86,7 @@ def test_the_whole_job_on_the_model_of_a_package(tmp_path: Path, interrupt: Inte
         rows = read_jsonl(report.folder / "corpus" / f"{name}.jsonl")
         questions.append({row["messages"][0]["content"] for row in rows})
     held_out, trained = questions
-    assert (len(held_out), len(trained)) == (2, 10)
+    assert (len(held_out), len(trained)) == (2, 6)
     assert not held_out & trained
 
     notes = {

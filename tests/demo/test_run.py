@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_data.demo import run
+from moa_data.demo import run, serving
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.run import PHASES, run_demo
 from moa_data.errors import Interrupted, OptionInvalid
@@ -20,7 +20,10 @@ TINY = DemoConfig.of(**DEMO)
 
 
 @pytest.mark.draws
-def test_all_phases_then_reuse_then_refusal(tmp_path: Path, interrupt: Interrupt) -> None:
+def test_all_phases_then_reuse_then_refusal(
+    tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "CUT_S", 0.3)
     config = TINY.replaced(out=str(tmp_path / "demo"))
 
     with (

@@ -200,7 +200,7 @@ def test_readers_that_never_read_lose_their_slots(
 
 
 def test_where_all_connections_work_others_are_told(target: Target) -> None:
-    with LiveServer(target, target_ms=200, max_connections_each=2) as server:
+    with LiveServer(target, target_ms=100, max_connections_each=2) as server:
         with ExitStack() as held:
             for _ in range(2):
                 held.enter_context(connect(server.place)).sendall(post(COMPLETIONS, STREAM))

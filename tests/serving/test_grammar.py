@@ -45,7 +45,7 @@ FORMS: dict[str, tuple[str, Any]] = {
     "regex": ("regex", "(the|a) [a-z]{3,12}( and [a-z]+)?"),
 }
 PROMPT = "the cat sat"
-N_NEW = 30
+N_NEW = 24
 SAMPLED = SamplingConfig(temperature=1.0, top_p=0.95, frequency_penalty=0.3)
 
 
@@ -92,8 +92,19 @@ def by_engine(
     return answers, engine.snapshot().n_accepted
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", FORMS)
+def slow(name: str, sampling: Any) -> Any:
+    return pytest.param(name, sampling, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        slow("schema", GREEDY), ("schema", SAMPLED),
+        ("any object", GREEDY), slow("any object", SAMPLED),
+        ("regex", GREEDY), slow("regex", SAMPLED),
+    ],
+    ids=[f"{name}-{way}" for name in FORMS for way in ("greedy", "sampled")],
+)  # fmt: skip
 def test_drafts_change_nothing_under_a_mask(
     target: Target, taught: Any, name: str, sampling: Any
 ) -> None:
@@ -176,20 +187,20 @@ def test_answers_follow_the_schema(server: LiveServer, target: Target) -> None:
         for choice in answer["choices"]:
             assert choice["finish_reason"] == "stop"
             check(json.loads(choice["message"]["content"]))
-    schema = {"structured_outputs": {"json": SCHEMA}}
-    greedy = ask(server, response_format=json_schema(SCHEMA)).json()["choices"][0]["message"][
-        "content"
-    ]
-    assert ask(server, **schema).json()["choices"][0]["message"]["content"] == greedy
+    schema = {"structured_outputs": {"json": SCHEMA}, "max_tokens": 30}
+    named = {"response_format": json_schema(SCHEMA), "max_tokens": 30}
+    greedy, again = (
+        ask(server, **asked).json()["choices"][0]["message"]["content"] for asked in (named, schema)
+    )
+    assert greedy == again
     forms = {"regex": FORMS["regex"][1], "choice": ["yes", "no", 'perhaps. "so"\n?']}
     for name, form in forms.items():
         text = ask(server, structured_outputs={name: form}).json()["choices"][0]["message"][
             "content"
         ]
         assert text in form if name == "choice" else re.fullmatch(str(form), text)
-    text = ask(server, response_format={"type": "json_object"}).json()["choices"][0]["message"][
-        "content"
-    ]
+    asked = {"response_format": {"type": "json_object"}, "max_tokens": 30}
+    text = ask(server, **asked).json()["choices"][0]["message"]["content"]
     assert text.lstrip().startswith("{")
 
 
@@ -231,7 +242,7 @@ def test_forms_that_cannot_be_followed_are_refused(
 
 
 def test_a_form_that_becomes_too_large_ends_its_own_text(server: LiveServer) -> None:
-    large = {f"k{index}": {"type": "string", "maxLength": index % 50 + 1} for index in range(5000)}
+    large = {f"k{index}": {"type": "string", "maxLength": index % 50 + 1} for index in range(2500)}
     form = {"structured_outputs": {"json": {"type": "object", "properties": large}}}
     with ThreadPoolExecutor(2) as threads:
         other = threads.submit(ask, server)

@@ -707,7 +707,9 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
         assert sorted(talk.text) == list(range(N, N + 400)), "it goes on when it is read"
 
 
-@pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
+@pytest.mark.parametrize(
+    "n_new", [400, pytest.param(20, marks=pytest.mark.slow)], ids=["running", "done"]
+)
 def test_who_reads_nothing_is_sent_away(
     drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int
 ) -> None:
@@ -783,7 +785,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
 def test_the_server_drains(target: Target, answer: list[int]) -> None:
     """Running requests are finished. Idle streams and new ones are refused."""
     with (
-        Server(target, target_ms=60.0, grace_s=3) as server,
+        Server(target, target_ms=40.0, grace_s=2) as server,
         Talk(server.grpc_address) as running,
         Talk(server.grpc_address) as idle,
         Talk(server.grpc_address) as endless,

@@ -27,15 +27,16 @@ N_NEW = 12
 N_LAYERS = 8  # Each further layer launches 40 kernels more.
 SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
 CONTEXTS = {"wants_context": True}
-BUDGETS: list[tuple[str, dict[str, Any], int, int]] = [
+BUDGETS: list[Any] = [
     ("", {}, 380, 1),
     ("eagle", {}, 610, 2),
-    ("moa", {}, 790, 2),
+    pytest.param("moa", {}, 790, 2, marks=pytest.mark.slow),
     ("moa", CONTEXTS, 820, 2),
     ("moa", {"tree": "3x2x6"}, 790, 2),
     ("eagle3", {"tree": "4@0.3"}, 660, 3),  # checks once whether the drafter is sure enough
-    ("", {"sampling": SAMPLED}, 470, 2),
-    ("moa", {"sampling": SAMPLED}, 1170, 10),  # waits once per level of drafts and of accepted ones
+    pytest.param("", {"sampling": SAMPLED}, 470, 2, marks=pytest.mark.slow),
+    # It waits once per level of drafts and of accepted ones.
+    ("moa", {"sampling": SAMPLED}, 1170, 10),
 ]
 """Drafter, settings, and the most launches and waits of a step with 8 sequences.
 
@@ -140,12 +141,12 @@ def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("", {}),
+        pytest.param("", {}, marks=pytest.mark.slow),
         # This has chunks, evictions and moves.
         ("", {"prefill_chunk": 24, "kv_tokens": 160, "max_drafts": 8}),
         ("eagle", {}),
-        ("moa", {}),
-        ("moa", {"wants_context": True}),
+        pytest.param("moa", {}, marks=pytest.mark.slow),
+        pytest.param("moa", {"wants_context": True}, marks=pytest.mark.slow),
         ("moa", {"tree": "3x2x6"}),
         ("moa", {"sampling": SamplingConfig(temperature=0.9, top_k=20)}),
         ("eagle3", {"tree": "4@0.3"}),
@@ -154,7 +155,7 @@ def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts
 def test_texts_are_those_of_the_cpu(device: Counts, kind: str, options: dict[str, Any]) -> None:
     found = []
     for where in ("cpu", "cuda"):
-        engine, texts = engine_on(where, 5, kind, **options)
+        engine, texts = engine_on(where, 4, kind, **options)
         while engine.step():
             pass
         found.append(texts)
@@ -167,20 +168,29 @@ CHAINS: Any = [(0, 30, ()), (11, 1, ()), (7, 1, (-1, 0, 1)), (9, 18, (-1, 0)), (
 TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [
+        pytest.param(torch.float32, "llama", marks=pytest.mark.slow),
+        (torch.float32, "mistral"),
+        (torch.float32, "qwen2-mixed"),
+        (torch.bfloat16, "llama"),
+        pytest.param(torch.bfloat16, "mistral", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "qwen2-mixed", marks=pytest.mark.slow),
+    ],
+)
 def test_one_call_gives_what_parts_give_one_by_one(
-    device: Counts, family: str, dtype: torch.dtype
+    device: Counts, dtype: torch.dtype, family: str
 ) -> None:
     """Chunks of prompts share calls with steps, chains and trees, and each also runs alone.
 
     The families have sliding windows or none.
     """
     tokens = torch.randint(4, 67, (120,), generator=torch.Generator().manual_seed(0)).tolist()
+    targets = [Target(build_model(family).to(where, dtype)) for where in ("cpu", "cuda")]
     for kinds in (CHAINS + TREES, CHAINS, CHAINS[:1], CHAINS[1:2], TREES, CHAINS[1:3]):
         found = []
-        for where in ("cpu", "cuda"):
-            target = Target(build_model(family).to(where, dtype))
+        for target in targets:
             pool, runner = Pool(640, target.sizes, dtype, target.device), Runner(target)
             pool.buffer.fill_(torch.nan)  # Reading an unwritten value gives NaN.
             kvs = [PooledKV(pool) for _ in kinds]
