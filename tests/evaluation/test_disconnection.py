@@ -48,7 +48,7 @@ def endless(target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
 
 def measured(target: Target, drafters: dict[str, Any], batch_size: int) -> list[CutRow]:
     return measure_disconnections(
-        target, drafters, PROMPTS, n_tokens=9, n_cuts=2, max_new_tokens=12, batch_size=batch_size
+        target, drafters, PROMPTS, n_tokens=6, n_cuts=2, max_new_tokens=8, batch_size=batch_size
     )
 
 
@@ -60,8 +60,8 @@ def test_cuts_are_spread_over_the_answer() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("moa", {}), ("moa", {"target_layer_inference": 1}), ("eagle3", {}),
-     ("dspark", {}), ("glide", {}), ("medusa", {}), ("independent", {})],
+    [pytest.param("moa", {}, marks=pytest.mark.slow), ("moa", {"target_layer_inference": 1}),
+     ("eagle3", {}), ("dspark", {}), ("glide", {}), ("medusa", {}), ("independent", {})],
     ids=str,
 )  # fmt: skip
 def test_batches_give_what_each_cut_gives_alone(
@@ -81,7 +81,7 @@ def test_batches_give_what_each_cut_gives_alone(
             assert continuation.tokens == own.by_writer[name].tokens
             assert continuation.log_probs == pytest.approx(own.by_writer[name].log_probs, abs=1e-4)
             room = MAX_POSITIONS - row.n_prompt_tokens - row.n_written
-            assert len(continuation.tokens) <= min(9, room)
+            assert len(continuation.tokens) <= min(6, room)
         target = row.by_writer[TARGET]
         assert all(target.agrees)
         assert target.n_common == len(target.tokens)

@@ -3,6 +3,7 @@
 Needs only torch, transformers and pytest: `benchmarks/gpu/gpu.sh --part decode` runs it.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model, random_prompts
-from moa_data.tests.kit.variants import quick
+from moa_data.tests.kit.variants import quick, quick_rows
 from moa_data.tests.moa.decoding import test_graphs
 
-PROMPTS = random_prompts(4, 3)
-N_NEW = 12
+PROMPTS = random_prompts(3, 3)
+N_NEW = 8
+GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(0.9, top_k=20)
+CHAIN, TREE = TreeShape(4), TreeShape(2, 3, 6)
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -53,7 +56,7 @@ def test_chains_and_trees_are_plain_decoding(gpu: str, kind: str) -> None:
     """Drafts change no token, for one row and for a batch of several rows."""
     target = target_on(gpu)
     proposer, expected = DrafterProposer(target, drafter_on(gpu, kind)), plain(target)
-    for shape in (TreeShape(3), TreeShape(2, 3, 6)):
+    for shape in (CHAIN, TREE):
         for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected)):
             found = generate_batch(
                 target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape
@@ -65,8 +68,14 @@ def test_tokens_are_those_of_the_cpu(gpu: str) -> None:
     assert plain(target_on(gpu)) == plain(target_on("cpu"))
 
 
-@pytest.mark.parametrize("shape", [None, TreeShape(4), TreeShape(2, 3, 6)], ids=str)
-@pytest.mark.parametrize("kind", quick(test_graphs.DRAFTERS, ["moa", "eagle"]))
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    quick_rows(
+        itertools.product(test_graphs.DRAFTERS, (None, CHAIN, TREE)),
+        [("moa", None), ("moa", TREE), ("eagle", CHAIN)],
+    ),
+    ids=str,
+)
 def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | None) -> None:
     """CUDA graphs of target calls and of greedy chains change no token.
 
@@ -110,8 +119,14 @@ def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.Mon
     assert n_replays == 3 * (len(found) - 1) + 3 * len(found)
 
 
-@pytest.mark.parametrize("kind", [None, "moa", "eagle"])
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.9, top_k=20)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    quick_rows(
+        itertools.product((None, "moa", "eagle"), (GREEDY, SAMPLED)),
+        [(None, SAMPLED), ("moa", GREEDY), ("eagle", SAMPLED)],
+    ),
+    ids=str,
+)
 def test_a_served_text_is_that_of_the_cpu(
     gpu: str, kind: str | None, sampling: SamplingConfig
 ) -> None:

@@ -22,6 +22,14 @@ def quick(names: Iterable[Any], by_default: Iterable[Any]) -> list[Any]:
     ]
 
 
+def quick_rows(rows: Iterable[tuple[Any, ...]], by_default: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Do the same as :func:`quick` for several parameters. A row has a value of each parameter."""
+    rows, chosen = list(rows), list(by_default)
+    if unknown := [row for row in chosen if row not in rows]:
+        raise ValueError(f"{unknown} are none of {rows}")
+    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 QUICK_FAMILIES = quick(FAMILIES, ("llama", "qwen3", "qwen2-mixed"))
 """All families of targets as parameters.
 

@@ -213,14 +213,15 @@ def test_plain_equals_transformers_generate(case: str) -> None:
     elif more:
         settings, sampling = {"repetition_penalty": 1.6}, SamplingConfig(repetition_penalty=1.6)
     target = Target(build_model(family, num_hidden_layers=2, **sizes))
+    prompts = [[9], [50, 7], *random_prompts(3, seed=6)]
     n_ended = 0
-    for prompt in [[9], [50, 7], *random_prompts(8, seed=6)]:
+    for prompt in prompts:
         expected = written_by_transformers(target.model, prompt, max_new_tokens=12, **settings)
         assert (
             plain_generate(target, prompt, max_new_tokens=12, sampling=sampling).tokens == expected
         )
         n_ended += expected[-1] == EOS
-    assert n_ended < 10
+    assert n_ended < len(prompts)
 
 
 def test_stop_tokens_end_an_answer_as_an_end_of_sequence_token_does() -> None:

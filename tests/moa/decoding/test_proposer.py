@@ -128,7 +128,7 @@ def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
     target = Target(build_model(eos_token_id=None))
     prompts = [[9, 10, 11], [5, 6, 7, 8, 5, 6], [3, 4, 3, 4, 3, 4, 3], [20, 21, 22, 23, 24, 25]]
     settings: dict[str, Any] = {
-        "max_new_tokens": 30, "proposer": PromptLookupProposer(target.device), "tree": TreeShape(4),
+        "max_new_tokens": 20, "proposer": PromptLookupProposer(target.device), "tree": TreeShape(4),
         "sampling": sampling,
     }  # fmt: skip
     together = generate_batch(target, prompts, seed=range(5, 9), **settings)
@@ -142,7 +142,7 @@ def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
         else:
             assert (
                 found.tokens
-                == plain_generate(target, prompt, max_new_tokens=30, sampling=sampling).tokens
+                == plain_generate(target, prompt, max_new_tokens=20, sampling=sampling).tokens
             )
     # Greedy decoding of a small random model soon repeats itself.
-    assert sampling.temperature or sum(one.stats.n_target_calls for one in together) < 4 * 29
+    assert sampling.temperature or sum(one.stats.n_target_calls for one in together) < 4 * 19

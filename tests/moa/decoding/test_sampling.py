@@ -359,7 +359,7 @@ def test_the_choice_is_that_of_noise_for_every_token(
         (0.02, 0.7, 1.0, 50.0), (0, 1, 50, 900), (0.3, 0.95, 1.0), (1.0, 1.3)
     ):
         config = SamplingConfig(temperature, top_p, top_k, penalty)
-        for _ in range(4):
+        for _ in range(2):
             index += 1
             logits, seed, position = (
                 some_logits(index, n_words),
@@ -393,7 +393,7 @@ def test_logits_that_are_no_numbers_give_a_token(
 
 def test_two_models_agree_more_often_than_by_independent_draws() -> None:
     sampling = SamplingConfig(temperature=1.0)
-    for gap in (0.1, 0.5, 2.0):
+    for gap in (0.1, 2.0):
         target = logits_of(1)
         drafter = target + gap * logits_of(2) / 2
         p, q = (distribution(logits, [], sampling) for logits in (target, drafter))

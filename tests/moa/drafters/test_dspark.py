@@ -23,7 +23,17 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for
 from moa_data.tests.kit.models import build_model
 
-from .contract import PROMPTS, DrafterContract, batch_of, check_batch, check_samples, one_row
+from .contract import (
+    CHAIN,
+    PROMPTS,
+    TREE,
+    WINDOW,
+    DrafterContract,
+    batch_of,
+    check_batch,
+    check_samples,
+    one_row,
+)
 
 SMALL: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size": 7}
 
@@ -31,6 +41,8 @@ SMALL: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size"
 class TestDSpark(DrafterContract):
     kind = "dspark"
     sizes = SMALL | {"markov_rank": 8, "block_layers": 2}
+    learns_in = 30
+    family, speed_shape, shape = WINDOW, CHAIN, TREE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -62,7 +74,7 @@ class TestDSpark(DrafterContract):
         self, unsure: tuple[Target, Any]
     ) -> None:
         """The distribution is the target's, because a cut depends only on earlier draws."""
-        shape = TreeShape(4, cut_below=0.4)
+        shape = TreeShape(4, cut_below=0.5)
         assert 0 < check_samples(*unsure, shape) < 4 * 600
         check_batch(*unsure, [[7, 8], [5, 9, 11]], shape, 9, SamplingConfig(0.9, top_k=12))
 

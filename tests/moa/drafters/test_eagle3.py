@@ -1,5 +1,6 @@
 """EAGLE-3 keeps the contract; training-time test equals an unrolled drafter and decoding."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,10 +26,10 @@ from moa_data.tests.kit.drafters import (
     stored,
     token_counts,
 )
-from moa_data.tests.kit.models import SIZES, build_model
-from moa_data.tests.kit.variants import QUICK_FAMILIES
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
+from moa_data.tests.kit.variants import quick_rows
 
-from .contract import CLOSE, DrafterContract, Rows, batch_of, one_row
+from .contract import CLOSE, STOPPING, TREE, DrafterContract, Rows, batch_of, one_row
 
 VOCABULARY = SIZES["vocab_size"]
 
@@ -37,6 +38,7 @@ class TestEagle3(DrafterContract):
     kind = "eagle3"
     close = 5e-5
     sizes = {"fused_layers": (0, 1), "test_time_steps": 3}
+    speed_shape, shape = STOPPING, TREE
 
 
 @pytest.mark.slow
@@ -72,9 +74,13 @@ def unrolled(
     return torch.cat(features)
 
 
-@pytest.mark.parametrize("family", QUICK_FAMILIES)
-@pytest.mark.parametrize("draft_vocabulary", [None, 20])
-@pytest.mark.parametrize("d_pace", [None, 0.3])
+@pytest.mark.parametrize(
+    ("family", "draft_vocabulary", "d_pace"),
+    quick_rows(
+        itertools.product(FAMILIES, (None, 20), (None, 0.3)),
+        [("llama", None, None), ("qwen3", 20, 0.3), ("qwen2-mixed", 20, None)],
+    ),
+)
 def test_training_time_test_equals_rounds_one_by_one(
     family: str, draft_vocabulary: int | None, d_pace: float | None
 ) -> None:

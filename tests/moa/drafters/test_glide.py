@@ -11,11 +11,12 @@ from moa_data.tests.kit.drafters import batch_with, build_glide
 from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model
 
-from .contract import ROUNDS, DrafterContract, assert_steps_equal_training
+from .contract import ONE, ROUNDS, TREE, WINDOW, DrafterContract, assert_steps_equal_training
 
 
 class TestGlide(DrafterContract):
     kind = "glide"
+    family, speed_shape, shape = WINDOW, ONE, TREE
 
 
 @pytest.mark.parametrize(

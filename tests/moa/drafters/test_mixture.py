@@ -31,8 +31,9 @@ from moa_data.tests.kit.drafters import (
     token_counts,
 )
 from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import quick_rows
 
-from .contract import CLOSE, DrafterContract, Rows, check_contexts
+from .contract import CLOSE, STOPPING, TREE, WINDOW, DrafterContract, Rows, check_contexts
 
 OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True}
 
@@ -40,10 +41,12 @@ OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unro
 class TestPaper(DrafterContract):
     kind = "moa"
     sizes = PAPER
+    family = WINDOW
 
 
 class TestOurs(DrafterContract):
     kind = "moa"
+    speed_shape, shape = STOPPING, TREE
 
 
 @pytest.mark.slow
@@ -164,15 +167,22 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("n_target_layers", "n_kv_heads", "kv_width"), [(0, 1, 24), (1, 1, 24), (1, 4, 96)]
+    ("attention", "n_target_layers", "n_kv_heads", "kv_width"),
+    quick_rows(
+        [
+            (attention, *sizes)
+            for attention in ("paper", "last layer")
+            for sizes in ((0, 1, 24), (1, 1, 24), (1, 4, 96))
+        ],
+        [("last layer", 0, 1, 24), ("paper", 1, 4, 96)],
+    ),
 )
-@pytest.mark.parametrize("sizes", [{}, {"layer_attention": False}], ids=["paper", "last layer"])
 def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
-    n_target_layers: int, n_kv_heads: int, kv_width: int, sizes: dict[str, Any]
+    attention: str, n_target_layers: int, n_kv_heads: int, kv_width: int
 ) -> None:
     """Contexts also hold the KV of the target layers that drafted features pass through."""
     target = Target(build_model("qwen2-mixed", num_key_value_heads=n_kv_heads))
-    drafter = build_drafter(target.model, n_target_layers, **sizes)
+    drafter = build_drafter(target.model, n_target_layers, layer_attention=attention == "paper")
     assert drafter.context_width == min(48, kv_width) + n_target_layers * kv_width
     check_contexts(drafter, target, 10 * CLOSE)
 

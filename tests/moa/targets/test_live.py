@@ -78,7 +78,7 @@ def test_causal_runs_equal_one_call_with_the_mask(
 def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     family: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_tokens, piece = 4096, 64
+    n_tokens, piece = 2048, 128
     monkeypatch.setattr(target_module, "_CHUNK_TOKENS", piece)
     model = build_model(family, max_position_embeddings=n_tokens)
     target, tokens = Target(model), torch.randint(0, 67, (n_rows, n_tokens))
