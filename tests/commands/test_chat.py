@@ -100,7 +100,7 @@ def options(server: str, folder: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["server", "client"])
+@pytest.mark.parametrize("mode", [pytest.param("server", marks=pytest.mark.slow), "client"])
 def test_a_conversation_is_read_line_by_line(
     mode: str, live: Target, server: Server, folder: Path, tmp_path: Path
 ) -> None:

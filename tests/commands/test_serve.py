@@ -131,7 +131,7 @@ def test_signals_let_answers_end(
             stream = client.chat.completions.create(
                 model="tiny",
                 messages=[{"role": "user", "content": "Hello"}],
-                max_tokens=40,
+                max_tokens=30,
                 temperature=0,
                 stream=True,
             )
@@ -150,7 +150,7 @@ def test_signals_let_answers_end(
     others = {line for line in rest if not line.startswith("{")}
     assert others <= {"", "Finishing what has started; press Ctrl-C again to stop at once."}
     (request,) = [line for line in lines if "new_tokens" in line]
-    assert (request["status"], request["new_tokens"], request["finish"]) == (200, 40, "length")
+    assert (request["status"], request["new_tokens"], request["finish"]) == (200, 30, "length")
 
 
 @pytest.mark.slow

@@ -257,7 +257,7 @@ def test_no_end_comes_before_min_tokens() -> None:
     ending.eos_token_ids = frozenset({end})
     shape: Any = {"max_tokens": 40, "logit_bias": {str(end): 100}, "logprobs": 1}
     with LiveServer(
-        ending, {"moa": teach(build_drafter(ending.model), ending, [prompt], 60)}, tree="4"
+        ending, {"moa": teach(build_drafter(ending.model), ending, [prompt], 25)}, tree="4"
     ) as server:
         for settings, least in (({}, (0, 7)), (SAMPLED, (1, 7)), ({"presence_penalty": 1}, (7,))):
             for n_least in least:

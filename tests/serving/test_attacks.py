@@ -38,6 +38,7 @@ from moa_data.tests.kit.attackers import (
 )
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target, wait_for
+from moa_data.tests.kit.variants import quick
 
 from .drafting import Server, Talk
 
@@ -162,7 +163,11 @@ ATTACKS: dict[str, Callable[[LiveServer, ExitStack], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+# Tests of garbage send noise and HTTP/2 as well.
+LIKE_OTHERS = {"noise", "HTTP/2", "leaving by a reset", "two lengths of a check", "half a head"}
+
+
+@pytest.mark.parametrize("name", quick(ATTACKS, ATTACKS.keys() - LIKE_OTHERS))
 def test_others_are_answered_under_each_attack(
     name: str, server: LiveServer, target: Target
 ) -> None:

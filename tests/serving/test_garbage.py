@@ -87,7 +87,7 @@ GARBAGE: dict[str, list[bytes]] = {
     "a long body": [head_of(COMPLETIONS, 2) + b"{}" + b"x" * 1000],
     "a body that is not JSON": [head_of(COMPLETIONS, 4) + b"\xff\xfe\x00{"],
 }
-LATE_S = 0.2
+LATE_S = 0.1
 """Seconds for which a client waits for an answer that may not come."""
 
 

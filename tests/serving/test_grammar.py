@@ -56,7 +56,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def taught(target: Target) -> Any:
-    return teach(build_drafter(target.model), target, [target.tokenizer(PROMPT)["input_ids"]], 40)
+    return teach(build_drafter(target.model), target, [target.tokenizer(PROMPT)["input_ids"]], 25)
 
 
 def masked_decoding(

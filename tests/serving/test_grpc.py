@@ -44,7 +44,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> Any:
     """A drafter that is often right about the prompts."""
-    return teach(build_drafter(target.model, 1), target, PROMPTS, 40)
+    return teach(build_drafter(target.model, 1), target, PROMPTS, 25)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ def target() -> Target:
 @cache
 def model(name: str = "moa") -> DraftingModel:
     """Return a trained drafter in the form that a client loads."""
-    drafter = teach(build(name.split()[0], target().model, **DRAFTERS[name]), target(), PROMPTS, 60)
+    drafter = build(name.split()[0], target().model, **DRAFTERS[name])
+    drafter = teach(drafter, target(), PROMPTS[:4], 40)
     return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
 
 

@@ -28,10 +28,10 @@ N_LAYERS = 8  # Each further layer launches 40 kernels more.
 SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
 CONTEXTS = {"wants_context": True}
 BUDGETS: list[Any] = [
-    ("", {}, 380, 1),
+    pytest.param("", {}, 380, 1, marks=pytest.mark.slow),
     ("eagle", {}, 610, 2),
     pytest.param("moa", {}, 790, 2, marks=pytest.mark.slow),
-    ("moa", CONTEXTS, 820, 2),
+    pytest.param("moa", CONTEXTS, 820, 2, marks=pytest.mark.slow),
     ("moa", {"tree": "3x2x6"}, 790, 2),
     ("eagle3", {"tree": "4@0.3"}, 660, 3),  # checks once whether the drafter is sure enough
     pytest.param("", {"sampling": SAMPLED}, 470, 2, marks=pytest.mark.slow),
