@@ -216,7 +216,7 @@ def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lack
     plan = build_plan(config)
     plan.check_disk()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(StorageUnavailable, match="has 10 B free") as caught:
+    with pytest.raises(StorageUnavailable, match="has only 10 B free") as caught:
         plan.check_disk()
     # `add` and `repair` check the disk too, but have no --out.
     assert "--" not in str(caught.value)

@@ -39,7 +39,7 @@ def test_flips_truncation_and_wrong_sizes_are_noticed() -> None:
     for cut, room, what in (
         (data[:-1], out, "checksum"),
         (data[:10], out, "shorter than its own header"),
-        (data, out[:32], r"to 2048, expected \d+ bytes and 1024"),
+        (data, out[:32], r"size of 2048 bytes, expected \d+ and 1024"),
     ):
         with pytest.raises(StoreDamaged, match=what):
             decode_chunk(cut, room)

@@ -97,7 +97,7 @@ def test_llama3_rope_scaling_reaches_the_frozen_layers() -> None:
 
 
 def test_only_silu_layers_are_kept() -> None:
-    with pytest.raises(TargetError, match="hidden_act 'gelu' is not supported"):
+    with pytest.raises(TargetError, match="supports only the hidden_act silu, not 'gelu'"):
         FrozenTarget.from_model(build_model(hidden_act="gelu"), 1)
 
 

@@ -89,7 +89,7 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
 def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
     """The second prompt starts with the first sequence, whose contexts the client still has."""
     with client(server.grpc_address, mode="client") as connected:
-        first = connected.complete(PROMPTS[0], max_new_tokens=30)
+        first = connected.complete(PROMPTS[0], max_new_tokens=60)
         longer = [*PROMPTS[0], *first.tokens, 5, 6]
         again = connected.complete(longer, max_new_tokens=4)
         assert list(again.tokens) == plain(longer, 4)
