@@ -496,6 +496,7 @@ def ask(drafter: Any, target: Target, folder: Path, place: Path, **config: Any) 
     return compare(drafter, target, prompts, ask_engine(job, sys.executable, place.parent), N_NEW)
 
 
+@pytest.mark.slow
 def test_wrong_layers_of_transformers_itself_are_named(
     target: Target, folder: Path, tmp_path: Path
 ) -> None:

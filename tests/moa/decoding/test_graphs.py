@@ -225,7 +225,7 @@ def test_a_graph_is_not_run_on_a_buffer_of_other_strides_at_its_address(name: st
     assert drafts_of(target, proposer, PROMPTS[:2]) == drafts_of(*plain, PROMPTS[:2])
 
 
-@pytest.mark.parametrize("drafter", [None, "moa"])
+@pytest.mark.parametrize("drafter", quick([None, "moa"], ["moa"]))
 @pytest.mark.usefixtures("device")
 def test_an_interrupted_generation_gives_its_buffer_back(drafter: str | None) -> None:
     """The next generation uses the same buffer and the same graphs."""

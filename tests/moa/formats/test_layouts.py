@@ -35,6 +35,7 @@ from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3
 from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.variants import quick_rows
 
 from ..drafters.contract import ROUNDS, batch_of
 
@@ -350,8 +351,13 @@ def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
         write_layout(build_eagle(build_model()), LAYOUTS["moa"], tmp_path)
 
 
-@pytest.mark.parametrize("own_key", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "own_key"),
+    quick_rows(
+        itertools.product(LAYOUTS, (True, False)),
+        zip(LAYOUTS, itertools.cycle((True, False)), strict=False),
+    ),
+)
 def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> None:
     model = build_model()
     write(build(name, model), name, tmp_path, model)

@@ -60,7 +60,7 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.tests.kit.variants import quick
 from moa_data.text import printable
 
-N_NEW = 16
+N_NEW = 24
 _LAYERS = ["sliding_attention", "full_attention"] * 21
 SOME_CONFIGS = ("mamba", "rwkv", "bamba", "blt", "gemma3n", "qwen2_moe", "dots3_note", "beam")
 

@@ -4,6 +4,7 @@ It also needs less memory.
 """
 
 import importlib.metadata
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,8 @@ from moa_data.moa.targets.live import (
     seconds_between,
 )
 from moa_data.tests.kit.memory import LiveBytes
-from moa_data.tests.kit.models import build_model
-from moa_data.tests.kit.variants import QUICK_FAMILIES
+from moa_data.tests.kit.models import FAMILIES, build_model
+from moa_data.tests.kit.variants import QUICK_FAMILIES, quick_rows
 
 
 def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
@@ -40,9 +41,17 @@ def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", QUICK_FAMILIES)
-@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize(
+    ("chunk", "family", "attention"),
+    quick_rows(
+        itertools.product((1, 7, 1024), FAMILIES, ("sdpa", "eager")),
+        [
+            (1, "llama", "eager"), (1, "qwen2-mixed", "sdpa"),
+            (7, "qwen3", "sdpa"), (7, "qwen2-mixed", "eager"),
+            (1024, "llama", "sdpa"), (1024, "qwen2-mixed", "sdpa"),
+        ],
+    ),
+)  # fmt: skip
 def test_causal_runs_equal_one_call_with_the_mask(
     family: str, attention: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +89,9 @@ def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
 ) -> None:
     n_tokens, piece = 2048, 128
     monkeypatch.setattr(target_module, "_CHUNK_TOKENS", piece)
-    model = build_model(family, max_position_embeddings=n_tokens)
+    # The second layer has the window, in the family that has one.
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "max_window_layers": 1}
+    model = build_model(family, **sizes, max_position_embeddings=n_tokens)
     target, tokens = Target(model), torch.randint(0, 67, (n_rows, n_tokens))
     cache = target.new_cache(n_rows)
     with LiveBytes() as made:

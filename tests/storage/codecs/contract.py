@@ -240,7 +240,8 @@ class CodecContract:
     def test_unknown_names_are_refused(self) -> None:
         for name in self.unknown:
             with pytest.raises(
-                CodecUnknown, match=r"Use one of: lossless|not have the form transform:|outside 0\.05 to 10"
+                CodecUnknown,
+                match=r"Use one of: lossless|not have the form transform:|outside 0\.05 to 10",
             ):
                 StoreCodec(name, FIELDS)
 
