@@ -1,9 +1,10 @@
 """``conform``: checks whether another engine drafts the same tokens as this package.
 
-The other engine decodes greedily and reports what it drafted in each round (:mod:`.other_side`).
-This package then drafts with the same drafter after the same tokens. If the drafts differ, our own
-code is changed by one known wrong choice after the other (:mod:`.wrong_choices`). A choice that
-makes our drafts equal to those of the other engine in all rounds is reported as the cause.
+The other engine decodes greedily and reports the drafts of each round (:mod:`.other_side`). This
+package then repeats each round: it drafts with the same drafter after the same tokens. If the
+drafts differ, this package repeats all rounds with a copy of the drafter that contains a known
+mistake, a *wrong choice* (:mod:`.wrong_choices`). It tries one wrong choice at a time. A wrong
+choice with which our drafts equal those of the other engine in all rounds is reported as the cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -267,7 +268,7 @@ def compare(
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
-        # If a single round still differs, the choice is not the cause. So count up to 1.
+        # If even one round still differs, the choice is not the cause. So stop counting at one.
         result.causes += [name] * (count(change, 1) == 0)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
@@ -301,9 +302,20 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
 def _partings(
     reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
 ) -> Iterator[tuple[int, int, int, int, float]]:
-    """Draft after the same tokens as an engine, and yield the first difference of each round.
+    """Repeat the rounds of an engine's answer, and yield the first draft of each that differs.
 
-    If the two tokens have nearly equal logits, the difference is not yielded.
+    In each round, this package drafts after the tokens that the engine had committed before this
+    round. If our logits of our draft and of the engine's draft are nearly equal, the difference is
+    not yielded, because rounding may have decided between the two tokens.
+
+    Args:
+        reading: the copy of the drafter.
+        text: tokens of prompt and answer.
+        rounds: for each round, the number of tokens before it, and the engine's drafts.
+        states: [n, width], the target's states that the copy of the drafter observes.
+
+    Yields:
+        The fields of :class:`Parting` after the index of the prompt.
     """
     drafter = reading.drafter
     frozen = reading.frozen

@@ -113,7 +113,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The figures of one writer (the target or a drafter) over all cuts.
+    """The figures of one writer over all of its continuations of cut answers.
+
+    A writer is the target or a drafter.
 
     ``common_prefix`` is the number of tokens before the first difference from the target's own
     continuation.
@@ -131,7 +133,7 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class Disconnection:
-    """The figures and rows of the continuations that were written after cuts of answers."""
+    """The results of cutting answers, and letting the target and each drafter continue them."""
 
     n_cuts: int
     n_cut_prompts: int
@@ -143,7 +145,7 @@ class Disconnection:
 
     @classmethod
     def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
-        """Summarize the cuts of the answers to ``n_prompts`` prompts."""
+        """Summarize the continuations of cut answers; ``n_prompts`` prompts were answered."""
         n_cut_prompts = len({row.prompt_id for row in rows})
         writers = [summarize_writer(name, rows) for name in rows[0].by_writer] if rows else []
         return cls(len(rows), n_cut_prompts, n_prompts - n_cut_prompts, writers, list(rows))
@@ -183,7 +185,7 @@ class EvaluationReport:
 
     @cached_property
     def pairs(self) -> list[dict[str, Any]]:
-        """For each method, ratios of each drafter to the first drafter."""
+        """The ratios of each drafter to the first drafter that :func:`drafter_pairs` computes."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
@@ -260,9 +262,10 @@ def _summarize_method(
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
-    """Compute ratios of each drafter to the first drafter, for each method that both were used in.
+    """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
-    A ratio is None if no row has target calls of both drafters.
+    This is done for each method that both drafters were used in. A ratio is None if no row has
+    target calls of both drafters.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []

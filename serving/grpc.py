@@ -209,14 +209,14 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # A client that reads nothing now gets this status when it reads again.
+            # If the client reads again later, it gets this status.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
                         f"nothing was read for {self._limits.write_s:g} s; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
-            raise asyncio.CancelledError from error  # grpc sees a cancelled stream.
+            raise asyncio.CancelledError from error  # grpc treats this as a cancelled stream.
         finally:
             reader.cancel()
             self._streams.discard(stream)

@@ -360,7 +360,8 @@ class Service:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
                     raise
-                # The engine removes the dropped sequence only between two target calls.
+                # Wait, because the engine removes the dropped sequence only between two target
+                # calls.
                 await asyncio.sleep(0.02)
             else:
                 connection.ends_s = ends_s

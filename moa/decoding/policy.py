@@ -130,8 +130,8 @@ class AutoPolicy(ShapePolicy):
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # Once the policy is off, it counts as on again only with these savings. With lower savings
-        # it tries drafts only now and then.
+        # A policy that is off counts as on again only if its savings exceed half of ``PATIENCE``.
+        # With lower savings it tries drafts only now and then.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 

@@ -210,7 +210,8 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
     remains.
     """
-    # This branch sorts all tokens, but does not synchronize with the device.
+    # On CUDA, sort all tokens. The code after this branch would sort fewer tokens, but would
+    # synchronize with the device.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)

@@ -168,9 +168,9 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the heads' features at the context position of each draft round."""
+        """Compute the features of drafts from the last hidden state that their draft round sees."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
-        # index k of the head that drafts the position
+        # the index k of the head that drafts each position
         step = torch.where(valid, queries - context, 0)
         self.config.check_depth(int(step.max()))
         hidden = at_queries(inputs.hidden, context).to(self.dtype)

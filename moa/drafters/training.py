@@ -184,8 +184,8 @@ class Rounds:
         """Pack the drafted positions of all passes over response masks [B, T] to the left."""
         parts: list[tuple[Tensor, ...]] = []  # one tuple per pass, with one tensor per field
         passes = draws.passes(response_mask)
-        # Copy the widths of all passes together, so that the host synchronizes with the device only
-        # once.
+        # The largest number of drafted positions of a row, for each pass. The numbers of all passes
+        # are copied together, so that the host synchronizes with the device only once.
         widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()
         for index, (weight, drafted, context) in enumerate(passes):
             queries, valid = loss_queries(drafted, widths[index])

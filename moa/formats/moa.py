@@ -1,4 +1,4 @@
-"""Layouts of the Mixture of Attentions, for the MoA authors' own code and for their fork of vLLM.
+"""Layouts of Mixture of Attentions drafters: for the authors' own code and for their fork of vLLM.
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 

@@ -202,7 +202,7 @@ def _halves(weight: Tensor, bias: Tensor | None) -> Any:
 @scripted
 def product(x: Tensor, laid: Laid) -> Tensor:
     """Multiply x [..., in] by a packed weight, and add its bias: [..., out]."""
-    # With more rows than this, oneDNN is faster than FBGEMM.
+    # With more than 24 rows, oneDNN is faster than FBGEMM.
     halves, most_rows = laid.halves, 24
     n_rows = x.numel() // x.shape[-1]
     if halves is not None and n_rows <= most_rows:

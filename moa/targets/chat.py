@@ -424,7 +424,7 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
 
 
 def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str:
-    """Return the first key that differs from a known one only in its spelling, or an empty text."""
+    """Return the first key that is a known key in another spelling; empty if there is none."""
     for key, value in item.items():
         name = _snake_case(str(key)).lower()
         if name in known and key not in known and _is_filled(value):

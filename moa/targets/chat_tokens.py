@@ -51,7 +51,7 @@ class TokenizedChat:
     response_mask: np.ndarray
     # Whether tokens beyond max_length were cut off.
     truncated: bool
-    # Columns and keys of messages that the row has besides; see :func:`.chat.names_beside_chat`.
+    # Columns of the row, and keys of its messages, that are not part of the tokens.
     beside: tuple[str, ...] = ()
 
 
@@ -194,7 +194,8 @@ def tokenize_chat(
             before = _MarkedChat(messages[:-1], tools)
             if hidden := _find_hidden_piece(template, before, prompt):
                 return hidden
-            # The template may write earlier responses otherwise in a prompt.
+            # Reject the chat if the template writes earlier responses in a prompt in another way
+            # than in the rendering of the whole chat.
             end = spans[-2][1] if len(spans) > 1 else 0
             if prompt[:end] != text[:end]:
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")

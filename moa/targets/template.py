@@ -272,7 +272,8 @@ class ChatTemplate:
         )
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
-        # A tokenizer includes the space before a word in the word's token, so cut it off.
+        # Cut off a space before the text, because a tokenizer includes the space in the token of
+        # the next word.
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(

@@ -153,12 +153,12 @@ class PartsAttention:
         self._planes = parts[0].kv.pool.planes
         self._sizes = [len(part.tokens) for part in parts]
         positions = [part.positions() for part in parts]
-        # [T] int64
+        # [T] int64, the positions of all tokens.
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
-        # Number of query heads of a layer -> steps. Layers can differ in this number. The list is
-        # empty if another method is faster.
+        # Number of query heads of a layer -> :class:`_Steps` for layers with this number. The list
+        # is empty if another method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -282,7 +282,7 @@ class _Steps:
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [part.start for part in parts]
-        # [T, 1]
+        # [T, 1] each: the position of each part's token, and the pool slot of its position 0.
         lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
         slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
@@ -409,7 +409,7 @@ class JoinedAttention:
         firsts = [
             stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         ]
-        # [T] int64
+        # [T] int64, the positions of all tokens.
         self.positions = to_device(
             [position for part in parts for position in part.positions()], device
         )
@@ -436,9 +436,9 @@ class JoinedAttention:
                     n_indices, n_indices + sizes[row]
                 )
                 n_indices += max(sizes[row] for row in rows)
-        # [H_kv, G]: where the output of a batch has each query head.
+        # [H_kv, G]: for each query head, its index in the output of a batch.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
-        # [T * H]
+        # [T * H]: for each query head of each token, its index in the outputs of the batches.
         self._places = (
             to_device(token_indices, device)[:, None] * n_heads + order.flatten()
         ).flatten()

@@ -98,7 +98,7 @@ class Runner:
     def threads(self, n_tokens: int) -> Iterator[None]:
         """Limit PyTorch to one thread if several threads do not pay off for ``n_tokens``."""
         # Threads synchronize after every matrix product. A waiting thread either occupies a core or
-        # has to be woken up.
+        # has to be woken up. For few tokens this costs more time than several threads save.
         n_before = torch.get_num_threads()
         torch.set_num_threads(n_before if n_tokens * self._n_values >= _FEWEST_PRODUCTS else 1)
         try:

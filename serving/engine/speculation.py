@@ -104,10 +104,12 @@ class Speculation:
     # Drafts
 
     def gather(self, sequences: Rows[Sequence]) -> None:
-        """Set the sequences that draft in this call, and update the shared state accordingly.
+        """Move the sequences that draft in this call to the shared state, and others out of it.
+
+        A sequence with many new tokens stays outside of the shared state, and drafts alone.
 
         Args:
-            sequences: the sequences. All have target KV up to their roots.
+            sequences: the sequences that draft. All have target KV up to their roots.
         """
         lengths = {sequence.id: len(sequence.tokens) for sequence in sequences}
         for id_ in [id_ for id_ in self._together if id_ not in lengths]:
@@ -127,7 +129,7 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: Rows[Sequence]) -> None:
-        """Draft for the gathered sequences, unless the policy prefers plain steps."""
+        """Draft for the sequences of the last :meth:`gather`, unless plain steps are faster."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
@@ -173,10 +175,11 @@ class Speculation:
         return torch.cat([output.layers[layer] for layer in self.drafter.observed_layers], dim=-1)
 
     def observe(self, served: Rows[Scheduled]) -> None:
-        """Pass the results of a call to the drafter.
+        """Pass the results of a target call to the drafter.
 
         Args:
-            served: results of sequences, including all gathered ones.
+            served: the results of sequences that use the drafter. All sequences in the shared state
+                must be among them, because the drafter processes their rows together.
         """
         if not self._observes:
             return
@@ -190,10 +193,10 @@ class Speculation:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
-        """Report the gain and the time of a round to the policy.
+        """Report the number of committed tokens and the time of a round to the policy.
 
         Args:
-            rounds: the results of the gathered sequences.
+            rounds: the results of the sequences that could draft in this call.
             round_s: duration of drafting and target call in seconds.
         """
         n_committed = sum(len(item.commit.tokens) for item in rounds) / len(rounds)
