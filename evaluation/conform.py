@@ -209,7 +209,8 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     } | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    # PYTHONPATH has packages for the Python of this process, not for the engine's.
+    # Remove PYTHONPATH, because its packages are for the Python of this process, not for the
+    # engine's.
     environment.pop("PYTHONPATH", None)
     with log.open("w") as sink:
         words = [python, other_side.__file__, str(job_file), str(written)]

@@ -160,7 +160,7 @@ class EvaluationReport:
     environment: dict[str, Any]
     provenance: dict[str, Any]
     prompts: dict[str, Any]  # The file of prompts, its kind, and numbers of prompts and answers.
-    # Name of each method ``auto`` -> a description of how often it drafted.
+    # Name of each ``auto`` method -> a description of how often it drafted.
     auto: dict[str, str] = field(default_factory=dict)
     # Name of each drafter -> facts about it, from ``drafter_facts``.
     drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -399,8 +399,8 @@ def check_output(path: str | Path) -> Path:
             raise OptionInvalid(
                 f"--out {path} holds something that is not a {KIND}; choose another --out."
             )
-        # A Markdown file alone is a report's if it has the title of reports. A run that was stopped
-        # before it wrote the JSON leaves such a file.
+        # A run that was stopped before it wrote the JSON leaves only a Markdown file. So a Markdown
+        # file without a JSON file may be replaced if it has the title of reports.
         is_ours = (
             path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         )

@@ -299,8 +299,8 @@ class Service:
             n_chars: length of the prompt in characters.
             encode: tokenizes the prompt.
         """
-        # Such a prompt is too long, even if each of its tokens is the longest one of the
-        # vocabulary.
+        # A prompt with more characters has too many tokens, even if each of them is the longest
+        # token of the vocabulary.
         if n_chars > self._max_chars:
             message = (
                 f"the prompt has {n_chars} characters, far more than fit into the context; shorten "

@@ -475,7 +475,9 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence that ends with the root, its drafts, and the target's logits to verify them."""
+    """A sequence up to its root, the drafts after it, and the target's logits that verify the
+    drafts.
+    """
 
     text: Text
     tokens: Sequence[int]  # the N drafted tokens

@@ -182,7 +182,7 @@ def save_target_bundle(
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.config.get_text_config(decoder=True))
-    # ``auto_map`` names code that is not in the bundle.
+    # Remove ``auto_map``, because it names code that is not in the bundle.
     vars(config).pop("auto_map", None)
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)

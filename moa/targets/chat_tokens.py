@@ -283,8 +283,8 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # Gemma 4 writes tool results before the response, so the response is not at its expected
-        # place.
+        # Gemma 4 writes tool results before the response that they follow in the chat. Such a
+        # response counts as rewritten too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:
@@ -342,7 +342,8 @@ def _prefix_span(
     up_to_response = messages[: index + 1]
     turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
-    # Harmony ends the last response with <|return|>, but any earlier response with <|end|>.
+    # Harmony ends the last response with <|return|>, but any earlier response with <|end|>. So
+    # compare again without the end-of-turn token.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))

@@ -96,7 +96,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # transformers may choose the class of the tokenizer by config.json.
+    # Load the config too, because transformers may choose the class of the tokenizer by it.
     if (folder / "config.json").is_file():
         families.load_target_config(folder, with_weights=False)
         config = families.transformers_config(read_config(folder), folder)

@@ -122,8 +122,8 @@ def check_model_folder(folder: Path) -> None:
                 _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys()
             ):
                 if key == "auto_map" and is_native:
-                    # transformers uses its own class for this model, because trust_remote_code is
-                    # not set.
+                    # Accept auto_map, because transformers ignores it without trust_remote_code and
+                    # uses its own class for this model.
                     continue
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
 

@@ -177,7 +177,7 @@ class PartsAttention:
     ) -> RunLayers | None:
         """Return a function that runs all layers of the target in one call, if that is possible.
 
-        All parts must be single tokens without a mask that fit one sparse matrix.
+        This is possible if all parts are single tokens, need no mask, and fit one sparse matrix.
 
         Args:
             n_heads: query heads of each layer.
@@ -235,7 +235,8 @@ class PartsAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
-        # If false, other layers have more or wider heads, and this layer uses a part of the buffer.
+        # Whether this layer uses the whole buffer. If other layers have more or wider heads, it
+        # uses only a part of the buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
