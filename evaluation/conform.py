@@ -74,7 +74,7 @@ class Conformance:
     n_rounds: int
     n_prompts: int
     partings: list[Parting]
-    # Indices of prompts whose answer by the engine differs from our plain decoding.
+    # Indices of the prompts that the engine answers with other tokens than our plain decoding.
     other_answers: list[int]
     # Names of wrong choices with which our drafts are equal to the engine's in all rounds.
     causes: list[str] = field(default_factory=list)

@@ -180,7 +180,7 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
 
 
 class _Chat:
-    """A prompt, and the turns of it that have been answered."""
+    """A prompt, and its chat history up to the current turn."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.prompt = prompt

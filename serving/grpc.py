@@ -152,7 +152,7 @@ class DraftingServer:
                 # Time after which a connection without streams is closed.
                 ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
-                # Clients may ping too.
+                # Clients may ping too, at most once per second.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.so_reuseport", 0),  # A port that is in use is an error.
             ],

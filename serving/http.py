@@ -67,8 +67,8 @@ _MAX_OWNERS = 10_000
 _CLIENT_GONE = 499
 # Maximum number of characters of a short prompt. Tokenizing it takes a few hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Maximum numbers of waiting short prompts, of waiting long prompts, and of waiting forms of
-# answers. Further ones are refused.
+# Maximum numbers of short prompts, of long prompts, and of answer forms (JSON schemas, regular
+# expressions) that wait to be processed. Further requests are refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 
@@ -94,8 +94,8 @@ class Service:
             len(token) for token in self.target.tokenizer.get_vocab()
         )
         self._grammars = cache(lambda: Grammars(self.target))
-        # Long prompts and forms of answers each have a thread of their own, so that short prompts
-        # never wait for them.
+        # Long prompts and answer forms (JSON schemas, regular expressions) each have a thread of
+        # their own, so that short prompts never wait for them.
         self._tokenizers = [
             _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
         ]

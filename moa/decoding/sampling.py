@@ -193,7 +193,7 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
     Returns:
         [V] float64 on the device of the logits, or on the CPU for an mps device.
     """
-    # An mps device has no float64.
+    # Compute on the CPU in place of an mps device, which has no float64.
     scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()
     if penalty == 1 or not previous:
         return scores
@@ -475,9 +475,7 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence up to its root, the drafts after it, and the target's logits that verify the
-    drafts.
-    """
+    """A sequence up to the root, the drafts after it, and the target's logits for these tokens."""
 
     text: Text
     tokens: Sequence[int]  # the N drafted tokens

@@ -47,7 +47,7 @@ from .vocabulary import most_frequent, over_all_tokens
 
 @dataclass
 class DraftedFeatures:
-    """The features that decoding would compute for drafts, for validation."""
+    """Features of drafts. Validation computes them in the way in which decoding would."""
 
     queries: Tensor  # [B, Q] int64, positions of the drafts
     valid: Tensor  # [B, Q] bool; False is padding

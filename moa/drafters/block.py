@@ -210,7 +210,7 @@ def check_context(settings: Any, n_layers: int) -> None:
 
 
 class BlockState(LayerState):
-    """For each layer, a cache with the context, followed by the block of the current round.
+    """One cache per layer, which holds the context and then the block of the current round.
 
     ``fresh`` holds the projected target states of positions that have not been added to the context
     yet.

@@ -211,8 +211,8 @@ class EagleSizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # An export multiplies weights by the scale. Other scales than powers of two would round
-        # the weights.
+        # An export multiplies weights by the scale. This is exact for powers of two, so no other
+        # scale is allowed.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 

@@ -139,7 +139,8 @@ class MedusaDrafter(Drafter):
         # One mask [B, T] per head: the positions at which the head is trained.
         reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
-            # The previous head must be trained at this position and at the position before it.
+            # A head is trained at a position if the previous head is trained at this position and
+            # at the position before it.
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()

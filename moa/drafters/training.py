@@ -131,7 +131,7 @@ class Draws:
     # [B] bool. In a staircase row, the self-attention of a query sees only tokens of its own round.
     staircase_rows: Tensor
     # [B] int64. With an offset o, the positions that the step bound verifies are o, o + e, ... None
-    # for 0.
+    # for offset 0.
     offset: Tensor | None = None
     seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
     noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
@@ -145,7 +145,9 @@ class Draws:
     blocks: BlockDraws = BlockDraws()
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-        """List the passes over response masks [B, T] with a weight above 0, on-policy first.
+        """List the passes of this step over response masks [B, T], the on-policy pass first.
+
+        Passes with weight 0 are left out.
 
         A pass consists of its weight, the drafted positions [B, T] bool, and the last context
         position of each position, [B, T] int64.
@@ -247,7 +249,10 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first`` on, [B, T] bool, and the last context of each."""
+    """Find the drafted positions from ``first`` on, and the last context position before each.
+
+    The results are [B, T] bool and [B, T] int64.
+    """
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     drafted[:, :first] = False
     return drafted, masks.last_context(drafted)

@@ -29,7 +29,7 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
-    """Return the config.json of a DFlash drafter, which is a Qwen3 with the drafter's layers."""
+    """Return the config.json of a DFlash drafter: that of a Qwen3 with the drafter's layers."""
     return layout.llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,

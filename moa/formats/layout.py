@@ -269,7 +269,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "expected a list of whole numbers."
                 )
             return tuple(layer - first for layer in ids)
-    # If no ids are given, the layers could only be guessed from the target's number of layers.
+    # Don't guess the layers from the target's number of layers.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads; restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -121,7 +121,10 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Compute cos and signed sin [..., d] of integer positions [...] in float32; cast them."""
+        """Compute cos and signed sin [..., d] of integer positions [...].
+
+        They are computed in float32, and then cast to ``dtype``.
+        """
         angles = positions[..., None] * self.frequencies
         cos = angles.cos()
         sin = angles.sin()

@@ -112,7 +112,7 @@ class ChatTemplate:
         arguments: values that are passed to the template in addition to the chat.
         where: name of the target in error messages.
         uses_tools: whether this is the template for chats with tools. Some tokenizers have a second
-            one for them.
+            template for these chats.
 
     Raises:
         TemplateError: the template cannot be used.

@@ -64,7 +64,7 @@ class Part:
     """The tokens of one sequence in a call."""
 
     kv: PooledKV
-    # The tokens after those with committed KV, followed by the drafts.
+    # The tokens of the call: committed tokens that have no KV yet, then the drafts.
     tokens: list[int]
     # The index of each draft's parent among the drafts, -1 for the token before the drafts.
     parents: tuple[int, ...] = ()

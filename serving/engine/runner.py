@@ -73,8 +73,9 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # This scaling derives positions from the token index, which is wrong for
-                # concatenated parts. It has no effect below ``Target.max_positions``.
+                # Turn off this scaling. It derives positions from the index of a token in the call,
+                # which is wrong for concatenated parts. Below ``Target.max_positions`` it has no
+                # effect anyway.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()
