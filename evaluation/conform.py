@@ -78,8 +78,9 @@ class Conformance:
     other_answers: list[int]
     # Names of wrong choices with which our drafts are equal to the engine's in all rounds.
     causes: list[str] = field(default_factory=list)
-    # If there is no such choice: the choice with which the fewest rounds differ, and the number of
-    # these rounds. None if no choice reduces the number of differing rounds.
+    # If no wrong choice makes all drafts equal: the wrong choice with which the fewest rounds
+    # differ, and the number of these rounds. None if no choice reduces the number of differing
+    # rounds.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:

@@ -63,7 +63,10 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over several rows. ``CONVENTIONS`` defines the figures."""
+    """The figures of one method over several answers, each of which is a row of the measurement.
+
+    ``CONVENTIONS`` defines the figures.
+    """
 
     method: str
     n_answers: int

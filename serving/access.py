@@ -295,7 +295,7 @@ class Connection(H11Protocol):
                 self.wait()
 
     def wait(self) -> None:
-        """Wait for the head of a request."""
+        """Mark the connection as waiting for the head of a request, and set its deadline."""
         self.is_working = False
         self.ends_s = float("inf")
         self.since = time.monotonic()

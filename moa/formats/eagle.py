@@ -267,8 +267,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "bias": False,
         "draft_vocab_size": sizes.draft_vocabulary,
-        # For vLLM, the id of the output of layer k is k + 1. vLLM prefers this key to the nested
-        # key. For SGLang, which reads the nested key, the id is k.
+        # vLLM and SGLang count the output of layer k in different ways: vLLM as k + 1, SGLang as k.
+        # vLLM prefers the key at the top level, SGLang reads the key in ``eagle_config``.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }

@@ -161,7 +161,7 @@ MOA_VLLM = replace(
     reader="the MoA authors' fork of vLLM",
     needs=(),
     # The fork of vLLM ignores the biases of q, k and v, and does not run the target's last layers
-    # on drafts. So it would run drafters with either of them wrongly.
+    # on drafts. So it would compute other drafts for drafters with such biases or layers.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,
     notes=lambda sizes: [],

@@ -177,7 +177,10 @@ def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) 
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 can represent a weight. ``is_exact`` is as in :func:`pack`."""
+    """Whether float16 can represent a weight.
+
+    If ``is_exact`` is false, larger rounding errors are allowed (``_MAX_DRAFT_ERROR``).
+    """
     # The negated comparison is also true if a value is NaN.
     if not weight.abs().max() <= torch.finfo(torch.float16).max:
         return False

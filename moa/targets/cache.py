@@ -386,7 +386,11 @@ class ContextCache(KVBuffer):
 
 
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
-    """Raise DrafterError if KV or contexts are missing for positions before a row's stop."""
+    """Check that all rows have the KV or contexts that a draft round needs; raise DrafterError if
+    not.
+
+    A round needs those of all positions before ``stops[row]``.
+    """
     for have, stop in zip(cache.lengths, stops, strict=True):
         # Skip DeviceLengths: CUDA graphs use them only on the target's machine, so all KV is there.
         if have < stop and not isinstance(stops, DeviceLengths):

@@ -118,7 +118,7 @@ class _MarkedChat:
             for name, item in value.items():
                 inner = None if key is None else name
                 if key in (None, "properties"):
-                    # The placeholder follows the name, so that a template that sorts the names
+                    # Append the placeholder to the name. A template that sorts the names then
                     # produces the same order as without placeholders.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""

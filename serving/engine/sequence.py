@@ -241,7 +241,7 @@ class Sequence:
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Return a commit with the unsent contexts, or the commit itself if there are none."""
+        """Add the unsent contexts to a commit, and return it. It is unchanged if there are none."""
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent

@@ -318,7 +318,8 @@ class JoinedKV:
         """
         copy = self._copies.get(layer)
         if copy is None:
-            # Leave room for the drafts of a typical round, so that they need no further copy.
+            # Leave room for the drafts of a typical round, so that adding them does not copy the KV
+            # again.
             slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
             rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
             copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)
