@@ -157,8 +157,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
-        # With both headers, a proxy and this server could disagree about the end of the request
-        # (request smuggling).
+        # If a request has both of these headers, a proxy and this server could disagree about the
+        # end of the request (request smuggling).
         if {b"transfer-encoding", b"content-length"} <= names:
             message = "the request has both content-length and transfer-encoding; send only one."
             return ApiError(400, message, None, "invalid_request")

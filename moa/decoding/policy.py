@@ -19,11 +19,11 @@ the decision independent of a temporary slowdown of the machine:
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
 The policy keeps two sums of gains. ``lost`` is the difference between the highest and the latest
-total gain of the current generation. While ``lost`` is at or above ``PATIENCE``, it is decoded
-plainly. ``savings`` is the gain of drafts over all generations, limited to four times ``PATIENCE``.
-A generation uses drafts only while ``savings`` is above 0. Each plain step lowers ``lost`` and
-raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more time than the
-plain steps have added to ``savings``.
+total gain of the current generation. While ``lost`` is at or above ``PATIENCE``, the generation is
+decoded plainly. ``savings`` is the gain of drafts over all generations, limited to four times
+``PATIENCE``. A generation uses drafts only while ``savings`` is above 0. Each plain step lowers
+``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more
+time than the plain steps have added to ``savings``.
 """
 
 from collections import deque

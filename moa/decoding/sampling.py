@@ -37,8 +37,8 @@ from ...errors import DrafterError
 from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
-# Number of most likely tokens that top-p looks at first. It sorts the whole vocabulary only if the
-# total probability of these tokens is too small.
+# Number of most likely tokens that top-p looks at first. Top-p sorts the whole vocabulary only if
+# the total probability of these tokens is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
 # Moving the random generator to the noise of another token takes as long as drawing about this many
@@ -111,8 +111,9 @@ class SamplingConfig:
             DrafterError: tokens are sampled, but the shape's chains stop early by their
                 probability.
         """
-        # Such a chain stops by the mean probability of all rows, so its length depends on the other
-        # rows of the batch. The answer for a seed would depend on the other rows too.
+        # A chain that stops early does so by the mean probability of all rows. So its length
+        # depends on the other rows of the batch. The answer for a seed would depend on the other
+        # rows too.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"chains of the shape {shape} stop when their drafts become unlikely, which works "
@@ -311,8 +312,8 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     # ``(1 - u) / p``. A token is excluded, without computing its logarithm, if its lower bound is
     # above the value of another token.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # With this exponent the bits are a float64 from 1 to 2. Its value is ``u + 1``, minus half of
-    # the last bit.
+    # Set the exponent bits of 1.0, so that the bits are a float64 from 1 to 2. Its value is ``u +
+    # 1``, minus half of the last bit.
     bits |= np.uint64(0x3FF << 52)
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
     bounds = above / probability

@@ -111,8 +111,7 @@ class FeatureDrafter(Drafter):
         # All rounds run at once, level by level. Each level is fed with the features that the
         # previous level computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. For each slot, the last slot made from a target state that the round of the slot
-        # sees.
+        # [B, S]. The draft round of a slot sees the slots made from target states up to this index.
         context = context[:, 1:]
         slots = torch.arange(context.shape[1], device=context.device)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not

@@ -66,8 +66,8 @@ class KVEncoderSizes(DrafterSizes):
     layer_groups: int = 2
     # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
     unrotated_keys: bool = True
-    # The last layer and every n-th layer below it are encoded, for this n. 1 encodes all layers, as
-    # in the Mixture of Attentions paper.
+    # n: the last layer and every n-th layer below it are encoded. 1 encodes all layers, as in the
+    # Mixture of Attentions paper.
     layer_stride: int = 1
 
     @property
@@ -130,8 +130,8 @@ class KVEncoderSizes(DrafterSizes):
         # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
         n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
-        # The MoA authors' code uses the target's number of heads for layer self-attention. If it
-        # does not divide the KV width, the head dim is rounded down.
+        # The MoA authors' code uses the target's number of heads for layer self-attention. If this
+        # number does not divide the KV width, the head dim is rounded down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "

@@ -183,7 +183,7 @@ class Rounds:
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
-        """Pack the drafted positions of all passes over response masks [B, T] to the left."""
+        """List the drafted positions of all passes over ``response_mask`` [B, T], packed left."""
         parts: list[tuple[Tensor, ...]] = []  # one tuple per pass, with one tensor per field
         passes = draws.passes(response_mask)
         # The largest number of drafted positions of a row, for each pass. The numbers of all passes
@@ -218,7 +218,7 @@ class Rounds:
 
 
 def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the positions at which a mask [B, T] is true to the left.
+    """List the positions at which a mask [B, T] is true, packed to the left.
 
     Args:
         mask: [B, T] bool.
@@ -261,7 +261,7 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 def round_queries(
     response_mask: Tensor, draws: Draws, first: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the drafted positions from ``first`` on to the left.
+    """List the drafted positions from ``first`` on, packed to the left.
 
     Returns:
         The positions, whether each of them is real or padding, and the last context position of

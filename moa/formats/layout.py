@@ -49,7 +49,8 @@ class Layout:
     # Name of a size -> the values of this size for which the program that reads the layout runs a
     # drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns further reasons why that program would run the drafter differently than trained.
+    # Returns further reasons why the program that reads the layout would run the drafter
+    # differently than trained.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []

@@ -157,7 +157,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         # The type is ignored because torch's apply is not typed.
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
-    # A draft step has few tokens, so its time is proportional to the number of kernel launches.
+    # Launch few kernels. A draft step has few tokens, so its time is proportional to the number of
+    # kernel launches.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
@@ -302,8 +303,8 @@ class Attention(nn.Module):
         """Project [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # A draft step has few tokens, so its time is proportional to the number of kernel launches.
-        # To save launches, queries and keys are rotated together.
+        # Rotate queries and keys together to save kernel launches. A draft step has few tokens, so
+        # its time is proportional to the number of launches.
         q, k, v = (self._heads(name, normed) for name in "qkv")
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v

@@ -22,8 +22,8 @@ row accepts x and z, the second row accepts no draft::
 The next target call overwrites the slots at or beyond a row's length.
 
 No committed token is dropped, even in models with a sliding window. In a static call
-(``live.StaticCalls``) a layer attends to all slots of the buffer under a mask. Only tensors say in
-which slots the tokens of the call are.
+(``live.StaticCalls``) a layer attends to all slots of the buffer under a mask. The slots of the
+call's tokens are in a tensor, not in Python values, so that a CUDA graph can replay the call.
 """
 
 from collections.abc import Callable, Sequence
@@ -386,8 +386,7 @@ class ContextCache(KVBuffer):
 
 
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
-    """Check that all rows have the KV or contexts that a draft round needs; raise DrafterError if
-    not.
+    """Raise DrafterError if KV or contexts that a draft round needs are missing in a row.
 
     A round needs those of all positions before ``stops[row]``.
     """

@@ -129,7 +129,7 @@ def _load_fitting(
             )  # fmt: skip
         except RuntimeError as error:
             # transformers stacks the experts' weights, and does not report which weights could not
-            # be stacked.
+            # be stacked. So find out which weights have other shapes.
             parts = Counter(
                 (_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items()
             )

@@ -235,7 +235,8 @@ def check_finite(
         ):
             n_bad = int((~values.isfinite()).sum())
             dtype = str(values.dtype).removeprefix("torch.")
-            # The largest float16 number is only 65,504.
+            # For float16, recommend a dtype with larger numbers, because the largest float16 number
+            # is only 65,504.
             is_narrow = values.dtype == torch.float16
             advice = (
                 "Choose --dtype bfloat16 or float32, which hold larger numbers, or r"

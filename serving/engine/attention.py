@@ -343,7 +343,7 @@ class _Steps:
     def run_layers(
         self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any
     ) -> list[Tensor]:
-        """Run all layers of a target; see :func:`.steps.run_layers`."""
+        """Run all layers of a target over the tokens of the parts (:func:`.steps.run_layers`)."""
         return run_layers(
             x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
         )

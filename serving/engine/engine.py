@@ -183,7 +183,7 @@ class Engine:
         self._pool.free(kv)
         return problem
 
-    # For any thread
+    # Methods that any thread may call
 
     def start(self) -> None:
         """Start a thread that calls :meth:`step`."""
@@ -351,7 +351,7 @@ class Engine:
             total = self._pool.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
-    # The thread that steps
+    # Methods of the thread that calls ``step``
 
     def _run(self) -> None:
         while not self._is_stopping:

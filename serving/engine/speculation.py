@@ -329,7 +329,10 @@ class JoinedKV:
         return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]
 
     def _slots(self, starts: Rows[int], n_tokens: int) -> Tensor:
-        """Return the slots of the positions that :meth:`packed` describes: [B * n] int64."""
+        """Return the slots of n consecutive positions of each row, [B * n] int64.
+
+        Positions at or beyond the length of a row get the slot of its last committed position.
+        """
         slots = []
         for kv, start in zip(self._rows, starts, strict=True):
             last = kv.first_slot + max(0, kv.length - 1)
