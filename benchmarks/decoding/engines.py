@@ -224,9 +224,7 @@ def write_table(
             for name, text in names.items()
         }
     said = [
-        text
-        for text in table["caveats"]
-        if " refuses `" in text and text.split("`")[1] not in new
+        text for text in table["caveats"] if " refuses `" in text and text.split("`")[1] not in new
     ]
     said += [
         f"{names[one['engine']]} refuses `{one['drafter']}` with this error: *{one['error']}*"
