@@ -233,7 +233,9 @@ class ForwardPlan:
         return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
-        """Refuse a plan whose forwards need more memory than is free, as far as that is known.
+        """Refuse a plan whose forwards need more memory than is free.
+
+        If the system does not report how much memory is free, nothing is refused.
 
         Raises:
             NotEnoughMemory: the free host or device memory is too small.
@@ -349,7 +351,7 @@ class WritePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Upper bound of the expected size of the store on disk, in bytes."""
+        """Largest size of the store on disk that the estimate allows for, in bytes."""
         return sum(upper_bytes for _, upper_bytes in self.disk_ranges.values())
 
     @property

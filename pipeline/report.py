@@ -191,8 +191,9 @@ class PartProgress:
         Args:
             timings: the timings and counts of this run.
             workers: text about the running workers, for the message.
-            looks: whether to list the commit files even if the store is shared and they were listed
-                less than a second ago. A shared store may be on a network, where listing is slow.
+            looks: whether to list the commit files now in any case. If false, the commit files of a
+                store that several processes write are listed at most once per second, because such
+                a store may be on a network, where listing is slow.
         """
         if self._progress is None:
             return

@@ -112,8 +112,9 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
             f"chunk of {len(buffer)} bytes is shorter than its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
-    # One checksum of the whole buffer avoids slicing. Each Python operation is slow here, because
-    # the decompression of the previous chunk has evicted the interpreter from the CPU caches.
+    # Compute the checksum of the whole buffer, which includes the stored checksum, instead of
+    # slicing the buffer. Each Python operation is slow here, because the decompression of the
+    # previous chunk has evicted the interpreter from the CPU caches.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
@@ -143,7 +144,7 @@ _N_SAMPLE_ROWS = 64
 # If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
 # because the library searches for matches. The search takes time, and if matches are rare, it makes
 # the chunk larger. If only the values of layer 0 repeat in a chunk of eight layers, the share of
-# repeated words is below this limit.
+# repeated words is below this limit, and this module encodes the chunk.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -157,9 +158,9 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
 
     Returns:
         The consecutive pieces of the frame, which are valid until the next call on this thread.
-        None if the encoder of the blosc library is better: for items of more than two bytes, for
-        tiny or narrow arrays, and for values that repeat from row to row. The values of layer 0
-        repeat, because they depend only on the token.
+        None if the caller should use the encoder of the blosc library, which is better for items of
+        more than two bytes, for tiny or narrow arrays, and for arrays in which many rows are equal.
+        For example, the attention values of the target's first layer are equal for equal tokens.
     """
     planes = _planes(values)
     if planes is None:

@@ -45,7 +45,8 @@ _FileName = Annotated[str, AfterValidator(relative_name)]
 class FileRecord:
     """Size in bytes and ``zlib.crc32`` of a file, as a commit lists them.
 
-    CRC-32C would not detect that two shards were swapped (see ``backend.file_crc32``).
+    The checksum is CRC-32 and not CRC-32C, which would not detect that two shards were swapped (see
+    ``backend.file_crc32``).
     """
 
     bytes: _Natural

@@ -200,7 +200,8 @@ class FieldSpec:
     # Number of the target's layer at each index of the layer axis. None if the field has no layer
     # axis, or contains all layers in order.
     layers: tuple[int, ...] | None = None
-    # Width of the key on the last axis. None if keys and values have the same width.
+    # Width of the key if the last axis holds a key followed by a value of another width. None for
+    # all other fields.
     key_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -237,7 +238,11 @@ class FieldSpec:
         ):
             raise ValueError(
                 f"Field {self.name!r}: layers or key_width do not fit token_shape "
-                f"{self.token_shape}."
+                f"{self.token_shape} with axes {self.axes}. layers is {self.layers}: it must be "
+                "None, or one layer number for each index of the layer axis, which must be axis 1. "
+                f"key_width is {self.key_width}: it must be None, unless the axes after 'token' are "
+                "'layer', 'kv_head' and 'width'. Then it must be at least 1, and less than the size "
+                "of 'width'."
             )
 
     @property

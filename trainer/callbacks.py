@@ -212,11 +212,12 @@ class MicroBatches(L.Callback):
         fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
-        # The file is missing if no size has been chosen yet. A damaged file is ignored.
+        # The file with the chosen micro-batch size is missing if none has been chosen in this run
+        # yet. If the file is damaged, choose as if it were missing.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # Number of further tensors in memory for each weight: two optimizer moments, and with DDP a
-        # copy of the gradient.
+        # Number of copies of the weights for which a step needs memory, besides weights and
+        # gradients: two optimizer moments, and with DDP a copy of the gradients.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices

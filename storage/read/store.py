@@ -262,11 +262,14 @@ class ActivationStore:
         return self._read_codes(i, codec, base, stop, chosen)
 
     def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
-        """Resolve a token slice.
+        """Resolve a token slice to the tokens to return and the tokens to read.
+
+        Reading may start before the first requested token, because a lossy codec only decodes from
+        a multiple of 64 tokens on.
 
         Returns:
-            The first token to read, the first requested token, and the end (exclusive) of both
-            ranges.
+            The first token to read, the first requested token, and the end (exclusive) of the
+            tokens to read and to return.
         """
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
         if step != 1:

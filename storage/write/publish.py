@@ -443,7 +443,9 @@ class StoreFiles:
     def _remove_unlisted(self, kept: Collection[str]) -> None:
         """Delete the files in ``parts/`` except those in ``kept``.
 
-        In a bucket, delete only uploads that are too old to be published.
+        In a bucket, another writer may be publishing its uploads right now. There, delete only
+        uploads that are older than ``LEFTOVER_S``. No writer publishes uploads of this age any
+        more.
         """
         if isinstance(self.path, Path):
             _remove_files_but(self.path / PARTS_NAME, kept)

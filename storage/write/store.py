@@ -544,8 +544,9 @@ def _check_unoccupied(store: StorePath) -> None:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # store.json is undamaged, so its schema version really differs.
         except StoreDamaged as error:
-            # If commits/store.json exists, ``StoreWriter._restore`` repairs store.json or reports
-            # the damage.
+            # store.json is not a valid manifest. If commits/store.json exists, this is a store, so
+            # nothing is raised here: ``StoreWriter._restore`` later repairs store.json or reports
+            # the damage. Without commits/store.json, store.json may be a file of another program.
             if not has_commit:
                 raise OutputOccupied(
                     f"{store} holds files other than a store: {error} Choose another output folder."
