@@ -46,7 +46,7 @@ class AuditRow:
 
     index: int
     sequence_id: str
-    field: str  # tokens, response_mask, kv, hidden/..., or logits
+    field: str  # name of the field: tokens, response_mask, kv, hidden/..., or logits
     max_error: float  # largest absolute difference
     # `|stored - live| / |live|` in the L2 norm. For kv it is the error of the worst layer. For
     # tokens and response_mask it is the fraction of positions that differ.

@@ -86,7 +86,7 @@ def field_specs(
 
     Args:
         spec: the activations to store.
-        sizes: sizes of the target; see ``families.target_sizes``.
+        sizes: sizes of the target, such as its number of layers (``families.target_sizes``).
         dtype: dtype of the stored activations.
         groups: the target's layers, grouped by the shape of their keys and values.
     """

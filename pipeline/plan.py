@@ -284,7 +284,8 @@ def _plan_forwards(
     if spec.kv:
         families.check_kv(model_config)
     if config.target_layers:
-        families.layer_sizes(model_config)  # This call raises if no drafter can use the layers.
+        # This call raises if no drafter can use the target's layers.
+        families.layer_sizes(model_config)
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} cache keys and values in different ways, which "

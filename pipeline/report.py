@@ -35,7 +35,7 @@ class Timings:
     n_tokens: int = 0  # number of tokens in the parts that this run committed
     # Number of tokens in this run's forwards, including the parts counted in ``n_late``.
     n_computed_tokens: int = 0
-    n_padded_tokens: int = 0  # ``n_computed_tokens`` plus padding
+    n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
     n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed
     n_parts: int = 0  # number of parts that this run committed
     # Number of parts that this run wrote, but that another run committed first.

@@ -46,7 +46,7 @@ ROWS_PER_PROCESS = 16_384
 """Maximum number of rows per process and block. A block is a list of rows that is read at once and
 divided among processes. A process tokenises this number of rows in some seconds, which is much
 longer than starting a process takes."""
-_BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block.
+_BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block of rows.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
 """Result of tokenising a row: its sequence or rejection, and a flag.
 
@@ -356,7 +356,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # The parent process kills its forks itself.
+            # Ignore these signals, because the parent process kills its forks itself.
+            signal.signal(number, signal.SIG_IGN)
         # The tokenizer must not use its threads, because threads do not survive a fork.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for content in contents:

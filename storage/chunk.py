@@ -203,10 +203,10 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Sample a plane. Return two bools: whether its rows repeat, and whether its bytes are noise.
+    """Sample a plane: return whether many of its rows repeat, and whether its bytes are noise.
 
     Args:
-        plane: uint8 [n_rows * width], at least 8 bytes.
+        plane: one byte of every value, uint8 [n_rows * width], at least 8 bytes.
         n_rows: number of rows in the plane.
     """
     width = len(plane) // n_rows
@@ -221,7 +221,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
-    # 256 bytes of noise have about 162 distinct values.
+    # 256 random bytes have about 162 distinct values. More than 128 are taken as a sign of noise.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
     is_noise = (
         not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
@@ -230,7 +230,10 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane. Return the plane unchanged if coding does not make it smaller."""
+    """Entropy-code a plane, one byte of every value.
+
+    If coding does not make the plane smaller, it is returned unchanged.
+    """
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
         parameters = zstandard.ZstdCompressionParameters(

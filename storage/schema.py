@@ -275,7 +275,7 @@ _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
 class _FieldDocument(BaseModel):
-    """A field in store.json; see :class:`FieldSpec`."""
+    """The JSON object of one field in store.json, from which a :class:`FieldSpec` is made."""
 
     model_config = _EXACT
 
@@ -325,7 +325,7 @@ class _Codec(TypedDict):
 
 
 class _ManifestDocument(BaseModel):
-    """The content of store.json; see :class:`StoreManifest`."""
+    """The JSON object in store.json, from which a :class:`StoreManifest` is made."""
 
     model_config = _EXACT
 

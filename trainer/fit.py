@@ -449,7 +449,8 @@ def _build_trainer(
     # Check the number of processes before any process waits for the others.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
-    device_share(config, trainer.world_size)  # This call raises if the batch size does not fit.
+    # This call raises if the batch cannot be divided among the devices.
+    device_share(config, trainer.world_size)
     return trainer
 
 

@@ -248,7 +248,8 @@ def _rotation(model_config: Any, parameters: Mapping[str, Any]) -> tuple[np.ndar
     config = copy.copy(model_config)
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
-    # transformers' default RoPE type ignores ``partial_rotary_factor``, so shrink the head dim.
+    # transformers ignores ``partial_rotary_factor``, the share of a head's dimensions that is
+    # rotated, in the default RoPE type. So set ``head_dim`` to the number of rotated dimensions.
     if rotated_share != 1 and parameters["rope_type"] == "default":
         config.head_dim = int(target_sizes(model_config)["head_dim"] * rotated_share)
     with torch.device("cpu"):

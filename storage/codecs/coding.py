@@ -54,8 +54,8 @@ LOW_LEVELS = 255
 HIGH_LEVELS = 15
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # Number of levels of a code that is stored as two digits.
 
-# If the groups have at least this many bytes of codes per token on average, their runs are pieces
-# of one array.
+# If the codes of a layer group take at least this many bytes per token on average, all runs are
+# stored in one array, which is cut into pieces. Otherwise each run is an array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -421,7 +421,7 @@ class GroupTransform:
         }
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Return the column of the low or high digit of each component of a part.
+        """For each component of a part, return the column of its low or high digit.
 
         For a component without that digit, the entry is the number of columns. It is the index of
         the column of zeros that :meth:`leading` appends.

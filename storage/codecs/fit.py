@@ -52,8 +52,8 @@ Each factor times the base step (``measure_options``) is a step to try.
 DROPPED = 1  # Marks a component that is not stored. Its quantiser has one level, zero.
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Largest magnitude, in units of the base step, that the finest step should represent. The factor of
-# 0.8 leaves room for values larger than those of the sample.
+# Largest magnitude, in units of the base step, that codes with the finest step should cover. The
+# factor of 0.8 leaves room for values larger than those of the sample.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk. Huffman table, headers, checksum and
 # index entry of a chunk take about 120 bytes. Another 80 bytes are added as the equivalent of the
@@ -72,7 +72,7 @@ _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
 # A component whose variance is below this fraction of the water level (``water_level``) would get
-# zero bits, whatever the shape of its distribution is. Its options are not measured.
+# zero bits, whatever the shape of its distribution is. No quantisers are measured for it.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -117,7 +117,8 @@ class Quantisers:
 def water_level(variances: np.ndarray, bits: float) -> float:
     """Compute the error per component at which Gaussian components take ``bits`` in total.
 
-    This error is the water level of reverse water-filling. ``variances`` are [n_components].
+    This error is the water level of reverse water-filling, the optimal way to divide bits among
+    independent Gaussian variables. ``variances`` are [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -406,7 +407,8 @@ def fit_groups(
         np.concatenate([p.variances for p in parts]) * w
         for parts, w in zip(fitted, weights, strict=True)
     ]
-    # Options are measured only for components that may get bits according to reverse water-filling.
+    # Measure quantisers only for components that may get bits: those whose variance is above a
+    # tenth of the water level, and in each group the one with the largest variance.
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
     components = [

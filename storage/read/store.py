@@ -325,7 +325,8 @@ class ActivationStore:
         Raises:
             SelectionInvalid: a field, a sequence or a layer does not exist, or a buffer in ``out``
                 is missing or has the wrong dtype or shape.
-            StoreDamaged: see :meth:`read`.
+            StoreDamaged: a checksum is wrong, a file is missing, or a token id is not in the
+                target's vocabulary.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]

@@ -93,7 +93,7 @@ class Publication:
     commit: StorePath  # Path of the commit.
     attempt: str  # The substring of the files' temporary names that identifies the writer.
     files: Mapping[str, int]  # Final name, relative to the store -> size in bytes.
-    # Content of the commit to replace. None if the commit must not exist.
+    # Content of the commit that is replaced. None to create the commit, which must not exist yet.
     old: bytes | None
     new: bytes  # Content of the new commit.
 
