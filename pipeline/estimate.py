@@ -166,7 +166,8 @@ class ForwardPlan:
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # Number of elements per token in the KV cache, and in the intermediate values of one layer.
+        # Two numbers of elements per token: those of the KV cache, and those of the intermediate
+        # values of one layer.
         cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         layer = (
             4 * sizes["hidden_size"]

@@ -351,7 +351,7 @@ class StoredArray:
     dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
     row_shape: tuple[int, ...]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
-    block_tokens: int = 1  # Number of tokens per row. It divides the alignment of sequences.
+    block_tokens: int = 1  # Number of tokens per row. Sequences start at multiples of it.
     # Index of the layer axis in ``axes``, which is 1. None if the array has no layer axis.
     layer_axis: int | None = None
     # Logical dtype of the values, e.g. ``"bfloat16"`` if ``dtype`` is ``"uint16"``. By default it

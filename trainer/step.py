@@ -451,8 +451,9 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        # Keep the result alive until here. If a storage were freed earlier, a later storage could
-        # get the same address, and only one of the two storages would be counted.
+        # Keep the result of the forward alive until here. If one of its storages were freed
+        # earlier, a later storage could get the same address, and only one of the two storages
+        # would be counted.
         del terms
         return sum(storages.values())
 

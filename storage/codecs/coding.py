@@ -121,7 +121,7 @@ class CodeColumns:
     rounding: np.ndarray
     # float32, number of steps by which code 1 or -1 is decoded closer to zero.
     shift_one: np.ndarray
-    # float32, number of steps by which larger codes are decoded closer to zero.
+    # float32, number of steps by which codes of magnitude 2 or more are decoded closer to zero.
     shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
@@ -486,7 +486,8 @@ class Pieces:
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # The runs of each group, as arrays uint8 [token, byte]. Only the joined array is stored.
+        # The runs of each layer group, as arrays uint8 [token, byte]. These arrays are not stored,
+        # only the array of all pieces.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]

@@ -95,8 +95,8 @@ class Quantisers:
     # float32, in steps. Code 1 or -1 is decoded to the magnitude ``1 - shift_one``, the average of
     # the values with this code.
     shift_one: np.ndarray
-    # float32, in steps. A larger code q is decoded to the magnitude ``|q| - shift_more``. The shift
-    # is the average over all values with larger codes.
+    # float32, in steps. A code q of magnitude 2 or more is decoded to the magnitude ``|q| -
+    # shift_more``. The shift is the average over all values with such codes.
     shift_more: np.ndarray
     bits: np.ndarray  # float64, bits per token after packing and Huffman coding.
     error: np.ndarray  # float64, mean squared error times the weight of the component.
@@ -254,7 +254,7 @@ def _bits_and_error(
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     """Estimate how many bits per code Huffman coding of packed bytes takes beyond the entropy.
 
-    ``zero`` is the share of codes that are zero, for each option.
+    ``zero`` is the share of codes that are zero, for each quantiser that is measured.
     """
     if levels == coding.WIDE_LEVELS:
         return np.full(zero.shape, np.log2(256 / coding.LOW_LEVELS) + 0.2)

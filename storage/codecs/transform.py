@@ -98,9 +98,9 @@ _NAME = re.compile(
 class TransformSettings:
     """The settings in the name of a transform codec."""
 
-    kv_bits: float  # Stored bits per value of keys and values.
-    # Stored bits per value of hidden states. None for a default that depends on ``kv_bits`` (see
-    # :meth:`bits`).
+    kv_bits: float  # Stored bits for each number in keys and values.
+    # Stored bits for each number in hidden states. None for a default that depends on ``kv_bits``
+    # (see :meth:`bits`).
     hidden_bits: float | None = None
     # Number of layers that share a basis. 0 for all layers, None to choose the number by the width
     # of a layer.

@@ -448,7 +448,7 @@ class FieldSummary:
     spec: schema.FieldSpec
     raw_bytes: int  # Size of the field's values before encoding, without padding.
     stored_bytes: int
-    arrays: Mapping[schema.StoredArray, int]  # Array -> its stored bytes.
+    arrays: Mapping[schema.StoredArray, int]  # Stored array -> its size in bytes, encoded.
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ class StoreLock:
         if self.is_alone:
             return False
         with suppress(OSError):
-            # F_OFD_GETLK reports locks only for a writable descriptor.
+            # Open the file for writing too, because F_OFD_GETLK reports locks only for a writable
+            # descriptor.
             fd = os.open(self._store / PUBLISH_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 lock_state = fcntl.fcntl(

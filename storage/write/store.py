@@ -295,8 +295,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         except StoreDamaged:
             if not backend.exists(self.path / MANIFEST_NAME):
                 raise
-            # Either commits/store.json is damaged, or the inputs differ. The caller compares the
-            # inputs next.
+            # The files cannot be restored to what commits/store.json lists. Either
+            # commits/store.json is damaged, or this process has other inputs. The caller compares
+            # the inputs next.
 
     @property
     def has_target(self) -> bool:
