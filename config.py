@@ -44,7 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# The type of a setting that most users need; it is on the short page of help.
+# Type of a setting that most users need, so that the short page of help shows it.
 Common = Annotated[_Value, _COMMON]
 
 

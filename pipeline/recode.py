@@ -50,8 +50,7 @@ class KVMetrics(Protocol):
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure how much errors in keys and values matter to the drafter, on sequences of a
-        store.
+        """Measure on sequences of a store how much errors in keys and values matter to a drafter.
 
         Returns:
             For each of the codec's layer groups, one matrix for the keys and one for the values.
