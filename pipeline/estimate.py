@@ -458,7 +458,8 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     timed_forward = replace(forward, spec=spec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
-    # On a GPU, encoding and writing overlap with the next forwards.
+    # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
+    # only the slower of the two.
     is_parallel = torch.device(forward.device).type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
@@ -532,8 +533,8 @@ def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
     The parameters are axes, prediction weights and token features, all stored in float16.
-    Components that get no bits are left out. If the codec weighs errors with a metric, it has two
-    matrices of axes.
+    Components that get no bits are left out. If the codec weighs errors with a matrix, it stores
+    two matrices of axes: one for encoding and one for decoding.
     """
     widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
     n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)

@@ -33,7 +33,8 @@ class Timings:
     extract_s: float = 0.0  # time from the first forward to the last commit
     wall_s: float = 0.0  # duration of the entire run
     n_tokens: int = 0  # number of tokens in the parts that this run committed
-    # Number of tokens in this run's forwards, including the parts counted in ``n_late``.
+    # Number of tokens in this run's forwards, including those of parts that another run committed
+    # first.
     n_computed_tokens: int = 0
     n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
     n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed

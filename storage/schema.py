@@ -466,8 +466,8 @@ class StoreManifest:
     n_parts: int
     n_tokens: int  # Number of planned tokens without alignment padding.
     codec: Mapping[str, Any]  # The result of ``StoreCodec.describe``.
-    # Conventions in addition to ``CONVENTIONS``, or instead of its entries. All other entries of
-    # ``CONVENTIONS`` are added automatically.
+    # What the stored numbers mean (conventions), as far as it is not said by ``CONVENTIONS`` or
+    # differs from it. All other entries of ``CONVENTIONS`` are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
     # Every sequence starts at a multiple of this number of tokens.
     alignment_tokens: int = ALIGNMENT_TOKENS

@@ -602,8 +602,9 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "", {}
     schedule = dict(recorded.get("schedule", {}))
     given_schedule = given.get("schedule", {})
-    # An early stop is not repeated. The length of a run is either max_steps or epochs: if one is
-    # given now, neither recorded value counts.
+    # Do not take over the recorded ``stop_after_steps``, so that a resumed run does not stop early
+    # again. The length of a run is set by either ``max_steps`` or ``epochs``. If one of them is
+    # given now, take over neither of their recorded values.
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )

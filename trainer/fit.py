@@ -141,7 +141,7 @@ class RunPlan:
     steps_per_epoch: int
     n_sequences: int
     n_tokens_per_epoch: int
-    read_bytes_per_epoch: int  # Size of the activations after decoding.
+    read_bytes_per_epoch: int  # Size in bytes of the decoded activations that an epoch reads.
     n_parameters: int
     cost: RunCost
     # Advice to use a different kind of drafter, which is expected to be better for this target.

@@ -296,7 +296,8 @@ class GroupTransform:
             n_tokens: Number of tokens to decode.
             n_layers: Number of layers of the group.
             layers: Layers to decode, counted from the first layer of the group. None for all.
-            features: Features of these tokens, as for :meth:`encode`.
+            features: Features of these tokens, float32 [n_tokens, n_features]. Required if the fit
+                has regressions.
 
         Returns:
             The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the width

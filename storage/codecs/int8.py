@@ -45,7 +45,8 @@ BLOCK_TOKENS = ALIGNMENT_TOKENS
 
 # Stored bits per value after the byte chain, including the scales: measured and rounded up.
 _BITS = 7.9
-# Float32 bit patterns are rounded to multiples of this number, which keeps two bits of mantissa.
+# The bits of a float32 scale, read as an integer, are rounded up to a multiple of this number. This
+# keeps two bits of the mantissa.
 _SCALE_STEP = 1 << 21
 _SMALLEST_NORMAL = 2.0**-126
 

@@ -122,7 +122,7 @@ class StoreCodec:
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
     ) -> dict[str, dict[str, Array]]:
-        """Encode the values of some fields for one whole sequence, see ``FieldCodec.encode``.
+        """Encode the values of some fields for one whole sequence.
 
         Args:
             values: Field name -> values. If a field is predicted from other fields, their values
