@@ -325,7 +325,8 @@ def _count_rows(path: Path) -> int:
         try:
             return int(pq.ParquetFile(path).metadata.num_rows)
         except (pa.ArrowException, OSError):
-            return 0  # The error is reported when the rows are read.
+            # The file cannot be read. The error is reported later, when the rows are read.
+            return 0
     if path.suffix.lower() != ".jsonl":
         return 0
     with path.open("rb") as stream:

@@ -416,5 +416,6 @@ def _reading(path: StorePath) -> Iterator[None]:
         raise StoreDamaged(
             f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
         ) from error
-    except ValueError as error:  # `read_file` raises it if the file is too long or not regular.
+    except ValueError as error:
+        # `read_file` raises ValueError if a file is too long or not a regular file.
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error

@@ -567,7 +567,8 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
-    # Cut the order before it is sorted. Cut after sorting, it would lose the longest sequences.
+    # Leave out the sequences that do not fill a batch before the order is sorted by length. If this
+    # were done afterwards, the longest sequences would be left out.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]

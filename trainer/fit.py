@@ -644,8 +644,9 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    # These facts determine the order and content of batches. The path is not among them: between
-    # two invocations of a run, a store may be moved, but not changed.
+    # The facts about the store that determine the order and content of batches. The path of the
+    # store is not among them: between two invocations of a run, a store may be moved, but not
+    # changed.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
     return {

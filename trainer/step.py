@@ -260,7 +260,7 @@ class DrafterModule(L.LightningModule):
             if weight.grad is not None
         ]
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        # The list is empty if all gradients are finite and only their norm overflows. Clipping then
+        # Raise nothing if all gradients are finite and only their norm overflows. Clipping then
         # sets the gradients to 0.
         if bad:
             raise TrainingError(
@@ -603,6 +603,7 @@ def _half_width(
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # This is the sum over sequences of `(t - ratio * r) ** 2`.
+    # The sum over sequences of ``(t - ratio * r) ** 2``, where a sequence has t committed tokens
+    # and r rounds.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

@@ -453,7 +453,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
     def _clean(self, depth: Depth, progress: Progress | None) -> None:
-        """Check the store. Delete files that no commit lists, and the commits of damaged parts."""
+        """Check the files of the store. Delete uncommitted files and commits of damaged parts."""
         # Check all files before the first deletion, so that nothing is deleted if a file cannot be
         # checked.
         report = verify_commits(self.path, self._counts, depth, progress)
