@@ -189,7 +189,8 @@ def _learned_codec(
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    # Load the target's weights only now, so that their memory is free while metrics are measured.
+    # Load the target's weights only now, so that their memory is free while it is measured how much
+    # errors matter to the drafter.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", existing_parent(out), progress)
     calibrate(

@@ -167,8 +167,8 @@ def calibrate(
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
-            # Drop the references to embeddings and metrics, so that their memory is free while
-            # parts are written.
+            # Drop the references to the embeddings and to the matrices that weigh errors, so that
+            # their memory is free while parts are written.
             learned.embeddings = learned.metrics = None
 
 

@@ -47,12 +47,13 @@ Their values differ from those of later positions, because these positions are a
 hold the constant start of a chat template.
 """
 
-# Number of levels of a digit -> number of digits per byte.
+# Number of different values (levels) of a digit -> number of such digits that fit into a byte.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
-WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # Number of levels of a code that is stored as two digits.
+# Number of different values (levels) of a code that is stored as two digits.
+WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
 # If the codes of a layer group take at least this many bytes per token on average, all runs are
 # stored in one array, which is cut into pieces. Otherwise each run is an array.

@@ -86,8 +86,9 @@ class Quantisers:
     several quantisers to choose from.
     """
 
-    levels: np.ndarray  # int32, number of levels, or ``DROPPED`` if the component is not stored.
-    # float32, distance between neighbouring levels, in the units of the component.
+    # int32, number of different codes (levels), or ``DROPPED`` if the component is not stored.
+    levels: np.ndarray
+    # float32, distance between neighbouring quantised values, in the units of the component.
     step: np.ndarray
     # float32. The code of ``x >= 0`` is ``x / step + rounding``, rounded down. With 0.5, values are
     # rounded to the nearest level.
@@ -102,7 +103,7 @@ class Quantisers:
     error: np.ndarray  # float64, mean squared error times the weight of the component.
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
-        """Take option ``index[c]`` of each component ``c``.
+        """Take quantiser ``index[c]`` of those for component ``c``, for each component.
 
         The shape changes from [n_components, n_options] to [n_components].
         """
