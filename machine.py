@@ -129,7 +129,7 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
     """Return a list with one number: the bytes that are left within one memory limit.
 
-    The page cache counts as free. If there is no limit, the list is empty.
+    The page cache counts as free. Without a limit, the list is empty.
     """
     try:
         # If memory is not limited, the limit file of cgroup version 2 contains "max", which raises

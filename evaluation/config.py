@@ -61,8 +61,8 @@ class DisconnectionSettings(Config):
 class EvalConfig(DecodingConfig):
     """Settings of `moa-data eval`."""
 
-    # This signature is only for type checkers. At run time it would reject the names of grouped
-    # settings.
+    # This signature is only for type checkers. At run time it would reject settings that belong to
+    # a nested model, such as `temperature`, which the base class moves there.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...

@@ -190,7 +190,7 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Encode a turn. Returns False if there is no such turn, or if it cannot be answered.
+        """Encode a turn. Returns False if the prompt has no such turn, or if it cannot be answered.
 
         A turn that cannot be answered and all turns after it are added to ``skipped``.
         """

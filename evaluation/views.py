@@ -92,7 +92,7 @@ def _settings(report: EvaluationReport) -> str:
 
 
 def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
-    """Format a figure with its interval in brackets; a dash if there is no figure."""
+    """Format a figure with its interval in brackets; a dash without a figure."""
     if value is None:
         return "-"
     if bounds is None:

@@ -85,8 +85,8 @@ class BearerTokens:
         """Check the values of a request's ``authorization`` headers, in constant time.
 
         Returns:
-            An identifier of the token's owner that does not reveal the token; empty if there are no
-            tokens.
+            An identifier of the token's owner that does not reveal the token; empty if the server
+            asks for no token.
         """
         if self.is_open:
             return ""

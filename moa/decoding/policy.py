@@ -38,9 +38,10 @@ from .tree import TreeShape
 # The fastest of all measured shapes on one CPU core, if a draft costs a fifth to a third of a
 # target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# Lost time, in plain steps, after which a generation is decoded plainly. With a good drafter, the
-# gains of rounds vary by 2 steps around a mean of 1 or more. A smaller limit would give up good
-# drafters. A larger limit would lose more time if drafts fail.
+# When drafts have lost this much time in sum, a generation is decoded plainly. The unit is the time
+# of one plain step. With a good drafter, a round gains 1 unit or more on average, and gains vary by
+# 2 units. A smaller limit would give up good drafters. A larger limit would lose more time if drafts
+# fail.
 PATIENCE = 12.0
 # Number of rounds with drafts after which a plain step is timed. It is also the number of plain
 # steps that make up for the lost time of one step. Each of these two uses costs about 1 % of the

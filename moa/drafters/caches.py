@@ -260,7 +260,7 @@ class LayerState(RowState):
         rotary: Rotary,
         x: Tensor,  # [B, n, E], right padded
         counts: Sequence[int],  # number of real tokens of each row, at least 1
-        # A function that computes the last layer. None calls the layer's ``forward``.
+        # A function that computes the last layer. If it is None, the layer's ``forward`` does.
         last: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Fed]:
         """Feed the tokens that were committed since the last round, up to the root.

@@ -69,7 +69,7 @@ class Reads:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Map attributes of :class:`TrainingInputs` to store fields, except layer outputs."""
+        """Return attribute of :class:`TrainingInputs` -> field of the store; no layer outputs."""
         store_fields = {"kv": "kv"} if self.kv else {}
         store_fields["hidden"] = "hidden/last"
         if self.entering_layer is not None:
@@ -202,9 +202,10 @@ class Rounds:
         return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
-        """Compute D-PACE weights [P] of the queries at the indices ``at``.
+        """Compute D-PACE weights [P] of the P queries at the indices ``at``.
 
-        Each round of the on-policy pass counts as a block. Queries of the teacher-forced pass have
+        D-PACE weighs a position of a block of drafts; see :func:`.losses.d_pace_weights`. Here each round of
+        the on-policy pass takes the place of a block. Queries of the teacher-forced pass have
         the weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)

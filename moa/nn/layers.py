@@ -477,7 +477,7 @@ class DecoderBlock(nn.Module):
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
         """Average the result of :meth:`attend_self` over each of G groups of consecutive tokens.
 
-        x [B, T, E] becomes [B, G, E]. There is no mask.
+        x [B, T, E] becomes [B, G, E]. No mask is used.
         """
         if (joined := self._current(x)) is not None:
             return self._attend_joined(

@@ -156,7 +156,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     def n_seen(self) -> int:
         """Length of the longest row, without the tokens that are being processed now.
 
-        These are committed tokens. If a call runs in several chunks, the tokens of its earlier
+        So committed tokens are counted. If a call runs in several chunks, the tokens of its earlier
         chunks count too.
         """
         return max(self.lengths) + self._n_before

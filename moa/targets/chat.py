@@ -486,9 +486,9 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
         if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
         if _SKIP_MARK.fullmatch(name):
-            excludes = any(_has_meaning(word, _YES, True) for word in _words(value))
+            excludes = any(map(_means_yes, _words(value)))
         elif _TRAIN_MARK.fullmatch(name):
-            excludes = any(_has_meaning(word, _NO, False) for word in _words(value))
+            excludes = any(map(_means_no, _words(value)))
         else:
             continue
         if excludes:
@@ -514,12 +514,20 @@ def _snake_case(key: str) -> str:
     return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", key))
 
 
-def _has_meaning(word: str, words: Collection[str], is_yes: bool) -> bool:
-    """Whether the value of a mark, as a lower-case text, means yes, or whether it means no."""
+def _means_yes(word: str) -> bool:
+    """Whether the value of a mark, as a lower-case text, means yes."""
     try:
-        return (float(word) > 0) == is_yes  # NaN means no, too.
+        return float(word) > 0
     except ValueError:
-        return word in words
+        return word in _YES
+
+
+def _means_no(word: str) -> bool:
+    """Whether the value of a mark, as a lower-case text, means no. Other words mean neither."""
+    try:
+        return not float(word) > 0  # NaN means no, too.
+    except ValueError:
+        return word in _NO
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:

@@ -669,7 +669,7 @@ def _begin(
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     """Rename the new basis of an addition of fields to its final name.
 
-    Nothing is renamed if there is no new basis, or if store.json has the hash of another basis.
+    Nothing is renamed if the addition has no new basis, or if store.json has the hash of another basis.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
