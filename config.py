@@ -44,7 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# The type of a setting that most users need; it is on the short page of help.
+# Type of a setting that most users need, so that the short page of help shows it.
 Common = Annotated[_Value, _COMMON]
 
 
@@ -102,8 +102,8 @@ class Config(BaseModel):
         except ValidationError as error:
             raise OptionInvalid(_message(type(self), error, [("", values)], str)) from error
 
-    # Otherwise, pydantic would also call this __init__ for each group of settings, and errors in a
-    # group would no longer name the group.
+    # With this attribute, pydantic does not call this ``__init__`` for the groups of settings
+    # inside these settings. If it did, errors in a group would not name the group.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:

@@ -427,7 +427,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
             or an infinite number that is not allowed.
     """
     if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"{len(text)} bytes, at most {MAX_JSON_BYTES} are read")
+        raise ValueError(f"too long: {len(text)} bytes, at most {MAX_JSON_BYTES} are allowed")
     try:
         document = json.loads(text, parse_constant=partial(_parse_constant, allows_infinity))
     except RecursionError:

@@ -87,7 +87,7 @@ class StandardOutput(Console):
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string for rich. Control characters are escaped, before rich drops some."""
+        """Convert a string for rich. Escape control characters, of which rich would drop some."""
         return super().render_str(printable(text), **options)
 
     def render(

@@ -89,7 +89,7 @@ def begin_command() -> None:
 
 
 def end_with_input() -> None:
-    """Send SIGTERM to this process when its parent has ended, which closes its standard input."""
+    """Send SIGTERM to this process when its standard input is closed: its parent has ended."""
 
     def wait_for_end() -> None:
         os.read(0, 1)

@@ -1,9 +1,10 @@
 """``conform``: checks whether another engine drafts the same tokens as this package.
 
-The other engine decodes greedily and reports what it drafted in each round (:mod:`.other_side`).
-This package then drafts with the same drafter after the same tokens. If the drafts differ, our own
-code is changed by one known wrong choice after the other (:mod:`.wrong_choices`). A choice that
-makes our drafts equal to those of the other engine in all rounds is reported as the cause.
+The other engine decodes greedily and reports the drafts of each round (:mod:`.other_side`). This
+package then repeats each round: it drafts with the same drafter after the same tokens. If the
+drafts differ, this package repeats all rounds with a copy of the drafter that contains a known
+mistake, a *wrong choice* (:mod:`.wrong_choices`). It tries one wrong choice at a time. A wrong
+choice with which our drafts equal those of the other engine in all rounds is reported as the cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -73,12 +74,13 @@ class Conformance:
     n_rounds: int
     n_prompts: int
     partings: list[Parting]
-    # Indices of prompts whose answer by the engine differs from our plain decoding.
+    # Indices of the prompts that the engine answers with other tokens than our plain decoding.
     other_answers: list[int]
     # Names of wrong choices with which our drafts are equal to the engine's in all rounds.
     causes: list[str] = field(default_factory=list)
-    # If there is no such choice: the choice with which the fewest rounds differ, and the number of
-    # these rounds. None if no choice reduces the number of differing rounds.
+    # If no wrong choice makes all drafts equal: the wrong choice with which the fewest rounds
+    # differ, and the number of these rounds. None if no choice reduces the number of differing
+    # rounds.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
@@ -208,7 +210,8 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     } | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    # PYTHONPATH has packages for the Python of this process, not for the engine's.
+    # Remove PYTHONPATH, because its packages are for the Python of this process, not for the
+    # engine's.
     environment.pop("PYTHONPATH", None)
     with log.open("w") as sink:
         words = [python, other_side.__file__, str(job_file), str(written)]
@@ -267,7 +270,7 @@ def compare(
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
-        # If a single round still differs, the choice is not the cause. So count up to 1.
+        # If even one round still differs, the choice is not the cause. So stop counting at one.
         result.causes += [name] * (count(change, 1) == 0)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
@@ -301,9 +304,20 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
 def _partings(
     reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
 ) -> Iterator[tuple[int, int, int, int, float]]:
-    """Draft after the same tokens as an engine, and yield the first difference of each round.
+    """Repeat the rounds of an engine's answer, and yield the first draft of each that differs.
 
-    If the two tokens have nearly equal logits, the difference is not yielded.
+    In each round, this package drafts after the tokens that the engine had committed before this
+    round. If our logits of our draft and of the engine's draft are nearly equal, the difference is
+    not yielded, because rounding may have decided between the two tokens.
+
+    Args:
+        reading: the copy of the drafter.
+        text: tokens of prompt and answer.
+        rounds: for each round, the number of tokens before it, and the engine's drafts.
+        states: [n, width], the target's states that the copy of the drafter observes.
+
+    Yields:
+        The fields of :class:`Parting` after the index of the prompt.
     """
     drafter = reading.drafter
     frozen = reading.frozen

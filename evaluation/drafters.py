@@ -37,8 +37,8 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "n_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
-        # Number of tokens that the drafter was trained on. For a run that was resumed and recorded
-        # no total, only those since it was last resumed.
+        # Number of tokens that the drafter was trained on. If the run was resumed and recorded no
+        # total, this is the number since the run was last resumed.
         "n_tokens": None,
         "n_bytes_read": None,  # number of bytes read from the store for these tokens
         "store": {},  # facts that identify the store: sequences, tokens, hashes, codec

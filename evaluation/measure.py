@@ -180,7 +180,7 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
 
 
 class _Chat:
-    """A prompt, and the turns of it that have been answered."""
+    """A prompt, and its chat history up to the current turn."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.prompt = prompt
@@ -317,9 +317,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CutRow:
-    """One cut of one answer, after the first ``n_written`` tokens of the answer.
+    """A place where an answer was cut: after the first ``n_written`` tokens of the answer.
 
-    ``by_writer`` maps ``target`` and the name of each drafter to its continuation.
+    ``by_writer`` has the continuations from this cut on. Its keys are ``target`` and the names of
+    the drafters.
     """
 
     prompt_id: str
@@ -331,7 +332,7 @@ class CutRow:
 
 
 class _Cut(NamedTuple):
-    """A row, the tokens before its cut, and the target's own continuation after the cut.
+    """A cut of an answer: its row, the tokens before it, and the target's continuation after it.
 
     ``committed`` has the tokens of the prompt and of the answer up to the cut. The last of them has
     no target activations. ``reference`` has the tokens of the continuation.
@@ -410,9 +411,9 @@ def _continue_batch(
     n_tokens: int,
     scorer: Scorer | None,
 ) -> None:
-    """Let the target and each drafter continue from the cuts.
+    """Let the target and each drafter continue a batch of cut answers.
 
-    The continuations are stored in ``by_writer`` of the rows of the cuts.
+    Each continuation is stored in ``CutRow.by_writer`` of its answer's cut.
     """
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
@@ -435,7 +436,7 @@ def _continue_batch(
 def _draft(
     target: Target, drafter: Drafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
-    """Draft a chain after each cut.
+    """Draft a chain of tokens after each cut of an answer.
 
     A chain ends at an end-of-sequence token, at the target's maximum number of positions, or at the
     drafter's maximum number of levels.

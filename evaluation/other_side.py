@@ -164,7 +164,7 @@ def _chains_of_blocks(
     from speculators.models.dflash import core
 
     anchors = torch.arange(text.shape[1] - model.block_size)[first - 1 :]
-    if not len(anchors):  # True if the answer is shorter than a block.
+    if not len(anchors):  # The answer is shorter than a block.
         return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(

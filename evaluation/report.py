@@ -63,7 +63,10 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over several rows. ``CONVENTIONS`` defines the figures."""
+    """The figures of one method over several answers, each of which is a row of the measurement.
+
+    ``CONVENTIONS`` defines the figures.
+    """
 
     method: str
     n_answers: int
@@ -113,7 +116,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The figures of one writer (the target or a drafter) over all cuts.
+    """The figures of one writer over all of its continuations of cut answers.
+
+    A writer is the target or a drafter.
 
     ``common_prefix`` is the number of tokens before the first difference from the target's own
     continuation.
@@ -131,7 +136,7 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class Disconnection:
-    """The figures and rows of the continuations that were written after cuts of answers."""
+    """The results of cutting answers, and letting the target and each drafter continue them."""
 
     n_cuts: int
     n_cut_prompts: int
@@ -143,7 +148,7 @@ class Disconnection:
 
     @classmethod
     def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
-        """Summarize the cuts of the answers to ``n_prompts`` prompts."""
+        """Summarize the continuations of cut answers; ``n_prompts`` prompts were answered."""
         n_cut_prompts = len({row.prompt_id for row in rows})
         writers = [summarize_writer(name, rows) for name in rows[0].by_writer] if rows else []
         return cls(len(rows), n_cut_prompts, n_prompts - n_cut_prompts, writers, list(rows))
@@ -158,7 +163,7 @@ class EvaluationReport:
     environment: dict[str, Any]
     provenance: dict[str, Any]
     prompts: dict[str, Any]  # The file of prompts, its kind, and numbers of prompts and answers.
-    # Name of each method ``auto`` -> a description of how often it drafted.
+    # Name of each ``auto`` method -> a description of how often it drafted.
     auto: dict[str, str] = field(default_factory=dict)
     # Name of each drafter -> facts about it, from ``drafter_facts``.
     drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -183,7 +188,7 @@ class EvaluationReport:
 
     @cached_property
     def pairs(self) -> list[dict[str, Any]]:
-        """For each method, ratios of each drafter to the first drafter."""
+        """The ratios of each drafter to the first drafter that :func:`drafter_pairs` computes."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
@@ -260,9 +265,10 @@ def _summarize_method(
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
-    """Compute ratios of each drafter to the first drafter, for each method that both were used in.
+    """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
-    A ratio is None if no row has target calls of both drafters.
+    This is done for each method that both drafters were used in. A ratio is None if no row has
+    target calls of both drafters.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
@@ -396,8 +402,8 @@ def check_output(path: str | Path) -> Path:
             raise OptionInvalid(
                 f"--out {path} holds something that is not a {KIND}; choose another --out."
             )
-        # A Markdown file alone is a report's if it has the title of reports. A run that was stopped
-        # before it wrote the JSON leaves such a file.
+        # A run that was stopped before it wrote the JSON leaves only a Markdown file. So a Markdown
+        # file without a JSON file may be replaced if it has the title of reports.
         is_ours = (
             path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         )

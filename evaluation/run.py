@@ -117,8 +117,7 @@ def build_methods(
     """Build the decoding methods of an evaluation.
 
     Returns:
-        Two mappings from names: the methods, the baseline first, and the policies of the methods
-        ``auto``.
+        The methods by name, the baseline first. And the policies of the ``auto`` methods, by name.
     """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}

@@ -17,7 +17,11 @@ _WIDTH, _DPI = 6.8, 125  # Width in inches, and dots per inch. The product is 85
 
 
 def markdown_report(report: EvaluationReport) -> str:
-    """Write the report: settings, methods, costs of drafters and rounds, categories, and cuts."""
+    """Write the report as Markdown.
+
+    It has the settings, tables of methods, drafters, costs of rounds and categories, and a section
+    about cut answers if answers were cut.
+    """
     config = report.config
     environment = report.environment
     prompts = report.prompts
@@ -277,9 +281,10 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
 
 
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
-    """Write a table with one line per writer, and two tables by the number of tokens since the cut.
+    """Write three tables about the continuations of cut answers.
 
-    The two tables have the agreement with the target, and the log-probability.
+    The first table has one line per writer (the target or a drafter). The other two show the
+    agreement with the target, and the log-probability, by the number of tokens since the cut.
     """
     lines = [
         "",
@@ -391,14 +396,14 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
 
 
 def disconnection_figure(found: Disconnection, path: Path) -> None:
-    """Draw the agreement of each drafter with the target, over the number of tokens since the cut.
+    """Draw how well each drafter agrees with the target in its continuations of cut answers.
 
-    The 95 % intervals are drawn as bands.
+    The x axis is the number of tokens since the cut. The 95 % intervals are drawn as bands.
     """
     figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
     for index, summary in enumerate(item for item in found.writers if item.writer != TARGET):
-        # Leave out offsets that only a single continuation reaches.
+        # Leave out numbers of tokens since the cut that only a single continuation reaches.
         shown = [
             (n, item) for n, item in enumerate(summary.agreement_by_offset, start=1) if item.n > 1
         ]

@@ -199,7 +199,8 @@ def public_name(path_or_id: str) -> str:
 
 def size_category(n_sequences: int) -> str:
     """Return the Hub's size category for a number of sequences, e.g. ``"1K<n<10K"``."""
-    power = len(str(n_sequences)) - 3  # 1 for thousands, 2 for tens of thousands, ...
+    # Index of the category: 1 for thousands, 2 for tens of thousands, and so on.
+    power = len(str(n_sequences)) - 3
     names = [
         f"n<{_SIZES[0]}",
         *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)),

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 TEXT_FIELDS = ("tokens", "response_mask")  # fields of every store that are not activations
 
 DEFAULT_MAX_LENGTH = 2048
-_MAX_ENCODE_THREADS = 16  # with more threads, the single writer thread is the bottleneck
+# Maximum number of encoding threads. With more, the single writer thread is the bottleneck.
+_MAX_ENCODE_THREADS = 16
 
 
 class RowSettings(Config):

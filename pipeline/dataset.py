@@ -52,8 +52,8 @@ _NO_CHATS = re.compile(
 """Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # The split's name may have an ending, as in trainset or tests. A character that follows must be
-    # a capital (testSet) or not a letter.
+    # The split's name may have one of these endings, as in ``trainset`` or ``tests``. The next
+    # character must not be a lowercase letter, so that words such as ``testimony`` do not match.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -325,7 +325,8 @@ def _count_rows(path: Path) -> int:
         try:
             return int(pq.ParquetFile(path).metadata.num_rows)
         except (pa.ArrowException, OSError):
-            return 0  # The error is reported when the rows are read.
+            # The file cannot be read. The error is reported later, when the rows are read.
+            return 0
     if path.suffix.lower() != ".jsonl":
         return 0
     with path.open("rb") as stream:

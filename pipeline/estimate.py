@@ -86,7 +86,7 @@ def field_specs(
 
     Args:
         spec: the activations to store.
-        sizes: sizes of the target; see ``families.target_sizes``.
+        sizes: sizes of the target, such as its number of layers (``families.target_sizes``).
         dtype: dtype of the stored activations.
         groups: the target's layers, grouped by the shape of their keys and values.
     """
@@ -166,7 +166,8 @@ class ForwardPlan:
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # Number of elements per token in the KV cache, and in the intermediate values of one layer.
+        # Two numbers of elements per token: those of the KV cache, and those of the intermediate
+        # values of one layer.
         cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
         layer = (
             4 * sizes["hidden_size"]
@@ -233,7 +234,9 @@ class ForwardPlan:
         return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
-        """Refuse a plan whose forwards need more memory than is free, as far as that is known.
+        """Refuse a plan whose forwards need more memory than is free.
+
+        If the system does not report how much memory is free, nothing is refused.
 
         Raises:
             NotEnoughMemory: the free host or device memory is too small.
@@ -349,7 +352,7 @@ class WritePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Upper bound of the expected size of the store on disk, in bytes."""
+        """Largest size of the store on disk that the estimate allows for, in bytes."""
         return sum(upper_bytes for _, upper_bytes in self.disk_ranges.values())
 
     @property
@@ -455,7 +458,8 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     timed_forward = replace(forward, spec=spec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
-    # On a GPU, encoding and writing overlap with the next forwards.
+    # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
+    # only the slower of the two.
     is_parallel = torch.device(forward.device).type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
@@ -529,8 +533,8 @@ def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
     The parameters are axes, prediction weights and token features, all stored in float16.
-    Components that get no bits are left out. If the codec weighs errors with a metric, it has two
-    matrices of axes.
+    Components that get no bits are left out. If the codec weighs errors with a matrix, it stores
+    two matrices of axes: one for encoding and one for decoding.
     """
     widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
     n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)

@@ -135,8 +135,8 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
     with store.publishing(CARD_BYTE):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
-    # Record these details in the run's JSON file rather than in store.json, because they may differ
-    # between runs that produce equal data.
+    # Settings, counts and examples of rejected rows may differ between runs that produce equal
+    # data, so record them in the run's JSON file rather than in store.json.
     details = {
         "config": plan.config.named(),
         ANSWERS_BY: writer_of_answers(plan.config.dataset),

@@ -272,8 +272,8 @@ def _plan_forwards(
         vLLM. The last is None if transformers runs the target.
     """
     model_config = families.load_target_config(folder, with_weights)
-    # Raise an error if drafters do not support the target's LM head. The LM heads of model families
-    # with a KV cache are known to be supported.
+    # Raise an error if drafters do not support the target's LM head. This is checked only for model
+    # families without a KV cache, because the LM heads of the others are known to be supported.
     if not families.family_of(model_config).keeps_kv:
         frozen_weights(families.empty_model(model_config))
     sizes = families.target_sizes(model_config)
@@ -284,7 +284,8 @@ def _plan_forwards(
     if spec.kv:
         families.check_kv(model_config)
     if config.target_layers:
-        families.layer_sizes(model_config)  # This call raises if no drafter can use the layers.
+        # This call raises if no drafter can use the target's layers.
+        families.layer_sizes(model_config)
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} cache keys and values in different ways, which "

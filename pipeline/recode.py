@@ -32,11 +32,11 @@ from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
-# Approximate number of tokens on which the metrics of keys and values are measured. A metric says
-# how much an error in each direction matters to a drafter.
+# Approximate number of tokens on which it is measured how much errors in keys and values matter to
+# a drafter.
 _METRIC_TOKENS = 60_000
-# Minimum number of response tokens in a sequence on which metrics are measured. A shorter response
-# has no room for draft rounds.
+# Minimum number of response tokens in the sequences of this measurement (``KVMetrics``). A shorter
+# response has no room for draft rounds.
 _MIN_RESPONSE = 8
 
 
@@ -50,10 +50,11 @@ class KVMetrics(Protocol):
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure the metrics of keys and values on sequences of a store.
+        """Measure on sequences of a store how much errors in keys and values matter to a drafter.
 
         Returns:
-            One metric for the keys and one for the values of each of the codec's layer groups.
+            For each of the codec's layer groups, one matrix for the keys and one for the values.
+            The cost of an error ``e`` is proportional to ``e @ matrix @ e``.
         """
 
 
@@ -75,8 +76,9 @@ def recode(
         codec: name of the new codec.
         out: the new store.
         progress: called with (tokens done, total, message).
-        kv_metrics: measures the metrics with which a transform codec for keys and values is fitted.
-            It is not called if an earlier run has fitted the codec.
+        kv_metrics: measures how much errors in keys and values matter to a drafter. A transform
+            codec for keys and values is fitted with the result. It is not called if an earlier run
+            has fitted the codec.
 
     Raises:
         OptionInvalid: the source store is not lossless, or the arguments do not match each other.
@@ -187,7 +189,8 @@ def _learned_codec(
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    # Load the target's weights only now, so that their memory is free while metrics are measured.
+    # Load the target's weights only now, so that their memory is free while it is measured how much
+    # errors matter to the drafter.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", existing_parent(out), progress)
     calibrate(

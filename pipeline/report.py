@@ -33,9 +33,10 @@ class Timings:
     extract_s: float = 0.0  # time from the first forward to the last commit
     wall_s: float = 0.0  # duration of the entire run
     n_tokens: int = 0  # number of tokens in the parts that this run committed
-    # Number of tokens in this run's forwards, including the parts counted in ``n_late``.
+    # Number of tokens in this run's forwards, including those of parts that another run committed
+    # first.
     n_computed_tokens: int = 0
-    n_padded_tokens: int = 0  # ``n_computed_tokens`` plus padding
+    n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
     n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed
     n_parts: int = 0  # number of parts that this run committed
     # Number of parts that this run wrote, but that another run committed first.
@@ -191,8 +192,9 @@ class PartProgress:
         Args:
             timings: the timings and counts of this run.
             workers: text about the running workers, for the message.
-            looks: whether to list the commit files even if the store is shared and they were listed
-                less than a second ago. A shared store may be on a network, where listing is slow.
+            looks: whether to list the commit files now in any case. If false, the commit files of a
+                store that several processes write are listed at most once per second, because such
+                a store may be on a network, where listing is slow.
         """
         if self._progress is None:
             return

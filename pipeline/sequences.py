@@ -46,7 +46,7 @@ ROWS_PER_PROCESS = 16_384
 """Maximum number of rows per process and block. A block is a list of rows that is read at once and
 divided among processes. A process tokenises this number of rows in some seconds, which is much
 longer than starting a process takes."""
-_BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block.
+_BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block of rows.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
 """Result of tokenising a row: its sequence or rejection, and a flag.
 
@@ -66,10 +66,10 @@ _COUNTS = (
 )
 _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
-# Version number that is stored as part of the origin. Increase it if the code changes in such a way
-# that chats get other tokens.
+# Version of the tokenisation code. Increase it if a change of the code gives chats other tokens, so
+# that cached tokens in ``texts.arrow`` are not used any more.
 _ORIGIN_VERSION = 4
-_MOST_NAMES = 12  # number of columns and keys that a report lists
+_MOST_NAMES = 12  # maximum number of columns and keys that a report lists
 
 
 @dataclass
@@ -356,7 +356,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # The parent process kills its forks itself.
+            # Ignore these signals, because the parent process kills its forks itself.
+            signal.signal(number, signal.SIG_IGN)
         # The tokenizer must not use its threads, because threads do not survive a fork.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for content in contents:
@@ -489,10 +490,18 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
 def keep_texts(
     store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None
 ) -> Sequences:
-    """Write sequences to the file ``texts.arrow`` in a store, unless ``origin`` is None.
+    """Write sequences to the file ``texts.arrow`` in a store, so that later runs can read them.
+
+    Args:
+        store: the store.
+        sequences: the sequences.
+        origin: all inputs that determine the sequences (:func:`texts_origin`). If it is None, they
+            are unknown. A later run could then not tell whether the file is still valid, so nothing
+            is written.
 
     Returns:
-        The sequences, memory-mapped from the file, so that the copy in memory can be freed.
+        The sequences, memory-mapped from the file, so that the copy in memory can be freed. If
+        nothing is written, the sequences in memory.
     """
     if origin is None:
         return sequences

@@ -90,7 +90,7 @@ class BearerTokens:
         """
         if self.is_open:
             return ""
-        if len(authorization) > 1:  # A proxy may have checked only one.
+        if len(authorization) > 1:  # A proxy may have checked only one of them.
             raise NotAllowed(
                 f"the request has {len(authorization)} authorization headers; send one."
             )
@@ -157,8 +157,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
-        # With both headers, a proxy and this server could disagree about the end of the request
-        # (request smuggling).
+        # If a request has both of these headers, a proxy and this server could disagree about the
+        # end of the request (request smuggling).
         if {b"transfer-encoding", b"content-length"} <= names:
             message = "the request has both content-length and transfer-encoding; send only one."
             return ApiError(400, message, None, "invalid_request")
@@ -234,8 +234,9 @@ class Connection(H11Protocol):
         self._routes, self.app = self.app, self._answer
         # Whether a request has arrived completely and is not answered yet.
         self.is_working = False
-        # Whether this connection exceeds the limit on connections, because all others were working
-        # when it arrived.
+        # Whether this connection exceeds a limit on connections, so that its requests are refused.
+        # A waiting connection would have been closed to make room for it, but none was waiting when
+        # it arrived.
         self.is_surplus = False
         self.is_cut = False  # Whether the server aborted the connection.
         # Whether the present request was refused because its body is not HTTP.
@@ -294,7 +295,7 @@ class Connection(H11Protocol):
                 self.wait()
 
     def wait(self) -> None:
-        """Wait for the head of a request."""
+        """Mark the connection as waiting for the head of a request, and set its deadline."""
         self.is_working = False
         self.ends_s = float("inf")
         self.since = time.monotonic()
@@ -302,7 +303,7 @@ class Connection(H11Protocol):
 
     async def _write(self, writing: Any) -> None:
         """Write to the reader; abort the connection if the reader takes nothing for too long."""
-        if not self.flow.write_paused:  # The buffer has room.
+        if not self.flow.write_paused:  # The buffer has room, so the write does not wait.
             await writing
             return
         now = time.monotonic()

@@ -320,7 +320,10 @@ class TokenizeRequest(_Body):
     return_token_strs: bool | None = None
 
     def check(self, *kinds: str) -> None:
-        """Raise ApiError unless the request has one of these inputs, and only its settings."""
+        """Raise ApiError unless the request has exactly one of the inputs ``kinds``.
+
+        Settings that do not apply to this input are errors too.
+        """
         settings_of = {
             "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
             "messages": ("tools", "add_generation_prompt", "return_token_strs"),

@@ -49,7 +49,7 @@ class EngineOptions(Config):
         Raises:
             DrafterError: ``tree`` is not a shape.
         """
-        from ..moa.decoding.tree import TreeShape  # Imports torch.
+        from ..moa.decoding.tree import TreeShape  # This import loads torch.
 
         return None if self.tree == "auto" else TreeShape.parse(self.tree)
 

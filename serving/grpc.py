@@ -152,7 +152,7 @@ class DraftingServer:
                 # Time after which a connection without streams is closed.
                 ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
-                # Clients may ping too.
+                # Clients may ping too, at most once per second.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.so_reuseport", 0),  # A port that is in use is an error.
             ],
@@ -209,14 +209,14 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # A client that reads nothing now gets this status when it reads again.
+            # If the client reads again later, it gets this status.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
                         f"nothing was read for {self._limits.write_s:g} s; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
-            raise asyncio.CancelledError from error  # grpc sees a cancelled stream.
+            raise asyncio.CancelledError from error  # grpc treats this as a cancelled stream.
         finally:
             reader.cancel()
             self._streams.discard(stream)

@@ -67,8 +67,8 @@ _MAX_OWNERS = 10_000
 _CLIENT_GONE = 499
 # Maximum number of characters of a short prompt. Tokenizing it takes a few hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Maximum numbers of waiting short prompts, of waiting long prompts, and of waiting forms of
-# answers. Further ones are refused.
+# Maximum numbers of short prompts, of long prompts, and of answer forms (JSON schemas, regular
+# expressions) that wait to be processed. Further requests are refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 
@@ -94,8 +94,8 @@ class Service:
             len(token) for token in self.target.tokenizer.get_vocab()
         )
         self._grammars = cache(lambda: Grammars(self.target))
-        # Long prompts and forms of answers each have a thread of their own, so that short prompts
-        # never wait for them.
+        # Long prompts and answer forms (JSON schemas, regular expressions) each have a thread of
+        # their own, so that short prompts never wait for them.
         self._tokenizers = [
             _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
         ]
@@ -299,8 +299,8 @@ class Service:
             n_chars: length of the prompt in characters.
             encode: tokenizes the prompt.
         """
-        # Such a prompt is too long, even if each of its tokens is the longest one of the
-        # vocabulary.
+        # A prompt with more characters has too many tokens, even if each of them is the longest
+        # token of the vocabulary.
         if n_chars > self._max_chars:
             message = (
                 f"the prompt has {n_chars} characters, far more than fit into the context; shorten "
@@ -360,7 +360,8 @@ class Service:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
                     raise
-                # The engine removes the dropped sequence only between two target calls.
+                # Wait, because the engine removes the dropped sequence only between two target
+                # calls.
                 await asyncio.sleep(0.02)
             else:
                 connection.ends_s = ends_s

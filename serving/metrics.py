@@ -29,8 +29,8 @@ class Metrics:
     """
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
-        self.n_in_flight = 0  # Requests that are being answered.
-        self.n_broken_off = 0  # Requests that were cut off when the server ended.
+        self.n_in_flight = 0  # Number of requests that are being answered.
+        self.n_broken_off = 0  # Number of requests cut off by the server's end.
         self.counts: list[Callable[[], Counts | DraftingCounts]] = [counts]
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -1,4 +1,4 @@
-"""Drafting sessions: each has a text that the engine decodes as a client's messages request.
+"""Drafting sessions: the engine decodes the text of each session on request of its client.
 
 A *text* is the sequence of tokens of one prompt and its answer. A *stream* is one gRPC call, in
 which client and server exchange messages. The *contexts* are the drafter's inputs, one for each
@@ -94,7 +94,7 @@ class DraftingSession:
         self.begin(request)
 
     def begin(self, request: Request) -> None:
-        """Add the text to the engine, without any work yet."""
+        """Add the text to the engine, which leaves the text idle until a message is processed."""
         self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
         self.request = request
         self.tokens = list(request.tokens)
@@ -102,7 +102,10 @@ class DraftingSession:
         self.contexts = ContextLog(request.n_context)
 
     def restart(self, request: Request) -> None:
-        """Let the engine prefill the text again, for a detached session."""
+        """Add the text to the engine again, so that the engine prefills it again.
+
+        No stream may be attached to the session.
+        """
         before = self._sequence_id
         self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
         if before is not None:
@@ -111,7 +114,11 @@ class DraftingSession:
     # The stream
 
     def check_text(self, request: Request) -> None:
-        """Raise RequestInvalid if the request has another text or other settings."""
+        """Raise RequestInvalid if a stream cannot resume this session with its request.
+
+        The request must have the settings and the prompt of the session. Its tokens may be fewer or
+        more than those of the session, but must not contradict them.
+        """
         # If the server has lost the session, this check is impossible, and the client's tokens
         # become the text of a new session.
         known = self.request

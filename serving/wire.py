@@ -1,4 +1,4 @@
-"""Shared by client and server of ``moa.v1``: codecs of contexts, identities, channel options.
+"""What client and server of ``moa.v1`` share: codecs of contexts, identities, channel options.
 
 A codec defines the encoding of the numbers of n positions on the wire. A lossy codec changes how
 often drafts are accepted, never the text. Numbers are little-endian. Each position is encoded

@@ -255,8 +255,10 @@ def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> i
 
 def file_crc32(path: StorePath) -> int:
     """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it."""
-    # CRC-32C would not detect that two shards were swapped: each chunk of a shard ends with its own
-    # CRC-32C, so the CRC-32C of a whole shard depends only on the lengths of its chunks.
+    # Use CRC-32, because CRC-32C would not detect that two shards were swapped. Each chunk of a
+    # shard ends with its own CRC-32C. The CRC-32C of bytes that end with their own CRC-32C does not
+    # depend on these bytes. So the CRC-32C of a whole shard would depend only on the lengths of its
+    # chunks.
     crc = 0
     for block in blocks_of(path):
         crc = zlib.crc32(block, crc)

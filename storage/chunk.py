@@ -112,8 +112,9 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
             f"chunk of {len(buffer)} bytes is shorter than its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
-    # One checksum of the whole buffer avoids slicing. Each Python operation is slow here, because
-    # the decompression of the previous chunk has evicted the interpreter from the CPU caches.
+    # Compute the checksum of the whole buffer, which includes the stored checksum, instead of
+    # slicing the buffer. Each Python operation is slow here, because the decompression of the
+    # previous chunk has evicted the interpreter from the CPU caches.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
@@ -143,7 +144,7 @@ _N_SAMPLE_ROWS = 64
 # If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
 # because the library searches for matches. The search takes time, and if matches are rare, it makes
 # the chunk larger. If only the values of layer 0 repeat in a chunk of eight layers, the share of
-# repeated words is below this limit.
+# repeated words is below this limit, and this module encodes the chunk.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -157,9 +158,9 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
 
     Returns:
         The consecutive pieces of the frame, which are valid until the next call on this thread.
-        None if the encoder of the blosc library is better: for items of more than two bytes, for
-        tiny or narrow arrays, and for values that repeat from row to row. The values of layer 0
-        repeat, because they depend only on the token.
+        None if the caller should use the encoder of the blosc library, which is better for items of
+        more than two bytes, for tiny or narrow arrays, and for arrays in which many rows are equal.
+        For example, the attention values of the target's first layer are equal for equal tokens.
     """
     planes = _planes(values)
     if planes is None:
@@ -202,10 +203,10 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Sample a plane. Return two bools: whether its rows repeat, and whether its bytes are noise.
+    """Sample a plane: return whether many of its rows repeat, and whether its bytes are noise.
 
     Args:
-        plane: uint8 [n_rows * width], at least 8 bytes.
+        plane: one byte of every value, uint8 [n_rows * width], at least 8 bytes.
         n_rows: number of rows in the plane.
     """
     width = len(plane) // n_rows
@@ -220,7 +221,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
-    # 256 bytes of noise have about 162 distinct values.
+    # 256 random bytes have about 162 distinct values. More than 128 are taken as a sign of noise.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
     is_noise = (
         not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
@@ -229,7 +230,10 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane. Return the plane unchanged if coding does not make it smaller."""
+    """Entropy-code a plane, one byte of every value.
+
+    If coding does not make the plane smaller, it is returned unchanged.
+    """
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
         parameters = zstandard.ZstdCompressionParameters(

@@ -45,7 +45,8 @@ _FileName = Annotated[str, AfterValidator(relative_name)]
 class FileRecord:
     """Size in bytes and ``zlib.crc32`` of a file, as a commit lists them.
 
-    CRC-32C would not detect that two shards were swapped (see ``backend.file_crc32``).
+    The checksum is CRC-32 and not CRC-32C, which would not detect that two shards were swapped (see
+    ``backend.file_crc32``).
     """
 
     bytes: _Natural
@@ -415,5 +416,6 @@ def _reading(path: StorePath) -> Iterator[None]:
         raise StoreDamaged(
             f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
         ) from error
-    except ValueError as error:  # `read_file` raises it if the file is too long or not regular.
+    except ValueError as error:
+        # `read_file` raises ValueError if a file is too long or not a regular file.
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error

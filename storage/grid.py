@@ -89,7 +89,7 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Number of inner chunks along axis 1, which contain the same tokens but other layers."""
+        """Number of inner chunks along axis 1: the same tokens, but different layers."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
@@ -143,9 +143,10 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Pieces of the same tokens are adjacent in the file and are read together, so the fixed
-        # cost of a piece is assumed to be half of that of an isolated chunk. Doubling the bytes per
-        # token gives the same optimum as halving the fixed cost.
+        # Pieces of the same tokens are adjacent in the file and are read together. Therefore the
+        # fixed cost of reading a piece is assumed to be half of that of a chunk that is read alone.
+        # ``chunk_tokens`` has no parameter for the fixed cost, so pass twice the bytes per token,
+        # which gives the same number of tokens.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:

@@ -120,7 +120,7 @@ class RemotePath:
         return RemotePath(self.backend, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:
-        """Return the size.
+        """Return the size of the file.
 
         Raises:
             FileNotFoundError: the file does not exist.

@@ -192,7 +192,7 @@ def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
 
 
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
-    """Check a plan.
+    """Check that a plan is valid.
 
     The sequences must be valid, start at multiples of ``alignment_tokens``, and not overlap. The
     numbers of the parts must start at 0 and have no gaps.

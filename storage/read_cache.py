@@ -73,7 +73,7 @@ class RemoteFile:
         return len(data)
 
 
-# Byte ranges [start, stop) of remote files of one store.
+# Ranges of bytes to read: (file, start, stop) for each range, in remote files of one store.
 Ranges = Sequence[tuple[RemoteFile, int, int]]
 
 

@@ -200,7 +200,8 @@ class FieldSpec:
     # Number of the target's layer at each index of the layer axis. None if the field has no layer
     # axis, or contains all layers in order.
     layers: tuple[int, ...] | None = None
-    # Width of the key on the last axis. None if keys and values have the same width.
+    # Width of the key if the last axis holds a key followed by a value of another width. None for
+    # all other fields.
     key_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -237,7 +238,11 @@ class FieldSpec:
         ):
             raise ValueError(
                 f"Field {self.name!r}: layers or key_width do not fit token_shape "
-                f"{self.token_shape}."
+                f"{self.token_shape} with axes {self.axes}. layers is {self.layers}: it must be "
+                "None, or one layer number for each index of the layer axis, which must be axis 1. "
+                f"key_width is {self.key_width}: it must be None, unless the axes after 'token' are "
+                "'layer', 'kv_head' and 'width'. Then it must be at least 1, and less than the size "
+                "of 'width'."
             )
 
     @property
@@ -270,7 +275,7 @@ _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
 class _FieldDocument(BaseModel):
-    """A field in store.json; see :class:`FieldSpec`."""
+    """The JSON object of one field in store.json, from which a :class:`FieldSpec` is made."""
 
     model_config = _EXACT
 
@@ -320,7 +325,7 @@ class _Codec(TypedDict):
 
 
 class _ManifestDocument(BaseModel):
-    """The content of store.json; see :class:`StoreManifest`."""
+    """The JSON object in store.json, from which a :class:`StoreManifest` is made."""
 
     model_config = _EXACT
 
@@ -346,7 +351,7 @@ class StoredArray:
     dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
     row_shape: tuple[int, ...]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
-    block_tokens: int = 1  # Number of tokens per row. It divides the alignment of sequences.
+    block_tokens: int = 1  # Number of tokens per row. Sequences start at multiples of it.
     # Index of the layer axis in ``axes``, which is 1. None if the array has no layer axis.
     layer_axis: int | None = None
     # Logical dtype of the values, e.g. ``"bfloat16"`` if ``dtype`` is ``"uint16"``. By default it
@@ -461,8 +466,8 @@ class StoreManifest:
     n_parts: int
     n_tokens: int  # Number of planned tokens without alignment padding.
     codec: Mapping[str, Any]  # The result of ``StoreCodec.describe``.
-    # Conventions in addition to ``CONVENTIONS``, or instead of its entries. All other entries of
-    # ``CONVENTIONS`` are added automatically.
+    # What the stored numbers mean (conventions), as far as it is not said by ``CONVENTIONS`` or
+    # differs from it. All other entries of ``CONVENTIONS`` are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
     # Every sequence starts at a multiple of this number of tokens.
     alignment_tokens: int = ALIGNMENT_TOKENS

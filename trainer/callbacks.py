@@ -202,7 +202,8 @@ class MicroBatches(L.Callback):
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
         # If a validation is due at this step, Lightning repeats the end of the step after a resume,
-        # even if the validation is done. The step is counted there, so do not count it here.
+        # even if the validation is done. Lightning counts the step in this repetition, so do not
+        # count it here.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -212,11 +213,12 @@ class MicroBatches(L.Callback):
         fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
-        # The file is missing if no size has been chosen yet. A damaged file is ignored.
+        # The file with the chosen micro-batch size is missing if none has been chosen in this run
+        # yet. If the file is damaged, choose as if it were missing.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # Number of further tensors in memory for each weight: two optimizer moments, and with DDP a
-        # copy of the gradient.
+        # Number of copies of the weights for which a step needs memory, besides weights and
+        # gradients: two optimizer moments, and with DDP a copy of the gradients.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices
@@ -262,7 +264,8 @@ class Saves(L.Callback):
         self.max_steps = max_steps
         # Largest expected acceptance length of all validations so far.
         self.best = float("-inf")
-        # Half width of the 95 % interval of ``best``.
+        # Half width of the 95 % confidence interval of ``best``, the largest expected acceptance
+        # length.
         self.best_half_width = float("nan")
         self.validated_step: int | None = None
         self._saved_step = 0

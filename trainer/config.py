@@ -164,14 +164,16 @@ class MemorySettings(Config):
     self-attention). If false, only the keys and values of the last layer are read and encoded."""
     layer_attention_heads: Count | None = None
     """Number of query heads in layer self-attention, the attention over the target's layers.
-    Default: the largest number that is at most the target's number of heads, and that divides the
-    width of all keys and values of a target layer."""
+    It must divide the KV width, the total size of all keys and values (of all heads) of one token
+    in a target layer. Default: the largest such number that is at most the target's number of
+    heads."""
     layer_attention_kv_heads: Count | None = None
     """Number of key and value heads in layer self-attention, the attention over the target's
     layers. Default: as many as the target has."""
     layer_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) in layer self-attention, the attention over the
-    target's layers. Default: 1.5 times the width of all keys and values of a target layer."""
+    target's layers. Default: 1.5 times the KV width, the total size of all keys and values (of all
+    heads) of one token in a target layer."""
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
@@ -247,8 +249,8 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
     """What the drafter reads of the tokens that the target has already verified. hidden: outputs of
-    the target's layers, as published. kv: the target's keys and values, unchanged. memory: the
-    encoded KV of Mixture of Attentions."""
+    the target's layers, which the published DSpark and DFlash read. kv: the target's keys and
+    values, unchanged. memory: the encoded KV of Mixture of Attentions."""
 
     forward_kl_weight: NonNegative = 1.0
     """Weight of the distillation loss, which compares the drafter's next-token distribution with
@@ -600,8 +602,9 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "", {}
     schedule = dict(recorded.get("schedule", {}))
     given_schedule = given.get("schedule", {})
-    # An early stop is not repeated. The length of a run is either max_steps or epochs: if one is
-    # given now, neither recorded value counts.
+    # Do not take over the recorded ``stop_after_steps``, so that a resumed run does not stop early
+    # again. The length of a run is set by either ``max_steps`` or ``epochs``. If one of them is
+    # given now, take over neither of their recorded values.
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )

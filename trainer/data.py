@@ -111,7 +111,9 @@ class GroupedKV:
 
     # Maps each KV field to the values of the layers that are read, [B, T, *token_shape].
     parts: dict[str, Tensor | EncodedField]
-    places: dict[str, list[int]]  # Maps each KV field to the positions of its layers in the result.
+    # Maps each KV field to the indices of its layers on axis L of the tensor that :meth:`decode`
+    # returns.
+    places: dict[str, list[int]]
     width: int  # Packed width of the widest layer, D.
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -145,7 +147,8 @@ class Batch:
     # same divisor, so that each loss position of the step has the same weight.
     denominator: float = 1.0
     n_tokens: int = 0  # Number of tokens without padding.
-    # Number of tokens in the micro-batches that all devices process at the same time as this one.
+    # Number of tokens in this micro-batch and in those that the other devices process at the same
+    # time.
     n_tokens_of_all: int = 0
     n_bytes_read: int = 0
     # Index of a training micro-batch among those of its step on this device, or index of a
@@ -273,7 +276,8 @@ def _reads(store: ActivationStore, drafter: Any) -> Reads:
     n_layers = int(store.manifest.target["n_layers"])
     reads = kind.reads(n_layers, drafter)
     n_with_kv = len(_kv_layers(store))
-    # If only some layers have their own KV, ``kv_layers`` must number those layers only.
+    # In some targets, only some layers have KV of their own. Then ``kv_layers`` must be indices
+    # among these layers, not among all layers.
     if reads.kv and n_with_kv not in (0, n_layers):
         return replace(reads, kv_layers=kind.reads(n_with_kv, drafter).kv_layers)
     return reads
@@ -313,7 +317,8 @@ def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
     """Map attributes of ``TrainingInputs`` to the fields that the drafter of a run needs.
 
-    See :func:`read_fields`. KV in several fields is mapped as ``kv.0``, ``kv.1`` and so on.
+    Layer outputs are mapped as ``layer_outputs.0`` and so on. KV in several fields is mapped as
+    ``kv.0``, ``kv.1`` and so on.
 
     Raises:
         SelectionInvalid: the store lacks one of the fields.
@@ -498,7 +503,8 @@ class BatchReader:
             sequences: indices of the sequences.
             lengths: number of tokens of each sequence.
             draws: random numbers of the sequences.
-            response: response masks of the sequences, or None; see :meth:`read`.
+            response: response masks of the sequences, bool [B, at least T]. None reads them from
+                the store.
             facts: further attributes of `Batch`.
         """
         inputs, encoded = self.read(sequences, lengths, response)
@@ -561,7 +567,8 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
-    # Cut the order before it is sorted. Cut after sorting, it would lose the longest sequences.
+    # Leave out the sequences that do not fill a batch before the order is sorted by length. If this
+    # were done afterwards, the longest sequences would be left out.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]

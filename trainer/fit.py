@@ -141,7 +141,7 @@ class RunPlan:
     steps_per_epoch: int
     n_sequences: int
     n_tokens_per_epoch: int
-    read_bytes_per_epoch: int  # Size of the activations after decoding.
+    read_bytes_per_epoch: int  # Size in bytes of the decoded activations that an epoch reads.
     n_parameters: int
     cost: RunCost
     # Advice to use a different kind of drafter, which is expected to be better for this target.
@@ -449,7 +449,8 @@ def _build_trainer(
     # Check the number of processes before any process waits for the others.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
-    device_share(config, trainer.world_size)  # This call raises if the batch size does not fit.
+    # This call raises if the batch cannot be divided among the devices.
+    device_share(config, trainer.world_size)
     return trainer
 
 
@@ -643,8 +644,9 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    # These facts determine the order and content of batches. The path is not among them: between
-    # two invocations of a run, a store may be moved, but not changed.
+    # The facts about the store that determine the order and content of batches. The path of the
+    # store is not among them: between two invocations of a run, a store may be moved, but not
+    # changed.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
     return {

@@ -260,7 +260,7 @@ class DrafterModule(L.LightningModule):
             if weight.grad is not None
         ]
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        # The list is empty if all gradients are finite and only their norm overflows. Clipping then
+        # Raise nothing if all gradients are finite and only their norm overflows. Clipping then
         # sets the gradients to 0.
         if bad:
             raise TrainingError(
@@ -451,8 +451,9 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        # Keep the result alive until here. If a storage were freed earlier, a later storage could
-        # get the same address, and only one of the two storages would be counted.
+        # Keep the result of the forward alive until here. If one of its storages were freed
+        # earlier, a later storage could get the same address, and only one of the two storages
+        # would be counted.
         del terms
         return sum(storages.values())
 
@@ -602,6 +603,7 @@ def _half_width(
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # This is the sum over sequences of `(t - ratio * r) ** 2`.
+    # The sum over sequences of ``(t - ratio * r) ** 2``, where a sequence has t committed tokens
+    # and r rounds.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

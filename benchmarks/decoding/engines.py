@@ -224,12 +224,11 @@ def write_table(
             for name, text in names.items()
         }
     said = [
-        text
-        for text in table["caveats"]
-        if text.startswith("Of `") and text.split("`")[1] not in new
+        text for text in table["caveats"] if " refuses `" in text and text.split("`")[1] not in new
     ]
     said += [
-        f"Of `{one['drafter']}` {names[one['engine']]} says: *{one['error']}*" for one in errors
+        f"{names[one['engine']]} refuses `{one['drafter']}` with this error: *{one['error']}*"
+        for one in errors
     ]
     own = {"caveats": WORDS["caveats"] + said, "versions": versions, "columns": columns}
     own["rows"] = [kept[kind] for kind in TRAINED if kind in kept]

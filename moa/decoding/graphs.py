@@ -181,7 +181,7 @@ def _recorded(
 def _buffers(state: LayerState) -> list[KVBuffer]:
     """List the cache buffers of a state.
 
-    The buffers of its slots, which include the root, come before the buffers that end before the
-    root.
+    First come the buffers in ``state.slots``, in which the last committed token is the root. In the
+    other buffers it is the token before the root.
     """
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

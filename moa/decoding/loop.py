@@ -57,7 +57,7 @@ class DecodeStats:
 
     # Number of tokens that each target call after the prefill committed.
     committed_per_call: list[int] = field(default_factory=list)
-    n_tokens: int = 0  # generated tokens, including the one from the prefill
+    n_tokens: int = 0  # number of generated tokens, including the one from the prefill
     n_drafted: int = 0
     # Number of target calls that verified drafts.
     n_drafted_calls: int = 0

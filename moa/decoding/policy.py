@@ -19,11 +19,11 @@ the decision independent of a temporary slowdown of the machine:
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
 The policy keeps two sums of gains. ``lost`` is the difference between the highest and the latest
-total gain of the current generation. While ``lost`` is at or above ``PATIENCE``, it is decoded
-plainly. ``savings`` is the gain of drafts over all generations, limited to four times ``PATIENCE``.
-A generation uses drafts only while ``savings`` is above 0. Each plain step lowers ``lost`` and
-raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more time than the
-plain steps have added to ``savings``.
+total gain of the current generation. While ``lost`` is at or above ``PATIENCE``, the generation is
+decoded plainly. ``savings`` is the gain of drafts over all generations, limited to four times
+``PATIENCE``. A generation uses drafts only while ``savings`` is above 0. Each plain step lowers
+``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more
+time than the plain steps have added to ``savings``.
 """
 
 from collections import deque
@@ -130,8 +130,8 @@ class AutoPolicy(ShapePolicy):
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # Once the policy is off, it counts as on again only with these savings. With lower savings
-        # it tries drafts only now and then.
+        # A policy that is off counts as on again only if its savings exceed half of ``PATIENCE``.
+        # With lower savings it tries drafts only now and then.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 

@@ -73,12 +73,13 @@ class Chain:
     """A chain of drafts for each row, grown level by level. All chains have the same depth.
 
     All fed tokens stay in the drafter's caches until the next root, including wrong drafts. A chain
-    that continues from one of its earlier levels is a branch of a tree, in which a node sees only
-    its ancestors::
+    can go back to one of its earlier levels and continue from there with other tokens, like a
+    branch of a tree. A token then sees only its ancestors. In the example, the chain has drafted
+    "the mat is", goes back to level 1 and continues with "rug"::
 
-        fed            root  the  mat  .          go back to "the", feed "rug"
-        path           root  the       rug
-        "rug" sees       x    x         x         at the position of "mat"
+        token          root  the  mat  is   rug
+        level            0    1    2    3    2
+        "rug" sees       x    x              x
     """
 
     def __init__(

@@ -37,8 +37,8 @@ from ...errors import DrafterError
 from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
-# Number of most likely tokens that top-p looks at first. It sorts the whole vocabulary only if the
-# total probability of these tokens is too small.
+# Number of most likely tokens that top-p looks at first. Top-p sorts the whole vocabulary only if
+# the total probability of these tokens is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
 # Moving the random generator to the noise of another token takes as long as drawing about this many
@@ -111,8 +111,9 @@ class SamplingConfig:
             DrafterError: tokens are sampled, but the shape's chains stop early by their
                 probability.
         """
-        # Such a chain stops by the mean probability of all rows, so its length depends on the other
-        # rows of the batch. The answer for a seed would depend on the other rows too.
+        # A chain that stops early does so by the mean probability of all rows. So its length
+        # depends on the other rows of the batch. The answer for a seed would depend on the other
+        # rows too.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"chains of the shape {shape} stop when their drafts become unlikely, which works "
@@ -193,7 +194,7 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
     Returns:
         [V] float64 on the device of the logits, or on the CPU for an mps device.
     """
-    # An mps device has no float64.
+    # Compute on the CPU in place of an mps device, which has no float64.
     scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()
     if penalty == 1 or not previous:
         return scores
@@ -210,7 +211,8 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
     remains.
     """
-    # This branch sorts all tokens, but does not synchronize with the device.
+    # On CUDA, sort all tokens. The code after this branch would sort fewer tokens, but would
+    # synchronize with the device.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
@@ -310,8 +312,8 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     # ``(1 - u) / p``. A token is excluded, without computing its logarithm, if its lower bound is
     # above the value of another token.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # With this exponent the bits are a float64 from 1 to 2. Its value is ``u + 1``, minus half of
-    # the last bit.
+    # Set the exponent bits of 1.0, so that the bits are a float64 from 1 to 2. Its value is ``u +
+    # 1``, minus half of the last bit.
     bits |= np.uint64(0x3FF << 52)
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
     bounds = above / probability
@@ -474,7 +476,7 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence that ends with the root, its drafts, and the target's logits to verify them."""
+    """A sequence up to the root, the drafts after it, and the target's logits for these tokens."""
 
     text: Text
     tokens: Sequence[int]  # the N drafted tokens

@@ -61,7 +61,10 @@ def advise(
 
 
 def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
-    """Recommend another drafter than Mixture of Attentions, the default, if it suits better."""
+    """Recommend a drafter in place of ``moa``, the default, if another one suits better.
+
+    Returns None if ``kind`` is not ``moa``.
+    """
     advice = advise(n_tokens, is_on_cpu)[0]
     return advice if kind == "moa" and "moa" not in advice.choice else None
 

@@ -47,7 +47,7 @@ from .vocabulary import most_frequent, over_all_tokens
 
 @dataclass
 class DraftedFeatures:
-    """The features that decoding would compute for drafts, for validation."""
+    """Features of drafts. Validation computes them in the way in which decoding would."""
 
     queries: Tensor  # [B, Q] int64, positions of the drafts
     valid: Tensor  # [B, Q] bool; False is padding
@@ -65,7 +65,7 @@ class DraftLevel:
     # [B, b, n] bool, the tokens of this round that a node sees. The n tokens are in the order in
     # which they were fed: the root first, then level by level.
     seen: Tensor
-    depth: int  # 1 for the children of the root
+    depth: int  # number of this level, 1 for the children of the root
 
 
 class Drafter(nn.Module, ABC):
@@ -213,9 +213,10 @@ class Drafter(nn.Module, ABC):
 
     @property
     def own_head(self) -> Tensor | None:
-        """A trained matrix [V or V_d, n] whose products are the logits, or are added to the logits.
+        """A trained matrix [V or V_d, n] that computes logits; None by default.
 
-        By default a drafter has no such matrix.
+        Its products with vectors of n numbers are either the drafter's logits, or corrections that
+        are added to the logits of the target's LM head.
         """
         return None
 

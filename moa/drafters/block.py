@@ -210,7 +210,7 @@ def check_context(settings: Any, n_layers: int) -> None:
 
 
 class BlockState(LayerState):
-    """For each layer, a cache with the context, followed by the block of the current round.
+    """One cache per layer, which holds the context and then the block of the current round.
 
     ``fresh`` holds the projected target states of positions that have not been added to the context
     yet.
@@ -393,8 +393,8 @@ class BlockDrafter(KVEncoder, Drafter):
         """Compute the acceptance logit [...] of each draft; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        # The memory starts with the embedding of the previous token. The confidence head may read
-        # this embedding too.
+        # In the features, the embedding of the previous token follows the hidden state. So this
+        # slice includes the embedding if the confidence head reads it.
         logits: Tensor = self.confidence_head(
             features[..., : self.confidence_head.proj.in_features]
         )
@@ -503,7 +503,7 @@ class BlockDrafter(KVEncoder, Drafter):
             divergence=weights.divergence,
             cap=frozen.logit_cap,
         )
-        terms = terms[:, 0]  # [P, 3]
+        terms = terms[:, 0]  # [P, 3]: divergence, L1 distance, cross-entropy
         sums = (terms * share[:, None]).sum(dim=0) * scale
         parts = {"cross_entropy": sums[2], "l1": sums[1]}
         if (guess := self.confidence_logits(features)) is not None:

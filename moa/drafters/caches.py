@@ -201,12 +201,14 @@ class LayerState(RowState):
         # For each row, target states [n, ...] of committed positions that have not been fed to the
         # layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
+        # The tensors of the round that a recorded CUDA graph reads. None outside of a recording.
         self.given: Fresh | None = None
 
     @override
     def forget_drafts(self) -> None:
-        # Accepted drafts are mixed with rejected ones in the cache. Feeding accepted drafts again
-        # costs two projections of a few tokens, which is cheaper than moving their slots.
+        # Accepted drafts are dropped too, because they are mixed with rejected ones in the cache.
+        # Feeding accepted drafts again costs two projections of a few tokens, which is cheaper than
+        # moving their slots.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0
@@ -245,7 +247,7 @@ class LayerState(RowState):
     def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
         """Copy :meth:`fresh_rows` to the device.
 
-        During graph recording, return :attr:`given` instead.
+        While a CUDA graph is recorded, return :attr:`given` instead.
         """
         if self.given is not None:
             return self.given

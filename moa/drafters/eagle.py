@@ -111,7 +111,7 @@ class FeatureDrafter(Drafter):
         # All rounds run at once, level by level. Each level is fed with the features that the
         # previous level computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. For each slot, the last slot made from a target state that its round sees.
+        # [B, S]. The draft round of a slot sees the slots made from target states up to this index.
         context = context[:, 1:]
         slots = torch.arange(context.shape[1], device=context.device)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
@@ -210,8 +210,8 @@ class EagleSizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # An export multiplies weights by the scale. Other scales than powers of two would round
-        # the weights.
+        # An export multiplies weights by the scale. This is exact for powers of two, so no other
+        # scale is allowed.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 

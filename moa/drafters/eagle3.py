@@ -112,7 +112,8 @@ class Eagle3Sizes(LayerSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
         values = super().defaults(config, given)
-        # Inference engines run EAGLE-3 without biases of q, k and v, even for Qwen2 targets.
+        # Use no biases of q, k and v, even for Qwen2 targets, because inference engines run EAGLE-3
+        # without them.
         values["qkv_bias"] = False
         values["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
         # Call ``default_fused_layers`` only if needed, because it fails for targets with few

@@ -151,8 +151,8 @@ class GlideDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # Only tokens are fed back. So the forward pass of training can be used, with draft rounds
-        # in place of blocks.
+        # A draft step gets only the tokens of earlier drafts, not their features. So one forward
+        # pass, as in training, computes all drafts. The draft rounds take the place of blocks.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 

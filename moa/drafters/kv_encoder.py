@@ -10,8 +10,9 @@ target width, G groups of layers.
 Layer self-attention attends over the layers of one position, for each position separately. Three
 settings can differ from the Mixture of Attentions paper (arXiv 2410.03804):
 
-- With more than one of the ``layer_groups``, the linear layer gets the mean of each group. A single
-  mean has D numbers. In targets with few KV heads, D is less than E.
+- With ``layer_groups`` above 1, the layers are divided into groups, and the linear layer gets the
+  mean over each group. In targets with few KV heads, a single mean (D numbers) would be smaller
+  than the encoded KV (E numbers).
 - With ``unrotated_keys``, the keys before RoPE are encoded. After RoPE the same content has
   different keys at each position.
 - With a ``layer_stride`` n, only every n-th layer is encoded, counted from the last layer. Training
@@ -34,9 +35,9 @@ from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
-# Maximum number of positions in one call of layer self-attention. CUDA attention kernels accept at
-# most 65,535 sequences. Also, the MLP of a long prompt would need L times as many rows as the
-# prompt has positions.
+# Maximum number of positions in one call of layer self-attention. Each position is a sequence of L
+# layers, and CUDA attention kernels accept at most 65,535 sequences. The limit also bounds the
+# memory of the MLP, which has L rows per position.
 _MAX_POSITIONS = 1 << 13
 
 
@@ -65,8 +66,8 @@ class KVEncoderSizes(DrafterSizes):
     layer_groups: int = 2
     # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
     unrotated_keys: bool = True
-    # The last layer and every n-th layer below it are encoded, for this n. 1 encodes all layers, as
-    # in the Mixture of Attentions paper.
+    # n: the last layer and every n-th layer below it are encoded. 1 encodes all layers, as in the
+    # Mixture of Attentions paper.
     layer_stride: int = 1
 
     @property
@@ -129,8 +130,8 @@ class KVEncoderSizes(DrafterSizes):
         # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
         n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
-        # The MoA authors' code uses the target's number of heads for layer self-attention. If it
-        # does not divide the KV width, the head dim is rounded down.
+        # The MoA authors' code uses the target's number of heads for layer self-attention. If this
+        # number does not divide the KV width, the head dim is rounded down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
@@ -201,8 +202,8 @@ class KVEncoder(nn.Module):
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        # A remote drafter receives either the means or the encoded KV of a position, whichever has
-        # fewer values.
+        # For each position, a remote drafter receives either the means over the layer groups or the
+        # encoded KV computed from these means, whichever has fewer values.
         self._sends_means = n_means * config.kv_width < config.hidden_size
         self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings
@@ -214,7 +215,7 @@ class KVEncoder(nn.Module):
         return hidden
 
     def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run layer self-attention and concatenate the means over the G groups: [B, T, G * D].
+        """Run layer self-attention; concatenate the means over the G layer groups: [B, T, G * D].
 
         Without layer self-attention, the result is the KV of the last layer.
 

@@ -139,7 +139,8 @@ class MedusaDrafter(Drafter):
         # One mask [B, T] per head: the positions at which the head is trained.
         reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
-            # The previous head must be trained at this position and at the position before it.
+            # A head is trained at a position if the previous head is trained at this position and
+            # at the position before it.
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
@@ -168,9 +169,9 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the heads' features at the context position of each draft round."""
+        """Compute the features of drafts from the last hidden state that their draft round sees."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
-        # index k of the head that drafts the position
+        # the index k of the head that drafts each position
         step = torch.where(valid, queries - context, 0)
         self.config.check_depth(int(step.max()))
         hidden = at_queries(inputs.hidden, context).to(self.dtype)

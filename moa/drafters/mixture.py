@@ -23,6 +23,8 @@ one round: tokens 0 to 4 are verified, and 5 is the root::
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
+In a staircase row of the batch (see ``masks``), self-attention sees only the tokens of the round.
+
 With ``cross_attention_drafts``, which is not in the paper, cross-attention also sees the drafts of
 the round. In the paper, a draft sees earlier drafts only as embeddings, and late drafts agree less
 with the target.

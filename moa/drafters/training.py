@@ -131,7 +131,7 @@ class Draws:
     # [B] bool. In a staircase row, the self-attention of a query sees only tokens of its own round.
     staircase_rows: Tensor
     # [B] int64. With an offset o, the positions that the step bound verifies are o, o + e, ... None
-    # for 0.
+    # for offset 0.
     offset: Tensor | None = None
     seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
     noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
@@ -145,7 +145,9 @@ class Draws:
     blocks: BlockDraws = BlockDraws()
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-        """List the passes over response masks [B, T] with a weight above 0, on-policy first.
+        """List the passes of this step over response masks [B, T], the on-policy pass first.
+
+        Passes with weight 0 are left out.
 
         A pass consists of its weight, the drafted positions [B, T] bool, and the last context
         position of each position, [B, T] int64.
@@ -181,11 +183,11 @@ class Rounds:
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
-        """Pack the drafted positions of all passes over response masks [B, T] to the left."""
+        """List the drafted positions of all passes over ``response_mask`` [B, T], packed left."""
         parts: list[tuple[Tensor, ...]] = []  # one tuple per pass, with one tensor per field
         passes = draws.passes(response_mask)
-        # Copy the widths of all passes together, so that the host synchronizes with the device only
-        # once.
+        # The largest number of drafted positions of a row, for each pass. The numbers of all passes
+        # are copied together, so that the host synchronizes with the device only once.
         widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()
         for index, (weight, drafted, context) in enumerate(passes):
             queries, valid = loss_queries(drafted, widths[index])
@@ -216,7 +218,7 @@ class Rounds:
 
 
 def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the positions at which a mask [B, T] is true to the left.
+    """List the positions at which a mask [B, T] is true, packed to the left.
 
     Args:
         mask: [B, T] bool.
@@ -247,7 +249,10 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first`` on, [B, T] bool, and the last context of each."""
+    """Find the drafted positions from ``first`` on, and the last context position before each.
+
+    The results are [B, T] bool and [B, T] int64.
+    """
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     drafted[:, :first] = False
     return drafted, masks.last_context(drafted)
@@ -256,7 +261,7 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 def round_queries(
     response_mask: Tensor, draws: Draws, first: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the drafted positions from ``first`` on to the left.
+    """List the drafted positions from ``first`` on, packed to the left.
 
     Returns:
         The positions, whether each of them is real or padding, and the last context position of

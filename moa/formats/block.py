@@ -1,4 +1,4 @@
-"""Layouts of block-parallel drafters: DFlash of z-lab, and DSpark of DeepSpec and for vLLM.
+"""Layouts of block-parallel drafters: DFlash and DSpark, as other programs store them.
 
 Sources:
 
@@ -29,7 +29,7 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
-    """Return the config.json of a DFlash drafter, which is a Qwen3 with the drafter's layers."""
+    """Return the config.json of a DFlash drafter: that of a Qwen3 with the drafter's layers."""
     return layout.llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,
@@ -60,8 +60,8 @@ def _is_dspark(config: ForeignConfig) -> bool:
 
 
 def _is_block(names: set[str]) -> bool:
-    # These tensors are the projection of the context, the norm of the context, and the norm of each
-    # head's queries.
+    # Every block-parallel drafter has these tensors: the projection of the context, the norm of the
+    # context, and the norm of each head's queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
@@ -127,8 +127,8 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
         "model_type": "muse_glimmer_assistant",
     }
     block_settings = config.pop("dflash_config")
-    # The defaults of these keys for this model type belong to another vocabulary. Null turns the
-    # defaults off.
+    # For this model type, transformers has defaults of these keys that belong to another
+    # vocabulary. Null turns the defaults off.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
     return {**config, **block_settings}

@@ -349,9 +349,10 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
 
 
 def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> None:
-    """Refuse copies of the target's tensors with another shape. Their values are not used."""
+    """Check the shapes of tensors whose values are not used, such as copies of target tensors."""
     n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
-    # An independent drafter has a width of its own, and its LM head is tied to its embeddings.
+    # For an independent drafter, the unused tensor is a copy of its own embeddings, which have the
+    # drafter's width.
     width = getattr(sizes, "independent_width", sizes.hidden_size)
     for name in layout.ignored:
         if name in tensors:

@@ -1,11 +1,15 @@
-"""Layouts of EAGLE(-2) for the EAGLE authors, vLLM, SGLang and the MoA authors, and of EAGLE-3.
+"""Layouts of EAGLE, EAGLE-2 and EAGLE-3 drafters, as other programs store them.
+
+A drafter of EAGLE is also a drafter of EAGLE-2, which differs only in the shape of the drafts.
+There are four layouts for these drafters: for the EAGLE authors' code, vLLM, SGLang, and the MoA
+authors' code. vLLM and SGLang share one layout for EAGLE-3.
 
 In the EAGLE authors' code, vLLM and SGLang, the first layer of EAGLE has no norm before its
 attention. If a drafter was trained with this norm, its layers become the second and later layers of
 the file. The first layer of the file then has output projections of zero, so it returns its input
 unchanged. The cost is that one more layer is run.
 
-Sources of EAGLE. vLLM and SGLang use the target's embeddings and LM head:
+Sources for EAGLE (vLLM and SGLang use the target's embeddings and LM head):
 
 - SafeAILab/EAGLE ``eagle/model/cnets1.py``, ``eagle/model/ea_model.py``,
   ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``: unexpected or missing tensors raise an error. The
@@ -18,12 +22,13 @@ Sources of EAGLE. vLLM and SGLang use the target's embeddings and LM head:
   bias. If the file has no bias, the bias of ``fc`` stays random. Only Qwen2 has attention biases.
 - huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
-Sources of EAGLE-3:
+Sources for EAGLE-3:
 
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py``: ``midlayer.`` is read as
-  ``layers.0.``. Its q, k and v projections have inputs of width 2E. ``d2t`` is added to the id of a
-  draft; a file with ``d2t`` is refused if all tokens can be drafted. ``t2d`` is ignored. If the
-  file has no embeddings, vLLM uses the target's.
+  ``layers.0.``. Its q, k and v projections have inputs of width 2E. To get the token id of a draft,
+  vLLM adds the draft's entry of ``d2t`` to its index in the draft vocabulary. It refuses a file
+  with ``d2t`` if the draft vocabulary has all tokens. ``t2d`` is ignored. If the file has no
+  embeddings, vLLM uses the target's.
 - vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is
   kept if it ends in ``Eagle3``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names of tensors are the same
@@ -65,7 +70,11 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
 
 
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
-    """Insert a first layer that returns its input if the drafter's own first layer has a norm."""
+    """Convert weights for programs whose first layer has no norm before its attention.
+
+    The embedding scale is multiplied into ``fc``. If the drafter's first layer has such a norm, a
+    layer that returns its input unchanged is inserted before it.
+    """
     weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
     packed = {
         _renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()
@@ -176,7 +185,8 @@ EAGLE = Layout(
     ),
     pack=_pack,
     unpack=_unpack,
-    # Files of EAGLE-3 with vLLM's tensor names have numbered layers too, but also a hidden_norm.
+    # Exclude files of EAGLE-3 with vLLM's tensor names. They have numbered layers too, but also a
+    # hidden_norm.
     recognises=lambda names, config: (
         "fc.weight" in names
         and any(name.startswith("layers.0.") for name in names)
@@ -257,8 +267,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "bias": False,
         "draft_vocab_size": sizes.draft_vocabulary,
-        # For vLLM, the id of the output of layer k is k + 1. vLLM prefers this key to the nested
-        # key. For SGLang, which reads the nested key, the id is k.
+        # vLLM and SGLang count the output of layer k in different ways: vLLM as k + 1, SGLang as k.
+        # vLLM prefers the key at the top level, SGLang reads the key in ``eagle_config``.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
@@ -331,7 +341,7 @@ EAGLE3 = Layout(
     unpack=lambda weights, sizes: (
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),
-    own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM writes ``layers.0.``.
+    own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM has ``layers.0.``.
     recognises=lambda names, config: (
         "fc.weight" in names
         and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)

@@ -1,4 +1,4 @@
-"""The kinds of drafters that each inference engine supports, with format and name of the method."""
+"""The kinds of drafters that each inference engine supports, and how the engine names them."""
 
 FORMATS: dict[str, dict[str, tuple[str, str]]] = {
     "transformers": {"independent": ("llama", "assistant"), "dflash": ("hf-dflash", "dflash")},

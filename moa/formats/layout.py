@@ -49,7 +49,8 @@ class Layout:
     # Name of a size -> the values of this size for which the program that reads the layout runs a
     # drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns further reasons why that program would run the drafter differently than trained.
+    # Returns further reasons why the program that reads the layout would run the drafter
+    # differently than trained.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
@@ -269,7 +270,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "expected a list of whole numbers."
                 )
             return tuple(layer - first for layer in ids)
-    # If no ids are given, the layers could only be guessed from the target's number of layers.
+    # Don't guess the layers from the target's number of layers.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads; restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -1,4 +1,4 @@
-"""Layouts of the Mixture of Attentions, for the MoA authors' own code and for their fork of vLLM.
+"""Layouts of Mixture of Attentions drafters: for the authors' own code and for their fork of vLLM.
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 
@@ -161,7 +161,7 @@ MOA_VLLM = replace(
     reader="the MoA authors' fork of vLLM",
     needs=(),
     # The fork of vLLM ignores the biases of q, k and v, and does not run the target's last layers
-    # on drafts.
+    # on drafts. So it would compute other drafts for drafters with such biases or layers.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,
     notes=lambda sizes: [],

@@ -215,8 +215,8 @@ SPECULATORS_EAGLE3 = replace(
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [],
     config=_eagle3_config,
-    # If the file had no embeddings, from_pretrained would make random embeddings (transformers
-    # 5.19).
+    # Write the target's embeddings into the file. Without them, from_pretrained would make random
+    # embeddings (transformers 5.19).
     needs=("config", layout.EMBEDDINGS),
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",

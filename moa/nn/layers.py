@@ -121,7 +121,10 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Compute cos and signed sin [..., d] of integer positions [...] in float32; cast them."""
+        """Compute cos and signed sin [..., d] of integer positions [...].
+
+        They are computed in float32, and then cast to ``dtype``.
+        """
         angles = positions[..., None] * self.frequencies
         cos = angles.cos()
         sin = angles.sin()
@@ -154,7 +157,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         # The type is ignored because torch's apply is not typed.
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
-    # A draft step has few tokens, so its time is proportional to the number of kernel launches.
+    # Launch few kernels. A draft step has few tokens, so its time is proportional to the number of
+    # kernel launches.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
@@ -299,8 +303,8 @@ class Attention(nn.Module):
         """Project [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # A draft step has few tokens, so its time is proportional to the number of kernel launches.
-        # To save launches, queries and keys are rotated together.
+        # Rotate queries and keys together to save kernel launches. A draft step has few tokens, so
+        # its time is proportional to the number of launches.
         q, k, v = (self._heads(name, normed) for name in "qkv")
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v

@@ -248,8 +248,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1)
-            # With an own head, compute the same sum by a matrix product, which needs no additional
-            # buffer for the logits of all draft steps.
+            # If the drafter has its own head, compute this sum over the vocabulary by a matrix
+            # product. It needs no additional buffer for the logits of all draft steps.
             else:
                 kl = -(log_draft @ probability.mT).squeeze(-1)
             terms[part], error, factor = _terms_and_error(

@@ -177,7 +177,10 @@ def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) 
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 can represent a weight. ``is_exact`` is as in :func:`pack`."""
+    """Whether float16 can represent a weight.
+
+    If ``is_exact`` is false, larger rounding errors are allowed (``_MAX_DRAFT_ERROR``).
+    """
     # The negated comparison is also true if a value is NaN.
     if not weight.abs().max() <= torch.finfo(torch.float16).max:
         return False
@@ -202,7 +205,7 @@ def _halves(weight: Tensor, bias: Tensor | None) -> Any:
 @scripted
 def product(x: Tensor, laid: Laid) -> Tensor:
     """Multiply x [..., in] by a packed weight, and add its bias: [..., out]."""
-    # With more rows than this, oneDNN is faster than FBGEMM.
+    # With more than 24 rows, oneDNN is faster than FBGEMM.
     halves, most_rows = laid.halves, 24
     n_rows = x.numel() // x.shape[-1]
     if halves is not None and n_rows <= most_rows:

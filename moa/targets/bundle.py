@@ -123,7 +123,8 @@ def file_sha256(path: Path) -> str:
     # Every change of a file changes one of these values, because no program can set the status
     # change time (ctime).
     real = path.resolve()
-    # Files in the Hub's cache are links to files that are named by their sha256.
+    # Files in the Hub's cache are links to files that are named by their sha256, so nothing is
+    # hashed.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -182,7 +183,7 @@ def save_target_bundle(
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.config.get_text_config(decoder=True))
-    # ``auto_map`` names code that is not in the bundle.
+    # Remove ``auto_map``, because it names code that is not in the bundle.
     vars(config).pop("auto_map", None)
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)
@@ -232,7 +233,7 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
         "lm_head.weight": scaled_head(model),
     }
     size = body.config.vocab_size, body.config.hidden_size
-    # In some models, such as OPT-350m, the embeddings have another width than the hidden states.
+    # Refuse models such as OPT-350m, whose embeddings have another width than the hidden states.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
             f"the embeddings and the LM head of this {body.config.model_type} are not both of "

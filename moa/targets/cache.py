@@ -22,8 +22,8 @@ row accepts x and z, the second row accepts no draft::
 The next target call overwrites the slots at or beyond a row's length.
 
 No committed token is dropped, even in models with a sliding window. In a static call
-(``live.StaticCalls``) a layer attends to all slots of the buffer under a mask. Only tensors say in
-which slots the tokens of the call are.
+(``live.StaticCalls``) a layer attends to all slots of the buffer under a mask. The slots of the
+call's tokens are in a tensor, not in Python values, so that a CUDA graph can replay the call.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,8 +71,9 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     Args:
         groups: groups of layers that have KV of their own. The layers of a group have the same
             shape.
-        take: returns the KV of a target layer, [..., H_kv, 2, d], as a buffer for all layers holds
-            it: H_kv and d are those of the widest layers, of which a narrow layer uses a part.
+        take: returns the KV of a target layer from a buffer that all layers share, [..., H_kv, 2,
+            d]. H_kv and d are those of the widest layers. A narrower layer uses only the first
+            heads, and the first values of each head.
         first: index of the first layer to pack, among the layers that have KV of their own.
     """
     layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
@@ -153,7 +154,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
     @property
     def n_seen(self) -> int:
-        """Number of tokens of the longest row before the current call or chunk of a call."""
+        """Length of the longest row, without the tokens that are being processed now.
+
+        These are committed tokens. If a call runs in several chunks, the tokens of its earlier
+        chunks count too.
+        """
         return max(self.lengths) + self._n_before
 
     @property
@@ -347,7 +352,7 @@ class _Layer(CacheLayerMixin):
         return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.n_slots, 0  # The offset of the first slot is 0.
+        return self._cache.n_slots, 0  # Number of slots, and position of the first slot.
 
     def get_max_length(self) -> int:
         # -1 means that the length has no limit.
@@ -381,7 +386,10 @@ class ContextCache(KVBuffer):
 
 
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
-    """Raise DrafterError if KV or contexts are missing for positions before a row's stop."""
+    """Raise DrafterError if KV or contexts that a draft round needs are missing in a row.
+
+    A round needs those of all positions before ``stops[row]``.
+    """
     for have, stop in zip(cache.lengths, stops, strict=True):
         # Skip DeviceLengths: CUDA graphs use them only on the target's machine, so all KV is there.
         if have < stop and not isinstance(stops, DeviceLengths):

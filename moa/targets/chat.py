@@ -383,7 +383,7 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
             key for key, value in part.items() if key not in _PART_KEYS and _is_filled(value)
         ]:
             return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {others[0]}")
-        # Some templates show only parts whose type is ``text``.
+        # Keep the type of the part, because some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
         )
@@ -424,7 +424,7 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
 
 
 def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str:
-    """Return the first key that differs from a known one only in its spelling, or an empty text."""
+    """Return the first key that is a known key in another spelling; empty if there is none."""
     for key, value in item.items():
         name = _snake_case(str(key)).lower()
         if name in known and key not in known and _is_filled(value):
@@ -449,7 +449,7 @@ def names_beside_chat(row: Any, template_text: str) -> list[str]:
     ]
     for column in _MESSAGE_COLUMNS:
         for message in _unpacked(row.get(column)) or ():
-            # Few templates show the names of speakers.
+            # List names of speakers as unread too, because few templates show them.
             names += _unread_keys(message, _READ_KEYS - {"name"}, "message key", template_text)
             for call in _unpacked(message.get("tool_calls")) or ():
                 function = call.get("function", call)

@@ -51,7 +51,7 @@ class TokenizedChat:
     response_mask: np.ndarray
     # Whether tokens beyond max_length were cut off.
     truncated: bool
-    # Columns and keys of messages that the row has besides; see :func:`.chat.names_beside_chat`.
+    # Columns of the row, and keys of its messages, that are not part of the tokens.
     beside: tuple[str, ...] = ()
 
 
@@ -118,7 +118,7 @@ class _MarkedChat:
             for name, item in value.items():
                 inner = None if key is None else name
                 if key in (None, "properties"):
-                    # The placeholder follows the name, so that a template that sorts the names
+                    # Append the placeholder to the name. A template that sorts the names then
                     # produces the same order as without placeholders.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""
@@ -194,7 +194,8 @@ def tokenize_chat(
             before = _MarkedChat(messages[:-1], tools)
             if hidden := _find_hidden_piece(template, before, prompt):
                 return hidden
-            # The template may write earlier responses otherwise in a prompt.
+            # Reject the chat if the template writes earlier responses in a prompt in another way
+            # than in the rendering of the whole chat.
             end = spans[-2][1] if len(spans) > 1 else 0
             if prompt[:end] != text[:end]:
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
@@ -282,8 +283,8 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # Gemma 4 writes tool results before the response, so the response is not at its expected
-        # place.
+        # Gemma 4 writes tool results before the response that they follow in the chat. Such a
+        # response counts as rewritten too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:
@@ -341,7 +342,8 @@ def _prefix_span(
     up_to_response = messages[: index + 1]
     turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
-    # Harmony ends the last response with <|return|>, but any earlier response with <|end|>.
+    # Harmony ends the last response with <|return|>, but any earlier response with <|end|>. So
+    # compare again without the end-of-turn token.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))

@@ -188,10 +188,12 @@ def parse_target_config(
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
     """Make the transformers config from the values of a config.json.
 
+    If there is a folder, transformers reads the file itself. But it does not understand dtypes such
+    as ``torch.bfloat16`` and ``auto``. If the file has them, the config is made from ``values``.
+
     Args:
         values: the content of config.json.
-        folder: the folder that holds the file, from which transformers loads it if possible; None
-            without a folder.
+        folder: the folder that holds the config.json. If None, the config is made from ``values``.
     """
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:

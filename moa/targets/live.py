@@ -96,7 +96,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # transformers may choose the class of the tokenizer by config.json.
+    # Load the config too, because transformers may choose the class of the tokenizer by it.
     if (folder / "config.json").is_file():
         families.load_target_config(folder, with_weights=False)
         config = families.transformers_config(read_config(folder), folder)
@@ -467,9 +467,9 @@ class StaticCalls:
     On a CUDA device one graph serves all calls of the same size.
 
     A call is padded to one of a few sizes, and attends to all slots of a cache of fixed length
-    under a mask. Only tensors say in which slots the tokens of the call are. So nothing in the
-    graph depends on the length of the sequence. If a sequence has more than ``n_slots`` tokens, the
-    cache grows and another graph is recorded.
+    under a mask. The slots of the call's tokens are in a tensor, not in Python values. So nothing
+    in the graph depends on the length of the sequence. If a sequence has more than ``n_slots``
+    tokens, the cache grows and another graph is recorded.
     """
 
     def __init__(self, n_slots: int) -> None:

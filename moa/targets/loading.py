@@ -95,7 +95,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
                 check_finite({name: values.to(dtype)}, folder, TargetError)
                 if name in _VOCABULARY_TENSORS:
                     vocabulary.append(values)
-    # Some configs do not have this attribute.
+    # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
         raise TargetError(
@@ -129,7 +129,7 @@ def _load_fitting(
             )  # fmt: skip
         except RuntimeError as error:
             # transformers stacks the experts' weights, and does not report which weights could not
-            # be stacked.
+            # be stacked. So find out which weights have other shapes.
             parts = Counter(
                 (_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items()
             )
@@ -217,8 +217,8 @@ def _check_memory(
     Otherwise the kernel would kill the process silently.
     """
     n_held = _count_values(headers)
-    # transformers allocates all weights that config.json describes, before it reports missing
-    # weights.
+    # Count all weights that config.json describes, because transformers allocates them before it
+    # reports that some are missing.
     n_values = max(n_held, families.count_weights(config))
     n_bytes = n_values * dtype.itemsize
     # On every device, the weights are first read into host memory.
@@ -272,7 +272,8 @@ def _check_fit(
             stored[name] = headers.get(name, TensorHeader((), None))
     problem = find_problems(stored, expected)
     head = model.get_output_embeddings().weight
-    # On the meta device, weights have no values that transformers could compare.
+    # Skip this check on the meta device, where weights have no values that transformers could
+    # compare.
     if (
         not head.is_meta
         and getattr(model.config, "tie_word_embeddings", False)
@@ -301,7 +302,7 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")
-    # Some configs do not have this attribute.
+    # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise TargetError(

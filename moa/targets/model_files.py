@@ -122,8 +122,8 @@ def check_model_folder(folder: Path) -> None:
                 _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys()
             ):
                 if key == "auto_map" and is_native:
-                    # transformers uses its own class for this model, because trust_remote_code is
-                    # not set.
+                    # Accept auto_map, because transformers ignores it without trust_remote_code and
+                    # uses its own class for this model.
                     continue
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
 
@@ -235,7 +235,8 @@ def check_finite(
         ):
             n_bad = int((~values.isfinite()).sum())
             dtype = str(values.dtype).removeprefix("torch.")
-            # The largest float16 number is only 65,504.
+            # For float16, recommend a dtype with larger numbers, because the largest float16 number
+            # is only 65,504.
             is_narrow = values.dtype == torch.float16
             advice = (
                 "Choose --dtype bfloat16 or float32, which hold larger numbers, or r"

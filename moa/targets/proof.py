@@ -59,14 +59,15 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        # Invalid weights are reported when the target runs its first sequence.
+        # Skip the comparison. Invalid weights are reported later, when the target runs its first
+        # sequence.
         return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
             f"tokens of this {target.config.model_type} attend to later tokens. Choose another "
             "target."
         )
-    # Mamba returns states in a wider dtype than that of the weights.
+    # Cast the states, because Mamba returns them in a wider dtype than that of the weights.
     head_inputs = states[0].to(model.dtype)
     trained_logits = capped(
         logits_of(head_inputs, scaled_head(model)), families.logit_cap(target.config)

@@ -112,7 +112,7 @@ class ChatTemplate:
         arguments: values that are passed to the template in addition to the chat.
         where: name of the target in error messages.
         uses_tools: whether this is the template for chats with tools. Some tokenizers have a second
-            one for them.
+            template for these chats.
 
     Raises:
         TemplateError: the template cannot be used.
@@ -272,7 +272,8 @@ class ChatTemplate:
         )
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
-        # A tokenizer includes the space before a word in the word's token, so cut it off.
+        # Cut off a space before the text, because a tokenizer includes the space in the token of
+        # the next word.
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(

@@ -326,7 +326,8 @@ def make_format(
         layers: decoder layers whose outputs are stored in addition to the last layer's. If empty,
             EAGLE-3's default layers ``1``, ``L // 2 - 1`` and ``L - 4``.
         n_layers: number of the target's decoder layers, L.
-        last_layers: see :class:`SpeculatorsFormat`.
+        last_layers: maps the kind of layer, ``local`` or ``global``, to the number of the layer
+            whose keys and values are written. Only ``speculators`` uses it.
 
     Raises:
         OptionInvalid: the target does not have these layers.

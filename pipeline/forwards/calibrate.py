@@ -167,8 +167,8 @@ def calibrate(
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
-            # Drop the references to embeddings and metrics, so that their memory is free while
-            # parts are written.
+            # Drop the references to the embeddings and to the matrices that weigh errors, so that
+            # their memory is free while parts are written.
             learned.embeddings = learned.metrics = None
 
 
@@ -248,7 +248,8 @@ def _rotation(model_config: Any, parameters: Mapping[str, Any]) -> tuple[np.ndar
     config = copy.copy(model_config)
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
-    # transformers' default RoPE type ignores ``partial_rotary_factor``, so shrink the head dim.
+    # transformers ignores ``partial_rotary_factor``, the share of a head's dimensions that is
+    # rotated, in the default RoPE type. So set ``head_dim`` to the number of rotated dimensions.
     if rotated_share != 1 and parameters["rope_type"] == "default":
         config.head_dim = int(target_sizes(model_config)["head_dim"] * rotated_share)
     with torch.device("cpu"):

@@ -291,7 +291,9 @@ def capture(
                 )
                 is_equal = group.shape.key_width == group.shape.value_width
                 heads = (group.shape.n_heads, 2, -1) if is_equal else (group.shape.n_heads, -1)
-                # [B, T, L, H_kv, 2, d]; 2 for key and value, if both have the same width.
+                # Split the heads: [B, T, L, H_kv, 2, d], with 2 for key and value. If key and value
+                # have different widths, they stay side by side on one axis: [B, T, L, H_kv, d_key +
+                # d_value].
                 fields[group.field] = packed.unflatten(-1, heads)
         if spec.last:
             fields["hidden/last"] = last.to(dtype)

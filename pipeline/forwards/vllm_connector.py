@@ -248,7 +248,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             event = None
         else:
             self._stream = self._stream or torch.cuda.Stream()
-            # Gather only after the forward, which writes the cache on the current stream.
+            # Let the stream of the copies wait for the current stream, on which the forward writes
+            # the cache.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 on_device = self._gather(save)

@@ -388,7 +388,8 @@ class _Turn:
         if event.error is not None:
             if event.stream in (0, self._stream):
                 if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
-                    # The server would refuse another connection for the same reason.
+                    # Do not reconnect, because the server would refuse another connection for the
+                    # same reason.
                     raise event.error
                 self._lose(event.error)
         elif event.message is None:

@@ -1,4 +1,4 @@
-"""Drafts on a machine without the target, from the weights of its bundle and a server's contexts.
+"""Drafts on a machine without the target, with a bundle of the target and a server's contexts.
 
 Shapes: n positions, W numbers in a context, V vocabulary.
 

@@ -220,7 +220,7 @@ class Session:
     # Inputs
 
     def link_up(self) -> None:
-        """Handle a new connection: open the session with all committed tokens, and request more."""
+        """Handle a new connection: open the session with the known tokens, then request more."""
         self._is_up = True
         self.is_opened = False
         self._sequence = 0

@@ -64,7 +64,7 @@ class Part:
     """The tokens of one sequence in a call."""
 
     kv: PooledKV
-    # The tokens after those with committed KV, followed by the drafts.
+    # The tokens of the call: committed tokens that have no KV yet, then the drafts.
     tokens: list[int]
     # The index of each draft's parent among the drafts, -1 for the token before the drafts.
     parents: tuple[int, ...] = ()
@@ -153,12 +153,12 @@ class PartsAttention:
         self._planes = parts[0].kv.pool.planes
         self._sizes = [len(part.tokens) for part in parts]
         positions = [part.positions() for part in parts]
-        # [T] int64
+        # [T] int64, the positions of all tokens.
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
-        # Number of query heads of a layer -> steps. Layers can differ in this number. The list is
-        # empty if another method is faster.
+        # Number of query heads of a layer -> :class:`_Steps` for layers with this number. The list
+        # is empty if another method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -177,7 +177,7 @@ class PartsAttention:
     ) -> RunLayers | None:
         """Return a function that runs all layers of the target in one call, if that is possible.
 
-        All parts must be single tokens without a mask that fit one sparse matrix.
+        This is possible if all parts are single tokens, need no mask, and fit one sparse matrix.
 
         Args:
             n_heads: query heads of each layer.
@@ -235,7 +235,8 @@ class PartsAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
-        # If false, other layers have more or wider heads, and this layer uses a part of the buffer.
+        # Whether this layer uses the whole buffer. If other layers have more or wider heads, it
+        # uses only a part of the buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
@@ -282,7 +283,7 @@ class _Steps:
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [part.start for part in parts]
-        # [T, 1]
+        # [T, 1] each: the position of each part's token, and the pool slot of its position 0.
         lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
         slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
@@ -342,7 +343,7 @@ class _Steps:
     def run_layers(
         self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any
     ) -> list[Tensor]:
-        """Run all layers of a target; see :func:`.steps.run_layers`."""
+        """Run all layers of a target over the tokens of the parts (:func:`.steps.run_layers`)."""
         return run_layers(
             x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
         )
@@ -409,7 +410,7 @@ class JoinedAttention:
         firsts = [
             stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         ]
-        # [T] int64
+        # [T] int64, the positions of all tokens.
         self.positions = to_device(
             [position for part in parts for position in part.positions()], device
         )
@@ -436,9 +437,9 @@ class JoinedAttention:
                     n_indices, n_indices + sizes[row]
                 )
                 n_indices += max(sizes[row] for row in rows)
-        # [H_kv, G]: where the output of a batch has each query head.
+        # [H_kv, G]: for each query head, its index in the output of a batch.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
-        # [T * H]
+        # [T * H]: for each query head of each token, its index in the outputs of the batches.
         self._places = (
             to_device(token_indices, device)[:, None] * n_heads + order.flatten()
         ).flatten()

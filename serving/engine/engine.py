@@ -183,7 +183,7 @@ class Engine:
         self._pool.free(kv)
         return problem
 
-    # For any thread
+    # Methods that any thread may call
 
     def start(self) -> None:
         """Start a thread that calls :meth:`step`."""
@@ -247,7 +247,8 @@ class Engine:
             work: its new work.
             drafts: for VERIFY, a chain of tokens after the root. The first ``max_drafts`` of them
                 are verified. Empty for a plain step.
-            answers: a tag that all commits of this work carry; 0 for none.
+            answers: a tag that all commits of this work carry, so that the caller can recognise
+                them; 0 for none.
 
         Raises:
             RequestInvalid: if the drafts are not tokens.
@@ -350,7 +351,7 @@ class Engine:
             total = self._pool.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
-    # The thread that steps
+    # Methods of the thread that calls ``step``
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -598,7 +599,7 @@ class Engine:
                 self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, sequences: Rows[Sequence]) -> None:
-        """Encode the contexts of sequences that use one drafter, which reuses them if it can."""
+        """Encode contexts of sequences that use one drafter. The drafter reuses them if it can."""
         contexts = self._speculations[name].encode_contexts(sequences)
         if self._speculations[name].reuses_contexts:
             with self._dispensable(name, sequences):

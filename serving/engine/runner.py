@@ -73,8 +73,9 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # This scaling derives positions from the token index, which is wrong for
-                # concatenated parts. It has no effect below ``Target.max_positions``.
+                # Turn off this scaling. It derives positions from the index of a token in the call,
+                # which is wrong for concatenated parts. Below ``Target.max_positions`` it has no
+                # effect anyway.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()
@@ -98,7 +99,7 @@ class Runner:
     def threads(self, n_tokens: int) -> Iterator[None]:
         """Limit PyTorch to one thread if several threads do not pay off for ``n_tokens``."""
         # Threads synchronize after every matrix product. A waiting thread either occupies a core or
-        # has to be woken up.
+        # has to be woken up. For few tokens this costs more time than several threads save.
         n_before = torch.get_num_threads()
         torch.set_num_threads(n_before if n_tokens * self._n_values >= _FEWEST_PRODUCTS else 1)
         try:

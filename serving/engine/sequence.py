@@ -94,7 +94,8 @@ class Commit:
     context_start: int = 0
     # [n, W], the drafter's contexts of positions that got target KV.
     context: Tensor | None = None
-    # The tag of the work, which was passed to ``set_work``.
+    # The tag that was passed to ``set_work`` together with the work that led to this commit. 0 for
+    # none.
     answers: int = 0
     # Why the sequence failed and was removed.
     error: ServingError | None = None
@@ -121,7 +122,7 @@ class Sequence:
     drafts: tuple[int, ...] = ()
     # The index of each draft's parent among the drafts, -1 for the root.
     parents: tuple[int, ...] = ()
-    # The tag of the present work.
+    # The tag of the present work, which its commits carry.
     answers: int = 0
     # Whether serving is paused because the reader is slow.
     is_held: bool = False
@@ -206,7 +207,8 @@ class Sequence:
         Args:
             work: the new work.
             drafts: for VERIFY, a chain of drafts after the root.
-            answers: a tag that the commits of this work carry.
+            answers: a tag that the commits of this work carry, so that the caller can recognise
+                them.
         """
         self.work = work
         self.drafts = drafts
@@ -239,7 +241,7 @@ class Sequence:
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Return a commit with the unsent contexts, or the commit itself if there are none."""
+        """Add the unsent contexts to a commit, and return it. It is unchanged if there are none."""
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent

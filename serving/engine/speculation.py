@@ -104,10 +104,12 @@ class Speculation:
     # Drafts
 
     def gather(self, sequences: Rows[Sequence]) -> None:
-        """Set the sequences that draft in this call, and update the shared state accordingly.
+        """Move the sequences that draft in this call to the shared state, and others out of it.
+
+        A sequence with many new tokens stays outside of the shared state, and drafts alone.
 
         Args:
-            sequences: the sequences. All have target KV up to their roots.
+            sequences: the sequences that draft. All have target KV up to their roots.
         """
         lengths = {sequence.id: len(sequence.tokens) for sequence in sequences}
         for id_ in [id_ for id_ in self._together if id_ not in lengths]:
@@ -127,7 +129,7 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: Rows[Sequence]) -> None:
-        """Draft for the gathered sequences, unless the policy prefers plain steps."""
+        """Draft for the sequences of the last :meth:`gather`, unless plain steps are faster."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
@@ -173,10 +175,11 @@ class Speculation:
         return torch.cat([output.layers[layer] for layer in self.drafter.observed_layers], dim=-1)
 
     def observe(self, served: Rows[Scheduled]) -> None:
-        """Pass the results of a call to the drafter.
+        """Pass the results of a target call to the drafter.
 
         Args:
-            served: results of sequences, including all gathered ones.
+            served: the results of sequences that use the drafter. All sequences in the shared state
+                must be among them, because the drafter processes their rows together.
         """
         if not self._observes:
             return
@@ -190,10 +193,10 @@ class Speculation:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
-        """Report the gain and the time of a round to the policy.
+        """Report the number of committed tokens and the time of a round to the policy.
 
         Args:
-            rounds: the results of the gathered sequences.
+            rounds: the results of the sequences that could draft in this call.
             round_s: duration of drafting and target call in seconds.
         """
         n_committed = sum(len(item.commit.tokens) for item in rounds) / len(rounds)
@@ -315,7 +318,8 @@ class JoinedKV:
         """
         copy = self._copies.get(layer)
         if copy is None:
-            # Leave room for the drafts of a typical round, so that they need no further copy.
+            # Leave room for the drafts of a typical round, so that adding them does not copy the KV
+            # again.
             slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
             rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
             copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)
@@ -325,7 +329,10 @@ class JoinedKV:
         return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]
 
     def _slots(self, starts: Rows[int], n_tokens: int) -> Tensor:
-        """Return the slots of the positions that :meth:`packed` describes: [B * n] int64."""
+        """Return the slots of n consecutive positions of each row, [B * n] int64.
+
+        Positions at or beyond the length of a row get the slot of its last committed position.
+        """
         slots = []
         for kv, start in zip(self._rows, starts, strict=True):
             last = kv.first_slot + max(0, kv.length - 1)

@@ -57,7 +57,7 @@ def run_layers(
     pending: Tensor,
     rows: Rows,
 ) -> list[Tensor]:
-    """Run all layers of a target; see :data:`~moa_data.moa.targets.fused.RunLayers`.
+    """Run all layers of a target over one token of each of T sequences.
 
     Args:
         x: [1, T, E], the embedded tokens.

@@ -29,13 +29,15 @@ from .coding import EARLY_POSITIONS, Basis, mean_rows
 # ``codecs.field.Learning``.
 Place = Callable[[np.ndarray], Array]
 
-MAX_COMPONENTS = 4_096  # Largest number of principal components of one part of one group.
+# Largest number of principal components of one basis. Keys and values of a layer group have one
+# basis each, a hidden state has one.
+MAX_COMPONENTS = 4_096
 MAX_FEATURES = 512  # Largest number of token features from which keys and values are predicted.
-# Largest width of a part whose principal axes are computed from its covariance matrix. For a wider
-# part, they are computed by subspace iteration.
+# Largest width of a part (keys, values or a hidden state) whose principal axes are computed from
+# its covariance matrix. The axes of a wider part are computed by subspace iteration.
 EXACT_WIDTH = 8_192
-# Largest width of a part whose covariance matrix is decomposed in float64. For a wider part,
-# float32 is used, which takes half the time.
+# Largest width of a part (keys, values or a hidden state) whose covariance matrix is decomposed in
+# float64. For a wider part, float32 is used, which takes half the time.
 _PRECISE_WIDTH = 2_048
 _POWER_ITERATIONS = 4  # Number of subspace iterations.
 _OVERSAMPLING = 32
@@ -52,10 +54,10 @@ class Kept(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of several sequences, for one part of one group.
+    """Rows of one part of one layer group for several sequences, with one row per token.
 
-    ``values`` is the concatenation of the sequences, float32 [n_tokens, width]. ``lengths`` holds
-    the number of tokens of each sequence.
+    A part is the keys, the values or a hidden state. ``values`` is the concatenation of the
+    sequences, float32 [n_tokens, width]. ``lengths`` holds the number of tokens of each sequence.
     """
 
     values: np.ndarray
@@ -70,7 +72,8 @@ class Rows(NamedTuple):
 class Sample:
     """A sample of sequences of one field, in a temporary file without a name.
 
-    Each sequence is split into the parts of the groups. The file is deleted when it is closed.
+    Each sequence is split into groups of layers, and each group into its parts: keys and values, or
+    a hidden state. The file is deleted when it is closed.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -82,14 +85,18 @@ class Sample:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (`close` closes it)
 
     def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
-        """Add a sequence: ``groups[g][p]`` is part p of group g, float32 [n_tokens, width]."""
+        """Add a sequence.
+
+        ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g, float32
+        [n_tokens, width]. A hidden state is ``groups[0][0]``.
+        """
         self.lengths.append(len(groups[0][0]))
         self._kept.append([[self.keep(part) for part in parts] for parts in groups])
         if tokens is not None:
             self.tokens.append(np.asarray(tokens))
 
     def rows(self, group: int, part: int, chosen: Sequence[int]) -> Rows:
-        """Read one part of one group, for the sequences whose indices are ``chosen``."""
+        """Read one part of one layer group, for the sequences whose indices are ``chosen``."""
         entries = [self._kept[i][group][part] for i in chosen]
         lengths = [self.lengths[i] for i in chosen]
         rows = Rows(np.empty((sum(lengths), entries[0].shape[1]), np.float32), lengths)
@@ -175,15 +182,17 @@ def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
 def learn_basis(
     sample: Rows, metric: np.ndarray | None, scale: np.ndarray, place: Place = np.asarray
 ) -> Basis:
-    """Learn the means and the principal components of a part, sorted by falling variance.
+    """Learn means and principal axes of one part: keys, values or a hidden state.
+
+    The axes are sorted by falling variance of the values along them.
 
     Args:
         sample: The part's rows of whole sequences, from position 0 on. The values are changed in
             place.
-        metric: [width, width], symmetric and positive semidefinite. A quantisation error ``e``
-            costs ``e @ metric @ e``, and the components are principal components in this metric.
-            None if an error costs the sum of squares of ``e / scale``.
-        scale: [width], see :func:`layer_scale`.
+        metric: Matrix [width, width] that weighs quantisation errors, symmetric and positive
+            semidefinite: an error ``e`` costs ``e @ metric @ e``. The axes are then chosen for this
+            cost. None for the default cost, the sum of squares of ``e / scale``.
+        scale: Scale of each column's layer, [width], from :func:`layer_scale`.
         place: Moves an array to the device on which large matrix products run.
     """
     means = early_means(sample.sequences)
@@ -206,9 +215,10 @@ def learn_basis(
 
 
 def metric_scale(metric: np.ndarray) -> float:
-    """Compute the mean of a metric's diagonal: the mean cost of an error of 1 in one dimension.
+    """Compute the mean diagonal entry of a matrix that weighs errors.
 
-    Bases are learned in the metric divided by this number.
+    This is the mean cost of an error of 1 in one dimension. :func:`learn_basis` divides the matrix
+    by this number.
     """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
@@ -324,10 +334,14 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 
 
 def _metric_factor(metric: np.ndarray, place: Place) -> Array:
-    """Compute the Cholesky factor of a regularised metric, divided by its scale.
+    """Compute the Cholesky factor of a matrix that weighs errors.
+
+    Before that, ``metric`` is divided by its mean diagonal entry, and regularised by mixing it with
+    the identity matrix.
 
     Returns:
-        float64 [width, width], lower triangular. ``factor @ factor.T`` is the regularised metric.
+        The factor, float64 [width, width], lower triangular. ``factor @ factor.T`` is the metric
+        after these two steps.
     """
     # For a part of width 16,384, an eigendecomposition instead of the Cholesky factor would take
     # about ten minutes and three times the memory.

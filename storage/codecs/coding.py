@@ -47,15 +47,16 @@ Their values differ from those of later positions, because these positions are a
 hold the constant start of a chat template.
 """
 
-# Number of levels of a digit -> number of digits per byte.
+# Number of different values (levels) of a digit -> number of such digits that fit into a byte.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
-WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # Number of levels of a code that is stored as two digits.
+# Number of different values (levels) of a code that is stored as two digits.
+WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
-# If the groups have at least this many bytes of codes per token on average, their runs are pieces
-# of one array.
+# If the codes of a layer group take at least this many bytes per token on average, all runs are
+# stored in one array, which is cut into pieces. Otherwise each run is an array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -64,8 +65,9 @@ _WIDE_PIECE = 192
 
 @dataclass(frozen=True)
 class Basis:
-    """The means and axes of one part of one group.
+    """Means and principal axes of one part (keys, values or a hidden state) of a layer group.
 
+    The components of a token are the coordinates of its values along the axes:
     ``components = (values - mean) @ analysis``, and ``values = components @ synthesis + mean``.
     """
 
@@ -74,9 +76,10 @@ class Basis:
     mean: np.ndarray
     synthesis: np.ndarray  # float32 [n_components, width]
     analysis: np.ndarray  # float32 [width, n_components]
-    # float32 [width]. The axes are orthonormal for values divided by this scale. None if the axes
-    # were learned in a metric of errors (``calibration.learn_basis``). They are then orthonormal
-    # with respect to this metric.
+    # float32 [width], the scale by which the errors of each column are divided before they are
+    # added up. The axes are orthonormal for values divided by this scale. None if errors were
+    # weighed with a full matrix instead (the ``metric`` of ``calibration.learn_basis``), so that
+    # there is no scale. The axes are then orthonormal with respect to this matrix.
     scale: np.ndarray | None = None
 
     @classmethod
@@ -99,23 +102,28 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 class CodeColumns:
     """Describes the digits that a group of layers stores for each token, in their stored order.
 
-    Each column is one digit. All arrays have the shape [n_columns].
+    A digit is the code (quantised value) of one component, or one of the two digits of a code that
+    does not fit into a byte. Each column is one digit. All arrays have the shape [n_columns].
     """
 
-    # int32, index of the part in its group: 0 for keys and hidden states, 1 for values.
+    # int32, the part of the layer group from which the digit was computed: 0 for keys or a hidden
+    # state, 1 for values.
     part: np.ndarray
-    # int32, row of the component in the part's basis. Two columns with the same component are the
-    # low and the high digit of its code.
+    # int32, index of the principal component that the digit encodes. Two columns with the same
+    # component are the low and the high digit of its code.
     component: np.ndarray
-    # int32, index of the run that contains the column. It never decreases from one column to the
-    # next.
+    # int32, index of the run that contains the column. A run is a range of columns with similar
+    # statistics, so the index never decreases from one column to the next.
     array: np.ndarray
-    levels: np.ndarray  # int32, number of levels of the digit.
-    step: np.ndarray  # float32, step of the component's quantiser.
+    levels: np.ndarray  # int32, number of different values that the digit can have.
+    step: np.ndarray  # float32, distance between two quantised values of the component.
     is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
-    rounding: np.ndarray  # float32, rounding of the quantiser (see the module ``fit``).
-    shift_one: np.ndarray  # float32, shift of decoded values with code 1 or -1 (see ``fit``).
-    shift_more: np.ndarray  # float32, shift of decoded values with larger codes (see ``fit``).
+    # float32. The code of ``x >= 0`` is ``x / step + rounding``, rounded down.
+    rounding: np.ndarray
+    # float32, number of steps by which code 1 or -1 is decoded closer to zero.
+    shift_one: np.ndarray
+    # float32, number of steps by which codes of magnitude 2 or more are decoded closer to zero.
+    shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
         """Return all columns as one float32 array [n_columns, 9]."""
@@ -139,13 +147,16 @@ class CodeColumns:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """The learned state of one group of layers: the basis of each part, and the code columns."""
+    """The learned state of one group of layers.
+
+    A group has two parts, keys and values, or one part, a hidden state. Each part has one basis.
+    """
 
     bases: tuple[Basis, ...]
     columns: CodeColumns
-    # One matrix per part, float32 [n_features, width]. The prediction ``features @ matrix`` is
-    # subtracted from the values before the basis is applied. The tuple is empty if the values are
-    # not predicted.
+    # One matrix for each part (keys and values, or a hidden state), float32 [n_features, width].
+    # The prediction ``features @ matrix`` is subtracted from the values before the basis is
+    # applied. The tuple is empty if the values are not predicted.
     regressions: tuple[np.ndarray, ...] = ()
 
 
@@ -154,7 +165,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
 
     Args:
         scaled: Components divided by their quantisation steps, [n_tokens, n_components].
-        rounding: Rounding of each component's quantiser (see the module ``fit``), [n_components].
+        rounding: Number that is added to each magnitude before it is rounded down, [n_components].
         limit: Largest magnitude of each component's code, [n_components].
 
     Returns:
@@ -204,9 +215,10 @@ def unpack_table(levels: int) -> np.ndarray:
 
 
 class _Run(NamedTuple):
-    """The columns from ``first`` to ``last`` (exclusive) of a group, and the array of their bytes.
+    """A run of code columns of a layer group, and the stored array of their packed bytes.
 
-    ``array`` is uint8 [token, byte]. ``levels`` is the number of levels of each column's digit.
+    The run has the columns from ``first`` to ``last`` (exclusive). ``levels`` is the number of
+    levels of each column's digit. ``array`` is uint8 [token, byte].
     """
 
     array: StoredArray
@@ -218,7 +230,7 @@ class _Run(NamedTuple):
 class GroupTransform:
     """Encodes and decodes one group of layers. Keeps a copy of the constants on each device.
 
-    ``arrays`` are the arrays of the group's runs.
+    ``arrays`` are the stored arrays, one for each run of code columns.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -285,7 +297,8 @@ class GroupTransform:
             n_tokens: Number of tokens to decode.
             n_layers: Number of layers of the group.
             layers: Layers to decode, counted from the first layer of the group. None for all.
-            features: Features of these tokens, as for :meth:`encode`.
+            features: Features of these tokens, float32 [n_tokens, n_features]. Required if the fit
+                has regressions.
 
         Returns:
             The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the width
@@ -320,11 +333,13 @@ class GroupTransform:
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
-        """Decode the first ``max_components`` components of each part, or all if it has fewer.
+        """Decode the first ``max_components`` components of each part: keys and values, or a state.
+
+        If a part has fewer components, all of them are decoded.
 
         Returns:
-            The components of the first part, then those of the next part, in one float32 array
-            [n_tokens, n_components].
+            The components of the keys, then those of the values, or the components of a hidden
+            state: float32 [n_tokens, n_components].
         """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
@@ -408,7 +423,7 @@ class GroupTransform:
         }
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Return the column of the low or high digit of each component of a part.
+        """For each component of a part, return the column of its low or high digit.
 
         For a component without that digit, the entry is the number of columns. It is the index of
         the column of zeros that :meth:`leading` appends.
@@ -452,10 +467,10 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def piece_bytes(widths: Sequence[int]) -> int:
-    """Choose the width of pieces in bytes.
+    """Choose the width in bytes of the pieces into which the codes of all groups are cut.
 
     Args:
-        widths: Bytes of codes per token of each group.
+        widths: Number of bytes of codes per token, for each group of layers.
 
     Returns:
         The width of a piece, or 0 if each run should be a separate stored array.
@@ -473,7 +488,8 @@ class Pieces:
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # The runs of each group, as arrays uint8 [token, byte]. Only the joined array is stored.
+        # The runs of each layer group, as arrays uint8 [token, byte]. These arrays are not stored,
+        # only the array of all pieces.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]

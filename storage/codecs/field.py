@@ -44,8 +44,8 @@ class FieldCodec:
     # Such a field is read and written in its storage dtype, at any positions, without ``encode``
     # and ``decode``.
     is_identity = False
-    # Codecs of the fields from which this field is predicted. Their features are concatenated in
-    # this order.
+    # Codecs of the fields from which this field is predicted. The prediction reads the features of
+    # all these fields (``as_features``), concatenated in this order.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(

@@ -52,8 +52,8 @@ Each factor times the base step (``measure_options``) is a step to try.
 DROPPED = 1  # Marks a component that is not stored. Its quantiser has one level, zero.
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Largest magnitude, in units of the base step, that the finest step should represent. The factor of
-# 0.8 leaves room for values larger than those of the sample.
+# Largest magnitude, in units of the base step, that codes with the finest step should cover. The
+# factor of 0.8 leaves room for values larger than those of the sample.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk. Huffman table, headers, checksum and
 # index entry of a chunk take about 120 bytes. Another 80 bytes are added as the equivalent of the
@@ -72,7 +72,7 @@ _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
 # A component whose variance is below this fraction of the water level (``water_level``) would get
-# zero bits, whatever the shape of its distribution is. Its options are not measured.
+# zero bits, whatever the shape of its distribution is. No quantisers are measured for it.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -80,25 +80,30 @@ _SPLIT_ROUNDS = 60
 
 @dataclass(frozen=True)
 class Quantisers:
-    """One quantiser per component, or several options per component, with their bits and errors.
+    """Quantisers of principal components, with their bits and errors.
 
-    All arrays have the same shape, [n_components] or [n_components, n_options].
+    All arrays have the same shape: [n_components], or [n_components, n_options] if there are
+    several quantisers to choose from.
     """
 
-    levels: np.ndarray  # int32, number of levels, or ``DROPPED`` if the component is not stored.
-    # float32, distance between neighbouring levels, in the units of the component.
+    # int32, number of different codes (levels), or ``DROPPED`` if the component is not stored.
+    levels: np.ndarray
+    # float32, distance between neighbouring quantised values, in the units of the component.
     step: np.ndarray
-    rounding: np.ndarray  # float32. With 0.5, values are rounded to the nearest level.
-    # float32, in steps. The magnitude of values with code 1 or -1 is ``1 - shift_one`` on average.
+    # float32. The code of ``x >= 0`` is ``x / step + rounding``, rounded down. With 0.5, values are
+    # rounded to the nearest level.
+    rounding: np.ndarray
+    # float32, in steps. Code 1 or -1 is decoded to the magnitude ``1 - shift_one``, the average of
+    # the values with this code.
     shift_one: np.ndarray
-    # float32, in steps. The magnitude of values with a larger code q is ``|q| - shift_more`` on
-    # average.
+    # float32, in steps. A code q of magnitude 2 or more is decoded to the magnitude ``|q| -
+    # shift_more``. The shift is the average over all values with such codes.
     shift_more: np.ndarray
     bits: np.ndarray  # float64, bits per token after packing and Huffman coding.
     error: np.ndarray  # float64, mean squared error times the weight of the component.
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
-        """Take option ``index[c]`` of each component ``c``.
+        """Take quantiser ``index[c]`` of those for component ``c``, for each component.
 
         The shape changes from [n_components, n_options] to [n_components].
         """
@@ -113,7 +118,8 @@ class Quantisers:
 def water_level(variances: np.ndarray, bits: float) -> float:
     """Compute the error per component at which Gaussian components take ``bits`` in total.
 
-    This error is the water level of reverse water-filling. ``variances`` are [n_components].
+    This error is the water level of reverse water-filling, the optimal way to divide bits among
+    independent Gaussian variables. ``variances`` are [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -124,7 +130,9 @@ def water_level(variances: np.ndarray, bits: float) -> float:
 
 
 def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -> Quantisers:
-    """Measure bits and error of every option of every component: arrays [n_components, n_options].
+    """Measure the bits and the error of several quantisers (options) for each component.
+
+    The options have steps from ``2**(-5/3)`` to ``2**(5/3)`` times the component's base step.
 
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components]. Their means
@@ -149,10 +157,17 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
-    """Measure the options of one component. The first option is not to store the component.
+    """Measure the bits and the error of several quantisers (options) for one component.
+
+    The first option is not to store the component.
+
+    Args:
+        magnitude: Magnitudes of the component in the sample, times the square root of its weight.
+        base_step: The steps to try are multiples of this number.
 
     Returns:
-        Seven arrays [n_options]: levels, step, rounding, bits, error, and the two shifts.
+        Seven arrays [n_options], named as in :class:`Quantisers`: levels, step, rounding, bits,
+        error, shift_one and shift_more.
     """
     n = len(magnitude)
     # With sorted magnitudes and their cumulative sums, the sums over the magnitudes in any interval
@@ -201,7 +216,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
 def _bits_and_error(
     counts: np.ndarray, sums: np.ndarray, squares: np.ndarray, steps: np.ndarray, levels: int
 ) -> list[np.ndarray]:
-    """Compute bits, error and the two shifts of options with the same number of levels.
+    """Compute bits, error and shifts of quantisers (options) with the same number of levels.
 
     Args:
         counts: Number of magnitudes with each code, [n_options, n_codes].
@@ -211,7 +226,8 @@ def _bits_and_error(
         levels: Number of levels.
 
     Returns:
-        Four arrays [n_options]: bits, error, and the two shifts.
+        Four arrays [n_options], named as in :class:`Quantisers`: bits, error, shift_one and
+        shift_more.
     """
     n = counts[0].sum()
     magnitude = np.arange(counts.shape[1])
@@ -239,7 +255,7 @@ def _bits_and_error(
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     """Estimate how many bits per code Huffman coding of packed bytes takes beyond the entropy.
 
-    ``zero`` is the share of codes that are zero, for each option.
+    ``zero`` is the share of codes that are zero, for each quantiser that is measured.
     """
     if levels == coding.WIDE_LEVELS:
         return np.full(zero.shape, np.log2(256 / coding.LOW_LEVELS) + 0.2)
@@ -254,14 +270,14 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
 
 
 def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
-    """Choose one option per component, so that the total error within a budget of bits is minimal.
+    """Choose one quantiser per component, with the smallest total error within a budget of bits.
 
     Args:
-        options: Options of each component, [n_components, n_options].
+        options: Quantisers to choose from, [n_components, n_options].
         budget_bits: Upper bound on the total bits per token.
 
     Returns:
-        Index of each component's option, int64 [n_components].
+        Index of the quantiser that is chosen for each component, int64 [n_components].
     """
     # A larger multiplier never leads to more bits, so it is found by bisection on a logarithmic
     # scale.
@@ -330,15 +346,15 @@ def _code_bits(counts: np.ndarray) -> np.ndarray:
 
 
 class _FittedPart(NamedTuple):
-    """One part of one group: its basis, and its components on the measured sequences.
+    """The basis of one part (keys, values or a hidden state) of one layer group.
 
-    The measured sequences are those from which the basis was not learned.
+    Quantisers are measured on the sequences of the sample from which the basis was not learned.
     """
 
     regression: np.ndarray | None
     basis: coding.Basis
-    # Location in the sample's file of the components of the measured sequences, an array [n_tokens,
-    # n_components].
+    # Where the file of the sample holds the principal components of the sequences on which
+    # quantisers are measured: an array [n_tokens, n_components].
     components: Kept
     variances: np.ndarray  # Variance of each component, [n_components].
     energy: float  # Mean over tokens of the sum of squares of the part's values.
@@ -356,16 +372,16 @@ def fit_groups(
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
     The error is relative: each layer of each part contributes its squared error divided by the sum
-    of squares of its values. If ``metrics`` are given, the errors in these metrics are added up
+    of squares of its values. If ``metrics`` are given, errors are weighed with these matrices
     instead. At any time, only one part of one group, or the components of one group, are in memory.
 
     Args:
         sample: The sample of the field.
         n_layers: Number of layers of each group.
-        n_parts: Number of parts of each group.
+        n_parts: Number of parts of each group: 2 for keys and values, 1 for a hidden state.
         bits_per_token: Budget of all groups together: 8 times the bytes of their stored arrays.
-        metrics: A metric for each part of each group, see ``learn_basis``. None for relative
-            errors.
+        metrics: For each part of each group, the matrix with which ``learn_basis`` weighs errors.
+            None for the relative errors described above.
         features: Features of each sequence, float32 [n_tokens, n_features], from which the values
             are predicted. None for no prediction.
         learning: Settings of learning. None for the defaults.
@@ -392,7 +408,8 @@ def fit_groups(
         np.concatenate([p.variances for p in parts]) * w
         for parts, w in zip(fitted, weights, strict=True)
     ]
-    # Options are measured only for components that may get bits according to reverse water-filling.
+    # Measure quantisers only for components that may get bits: those whose variance is above a
+    # tenth of the water level, and in each group the one with the largest variance.
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
     components = [
@@ -432,9 +449,9 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn the basis of a part from most sequences of the sample.
+    """Learn the basis of one part (keys, values or a hidden state) from most of the sample.
 
-    The components of the other sequences, on which the options are measured, are written to disk.
+    Quantisers are measured on the other sequences. Their principal components are written to disk.
     """
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
@@ -467,7 +484,12 @@ def _weights(
     n_layers: Sequence[int],
     metrics: Sequence[Sequence[np.ndarray]] | None,
 ) -> list[np.ndarray]:
-    """Return the weights of the components' errors: for each group, the parts one after another."""
+    """Return the factor by which the squared error of each principal component is multiplied.
+
+    Returns:
+        One array [n_components] per layer group. The components of the keys come first, then those
+        of the values.
+    """
     weights = []
     for group, parts in enumerate(fitted):
         # The basis was learned from values divided by the scale of their layer. After this
@@ -475,8 +497,8 @@ def _weights(
         # of layers. Errors are measured relative to this sum.
         part_weights = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
         if metrics is not None:
-            # The basis was learned in the metric divided by ``metric_scale``, so its errors must be
-            # multiplied by this number.
+            # ``learn_basis`` has divided the matrix that weighs errors by ``metric_scale``, so
+            # errors must be multiplied by this number.
             part_weights = [metric_scale(metric) for metric in metrics[group]]
         weights.append(np.repeat(part_weights, [len(part.variances) for part in parts]))
     return weights
@@ -488,7 +510,7 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
     Args:
         sample: The sample, whose file the array is written to.
         parts: The fitted parts of the group.
-        hopeful: Sorted numbers of the components, counted across all parts.
+        hopeful: Indices of these components, ascending, counted through all parts of the group.
 
     Returns:
         Offset and shape of this array, which is float32 [n_tokens, len(hopeful)].
@@ -510,8 +532,8 @@ def _place_codes(
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components].
         quantisers: The chosen quantiser of each component, [n_components].
-        component: Number of each component, counted across all parts of the group, [n_components].
-        part_sizes: Number of components of each part.
+        component: Index of each component, counted through all parts of the group, [n_components].
+        part_sizes: Number of components of each part: keys and values, or a hidden state.
 
     Returns:
         The columns of codes, and the bits per token that they take in a store.
@@ -541,8 +563,9 @@ def _place_codes(
         columns += [(c, 1) for c in wide] if levels == coding.HIGH_LEVELS else []
         if not columns:
             continue
-        # Neighbouring columns should have similar statistics, so sort the columns by their share of
-        # zeros. High digits come first, because they are nearly always zero.
+        # A range of columns shares one Huffman code, so neighbouring columns should have similar
+        # statistics. Sort the columns by their share of zeros. High digits come first, because they
+        # are nearly always zero.
         columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
         ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
         packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
@@ -564,7 +587,8 @@ def _place_codes(
         highs += high_flags.tolist()
         levels_of += [levels] * len(ids)
     chosen = np.array(order, np.int64)
-    # Components are numbered across all parts of the group.
+    # The indices of components count through all parts of the group: first the keys, then the
+    # values.
     firsts = np.concatenate([[0], np.cumsum(part_sizes)])
     part = np.searchsorted(firsts, component[chosen], side="right") - 1
     columns_table = coding.CodeColumns(

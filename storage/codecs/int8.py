@@ -8,12 +8,12 @@ values       token and head                  No channel is much larger than othe
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The byte chain (``storage.chunk``) entropy-codes the integers, so a larger scale causes more error
-but takes fewer bits. A separate scale for each 32 values, or clipping the largest values, would
-trade error for bits at the same rate, so neither would gain anything. A scale is a bfloat16 with
-two bits of mantissa, rounded up. It takes 4 to 5 bits after entropy coding. A full mantissa would
-take 10 bits and gain nothing: the error that rounding up causes is paid back by fewer bits for the
-integers.
+The byte chain (``storage.chunk``) entropy-codes the integers, so a larger scale causes more error,
+but its smaller integers take fewer bits. A separate scale for each 32 values, or clipping the
+largest values, exchanges bits for error at the same rate as a different scale does, so neither
+gains anything. A scale is stored as a bfloat16 with two bits of mantissa, which takes 4 to 5 bits
+after entropy coding. A full mantissa would take 10 bits and gain nothing. Scales are rounded up,
+which causes more error but saves bits of the integers in return.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -45,7 +45,8 @@ BLOCK_TOKENS = ALIGNMENT_TOKENS
 
 # Stored bits per value after the byte chain, including the scales: measured and rounded up.
 _BITS = 7.9
-# Float32 bit patterns are rounded to multiples of this number, which keeps two bits of mantissa.
+# The bits of a float32 scale, read as an integer, are rounded up to a multiple of this number. This
+# keeps two bits of the mantissa.
 _SCALE_STEP = 1 << 21
 _SMALLEST_NORMAL = 2.0**-126
 

@@ -122,7 +122,7 @@ class StoreCodec:
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
     ) -> dict[str, dict[str, Array]]:
-        """Encode the values of some fields for one whole sequence, see ``FieldCodec.encode``.
+        """Encode the values of some fields for one whole sequence.
 
         Args:
             values: Field name -> values. If a field is predicted from other fields, their values
@@ -140,8 +140,9 @@ class StoreCodec:
         used = {name for names in sources.values() for name in names}
         for name in (name for name in self.in_order if name in values):
             names = sources.get(name, ())
-            # If the values of sources are missing, there are no features, and the field's codec
-            # raises an error that names the sources.
+            # The sources of a field are the fields from which it is predicted. If the caller gave
+            # no values for them, the field's codec gets no features, and raises an error that names
+            # the sources.
             has_all = bool(names) and set(names) <= offered.keys()
             features = side_by_side([offered[source] for source in names]) if has_all else None
             if not is_finite:
@@ -269,7 +270,7 @@ class StoreCodec:
             raise StoreDamaged(f"{path}: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Choose the sources of each hidden state by the codec's name.
+        """Choose by the codec's name from which fields (sources) each hidden state is predicted.
 
         ``,from-kv`` makes keys and values the first source. ``,joint`` adds the hidden state of the
         layer below.

@@ -62,10 +62,13 @@ from .coding import (
 from .field import Codes, FieldCodec, Layers, Learning, placed
 from .fit import fit_groups
 
-AUTO_GROUP_WIDTH = 4_096  # Largest width of the keys of a group if the codec's name has no scope.
-# Largest width of one part of one group. A wider basis could keep only a small share of its
-# components, and would be learned from fewer tokens than it has dimensions. For 32 layers of width
-# 1,024 at 1 bit per value, two groups have a 30 % lower error than one group.
+# Largest width of the keys of a layer group if the codec's name does not set the size of the
+# groups.
+AUTO_GROUP_WIDTH = 4_096
+# Largest width of a basis, which is learned for all keys (or all values) of a layer group together.
+# A wider basis could keep only a small share of its components, and would be learned from fewer
+# tokens than it has dimensions. For 32 layers of width 1,024 at 1 bit per value, two groups have a
+# 30 % lower error than one group.
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
@@ -76,9 +79,9 @@ HIDDEN_BITS_RATIO = 1.7
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
 # Largest number of leading components of keys and values from which hidden states are predicted.
-# Each part of each group contributes the same number of components. Twice as many would double the
-# size of the regression matrix of an 8B model, and improve the prediction little. Changing this
-# number would change the format of stores.
+# The keys and the values of each layer group contribute the same number of components. Twice as
+# many would double the size of the regression matrix of an 8B model, and improve the prediction
+# little. Changing this number would change the format of stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -95,8 +98,9 @@ _NAME = re.compile(
 class TransformSettings:
     """The settings in the name of a transform codec."""
 
-    kv_bits: float  # Stored bits per value of keys and values.
-    # Stored bits per value of hidden states. None for the default that ``bits`` computes.
+    kv_bits: float  # Stored bits for each number in keys and values.
+    # Stored bits for each number in hidden states. None for a default that depends on ``kv_bits``
+    # (see :meth:`bits`).
     hidden_bits: float | None = None
     # Number of layers that share a basis. 0 for all layers, None to choose the number by the width
     # of a layer.
@@ -185,8 +189,8 @@ class Rope:
     # [n_layers, rotary_dim / 2].
     inv_freq: np.ndarray
     scaling: np.ndarray  # Factor of the rotated dimensions, float32 [] or [n_layers].
-    # Cached tables of cosine and sine at positions from 0 on. The key names the array library, the
-    # device, and whether the rotation is undone.
+    # Cached tables of cosine and sine at positions from 0 on. A key of this mapping names the array
+    # library, the device, and whether the rotation is undone.
     _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -306,8 +310,10 @@ class TransformCodec(FieldCodec):
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None
-        # A metric of quantisation errors, [width, width], for each part of each group, such as
-        # ``calibration.logit_metric`` for ``hidden/last``. None for relative errors.
+        # For each layer group and each of its parts (keys and values, or a hidden state), a matrix
+        # [width, width] that weighs quantisation errors: an error ``e`` costs ``e @ matrix @ e``.
+        # For ``hidden/last`` it may be ``calibration.logit_metric``. None if there are no such
+        # matrices. Each error is then measured relative to the size of its layer's values.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
         # The target's input embeddings [vocab_size, width]. They are required for learning if the
         # codec ``needs_tokens``.
@@ -319,7 +325,8 @@ class TransformCodec(FieldCodec):
         # ``n_parts`` is the number of parts of each group: 2 for keys and values, 1 for a hidden
         # state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # Number of values of a token in one layer of one part.
+        # Number of values per token in the keys of one layer, which is the same for values, or in a
+        # hidden state.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise ValueError(
@@ -344,7 +351,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def n_features(self) -> int:
-        """Number of features per token, as :meth:`as_features` returns them."""
+        """Number of features per token, from which other fields are predicted."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         leading = [
@@ -360,7 +367,7 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of components that each part of a group contributes to the features."""
+        """Largest number of features from the keys (or from the values) of one layer group."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @override
@@ -388,9 +395,10 @@ class TransformCodec(FieldCodec):
 
         The state maps names to float16 and float32 arrays: ``rope/*``, ``tokens/features``,
         ``g/columns`` for group g (the table of ``CodeColumns``), and ``g/p/mean``,
-        ``g/p/synthesis`` and ``g/p/regression`` for part p of group g. If the basis was learned in
-        a metric, ``g/p/analysis`` is also stored. Otherwise ``g/p/scale`` is stored, and
-        ``Basis.scaled`` computes the analysis matrix from it.
+        ``g/p/synthesis`` and ``g/p/regression`` for part p of group g (p is 1 for values, otherwise
+        0). If errors were weighed with a matrix (``metrics``), ``g/p/analysis`` is also stored.
+        Otherwise ``g/p/scale`` is stored, and ``Basis.scaled`` computes the analysis matrix from
+        it.
         """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
@@ -536,7 +544,8 @@ class TransformCodec(FieldCodec):
         """Encode one whole sequence that :meth:`parts` has split.
 
         Args:
-            groups: ``groups[g][p]`` is part p of group g.
+            groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g, or a
+                hidden state.
             tokens: The token ids. Required if the codec ``needs_tokens``.
             features: Features of the ``sources``. Required if there are any sources.
         """
@@ -647,10 +656,13 @@ class TransformCodec(FieldCodec):
         return self._pieces.of_groups(self._groups_of(layers))
 
     def parts(self, values: Array) -> list[list[Array]]:
-        """Split a sequence into groups of layers, and each group into parts.
+        """Split a sequence into groups of layers, and each group into its keys and its values.
+
+        A hidden state is one group with one part.
 
         Returns:
-            ``groups[g][p]``, part p of group g, [n_tokens, width]. The rotation of keys is undone.
+            ``groups[g][p]``: the keys (p = 0) or values (p = 1) of group g, [n_tokens, width]. The
+            rotation of keys is undone.
         """
         if not self.is_kv:
             return [[values]]
@@ -670,7 +682,7 @@ class TransformCodec(FieldCodec):
         ]
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Join the parts of a sequence that :meth:`parts` returned, and rotate the keys again."""
+        """Undo :meth:`parts`: join the layer groups of a sequence, and rotate the keys again."""
         if not self.is_kv:
             return groups[0][0]
         joined = [
@@ -722,9 +734,10 @@ class TransformCodec(FieldCodec):
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Return the rows of each run of the groups that contain these layers.
+        """Return the stored codes of the layer groups that contain these layers, run by run.
 
-        If the runs are stored as pieces of one array, the pieces are split.
+        A run is a range of code columns. If all runs are stored as pieces of one array, the runs
+        are put together from the pieces.
         """
         if self._pieces is None:
             return codes
@@ -790,8 +803,9 @@ class Observation(Sample):
         """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
-            features: For each sequence, :meth:`as_features` of the field's ``sources``,
-                concatenated along axis 1.
+            features: For each sequence, the features from which the field is predicted: those of
+                all its ``sources`` (:meth:`as_features`), concatenated along axis 1. None without
+                sources.
             bits: Budget of bits per token of the field. None for the budget in the codec's name.
         """
         codec = self._codec

@@ -299,10 +299,10 @@ class _Read:
     reader: ShardReader
     offset: int
     n_bytes: int
-    # For each chunk: (start in bytes after ``offset``, size in bytes, index along axis 0, column,
-    # destinations).
+    # For each chunk: its start in bytes after the start of the read, its size in bytes, its index
+    # along axis 0 of the shard, its column, and the buffers that receive its rows.
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    # The bytes of a remote file after they were fetched. None for a local file.
+    # The bytes that were fetched from a remote file. None for a local file, which is read later.
     data: np.ndarray | None = None
 
 

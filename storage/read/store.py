@@ -262,11 +262,14 @@ class ActivationStore:
         return self._read_codes(i, codec, base, stop, chosen)
 
     def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
-        """Resolve a token slice.
+        """Resolve a token slice to the tokens to return and the tokens to read.
+
+        Reading may start before the first requested token, because a lossy codec only decodes from
+        a multiple of 64 tokens on.
 
         Returns:
-            The first token to read, the first requested token, and the end (exclusive) of both
-            ranges.
+            The first token to read, the first requested token, and the end (exclusive) of the
+            tokens to read and to return.
         """
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
         if step != 1:
@@ -322,7 +325,8 @@ class ActivationStore:
         Raises:
             SelectionInvalid: a field, a sequence or a layer does not exist, or a buffer in ``out``
                 is missing or has the wrong dtype or shape.
-            StoreDamaged: see :meth:`read`.
+            StoreDamaged: a checksum is wrong, a file is missing, or a token id is not in the
+                target's vocabulary.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]

@@ -62,7 +62,8 @@ class VerifyReport:
 
     damages: list[Finding] = field(default_factory=list)
     unchecked: list[Finding] = field(default_factory=list)  # Files that could not be checked.
-    commits: dict[int, PartCommit] = field(default_factory=dict)  # All commits that can be read.
+    # Number of a part -> its commit, for all commits that can be read.
+    commits: dict[int, PartCommit] = field(default_factory=dict)
     n_parts: int = 0  # Number of committed parts.
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
@@ -448,7 +449,7 @@ class FieldSummary:
     spec: schema.FieldSpec
     raw_bytes: int  # Size of the field's values before encoding, without padding.
     stored_bytes: int
-    arrays: Mapping[schema.StoredArray, int]  # Array -> its stored bytes.
+    arrays: Mapping[schema.StoredArray, int]  # Stored array -> its size in bytes, encoded.
 
 
 @dataclass(frozen=True)

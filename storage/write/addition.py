@@ -94,8 +94,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     writer.remove_uncommitted()
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
     if isinstance(path, Path):
-        # The store's lock prevents other additions at the same time. If the file exists, an
-        # interrupted addition has left it, so it can be replaced.
+        # The store's lock prevents other additions at the same time. If a new basis exists already,
+        # an interrupted addition has left it, so it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(

@@ -43,8 +43,8 @@ _OPENING = "opens or cleans the store"
 
 Other processes that find this note wait for the lock instead of raising an error.
 """
-# Seconds for which a process waits for a lock without such a note. The holder of the lock may not
-# have written its note yet.
+# Seconds for which a process waits for a lock whose file has no note that the holder opens or
+# cleans the store. The holder may not have written its note yet.
 _GRACE_S = 1.0
 _RETRY_S = 0.1
 
@@ -184,7 +184,8 @@ class StoreLock:
         if self.is_alone:
             return False
         with suppress(OSError):
-            # F_OFD_GETLK reports locks only for a writable descriptor.
+            # Open the file for writing too, because F_OFD_GETLK reports locks only for a writable
+            # descriptor.
             fd = os.open(self._store / PUBLISH_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 lock_state = fcntl.fcntl(

@@ -93,7 +93,7 @@ class Publication:
     commit: StorePath  # Path of the commit.
     attempt: str  # The substring of the files' temporary names that identifies the writer.
     files: Mapping[str, int]  # Final name, relative to the store -> size in bytes.
-    # Content of the commit to replace. None if the commit must not exist.
+    # Content of the commit that is replaced. None to create the commit, which must not exist yet.
     old: bytes | None
     new: bytes  # Content of the new commit.
 
@@ -443,7 +443,9 @@ class StoreFiles:
     def _remove_unlisted(self, kept: Collection[str]) -> None:
         """Delete the files in ``parts/`` except those in ``kept``.
 
-        In a bucket, delete only uploads that are too old to be published.
+        In a bucket, another writer may be publishing its uploads right now. There, delete only
+        uploads that are older than ``LEFTOVER_S``. No writer publishes uploads of this age any
+        more.
         """
         if isinstance(self.path, Path):
             _remove_files_but(self.path / PARTS_NAME, kept)

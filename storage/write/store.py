@@ -295,8 +295,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         except StoreDamaged:
             if not backend.exists(self.path / MANIFEST_NAME):
                 raise
-            # Either commits/store.json is damaged, or the inputs differ. The caller compares the
-            # inputs next.
+            # The files cannot be restored to what commits/store.json lists. Either
+            # commits/store.json is damaged, or this process has other inputs. The caller compares
+            # the inputs next.
 
     @property
     def has_target(self) -> bool:
@@ -452,7 +453,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
     def _clean(self, depth: Depth, progress: Progress | None) -> None:
-        """Check the store. Delete files that no commit lists, and the commits of damaged parts."""
+        """Check the files of the store. Delete uncommitted files and commits of damaged parts."""
         # Check all files before the first deletion, so that nothing is deleted if a file cannot be
         # checked.
         report = verify_commits(self.path, self._counts, depth, progress)
@@ -544,8 +545,9 @@ def _check_unoccupied(store: StorePath) -> None:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # store.json is undamaged, so its schema version really differs.
         except StoreDamaged as error:
-            # If commits/store.json exists, ``StoreWriter._restore`` repairs store.json or reports
-            # the damage.
+            # store.json is not a valid manifest. If commits/store.json exists, this is a store, so
+            # nothing is raised here: ``StoreWriter._restore`` later repairs store.json or reports
+            # the damage. Without commits/store.json, store.json may be a file of another program.
             if not has_commit:
                 raise OutputOccupied(
                     f"{store} holds files other than a store: {error} Choose another output folder."

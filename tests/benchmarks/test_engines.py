@@ -45,7 +45,7 @@ def test_rounds_are_those_of_transformers_and_a_refusal_is_quoted(
     assert row["here_equal"] == row["transformers_equal"] == "2 of 2"
     assert row["vllm_rounds"] == "refused"
     assert "vllm_length" not in row
-    assert table["caveats"][-1] == "Of `dflash` vLLM says: *no such method*"
+    assert table["caveats"][-1] == "vLLM refuses `dflash` with this error: *no such method*"
     assert table["columns"]["transformers_rounds"]["title"].startswith("Rounds, transformers 5.")
     # Rows of drafters that are not measured again stay, with their texts.
     engines.write_table(file, [{"drafter": "eagle", "here_rounds": 3}], {"vllm": "9"}, [])
