@@ -62,7 +62,7 @@ This page compares drafters for the same target. For each drafter it shows the n
 tokens that a target call commits, and the speed of decoding. `make figures` writes this page from
 `benchmarks/results/leaderboard.json`.
 
-This command adds your drafter. The drafter can have any format [that moa-data can load](interop.md):
+This command adds your drafter to the page. The drafter can have any format [that moa-data can load](interop.md):
 
 ```bash
 python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "..." --target gsm8k
