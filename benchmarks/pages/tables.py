@@ -58,17 +58,18 @@ target, data and training alone.
 LEADERBOARD_HEAD = """\
 # Leaderboard
 
-This page compares drafters for the same target: the data that each was trained on, the number of tokens that a target
-call commits, and the speed of decoding. `make figures` writes this page from `benchmarks/results/leaderboard.json`.
+This page compares drafters for the same target. For each drafter it shows the number of training tokens, the number of
+tokens that a target call commits, and the speed of decoding. `make figures` writes this page from
+`benchmarks/results/leaderboard.json`.
 
-This command adds your drafter, which can have any format [that can be loaded](interop.md):
+This command adds your drafter to the page. The drafter can have any format [that moa-data can load](interop.md):
 
 ```bash
 python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "..." --target gsm8k
 ```
 
-The command adds nothing if an answer differs from that of plain decoding. Numbers in brackets are 95 % intervals,
-from a bootstrap over prompts.
+If an answer of the drafter differs from the answer of plain decoding, the command adds nothing. Numbers in brackets
+are 95 % confidence intervals from a bootstrap over prompts.
 """
 
 TOPICS = {
