@@ -264,15 +264,17 @@ def test_drafts_change_no_distribution_and_greedily_no_word(
 def test_any_kill_ends_in_the_bytes_of_a_run_that_was_not_interrupted(
     config: RegenerateConfig, drafter_folder: Path, tmp_path: Path, every: int
 ) -> None:
-    runs = [
-        config.replaced(
-            out=str(tmp_path / name / "x.jsonl"), batch_size=2, max_new_tokens=8, **changes
-        )
-        for name, changes in {
-            "drafted": {"drafter": str(drafter_folder), "max_rows": 5},
-            "self-prompted": {"dataset": None, "self_prompted": 5, "question_tokens": 12},
-        }.items()
-    ]
+    short = config.replaced(batch_size=2, max_new_tokens=8)
+    drafted = short.replaced(
+        out=str(tmp_path / "drafted/x.jsonl"), drafter=str(drafter_folder), max_rows=5
+    )
+    self_prompted = short.replaced(
+        out=str(tmp_path / "self-prompted/x.jsonl"),
+        dataset=None,
+        self_prompted=5,
+        question_tokens=12,
+    )
+    runs = [drafted, self_prompted]
     for one in runs:
         Path(one.out).parent.mkdir()
     run_apart(kill, every, *(one.model_dump_json() for one in runs))
