@@ -20,6 +20,7 @@ def engines(benchmark: Callable[[str], ModuleType]) -> Any:
     return benchmark("decoding.engines")
 
 
+@pytest.mark.slow
 def test_rounds_are_those_of_transformers_and_a_refusal_is_quoted(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

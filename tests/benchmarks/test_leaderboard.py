@@ -58,6 +58,7 @@ def arguments(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_drafter_enters(
     leaderboard: ModuleType, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,10 +60,17 @@ def test_cuts_are_spread_over_the_answer() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [pytest.param("moa", {}, marks=pytest.mark.slow), ("moa", {"target_layer_inference": 1}),
-     ("eagle3", {}), ("dspark", {}), ("glide", {}), ("medusa", {}), ("independent", {})],
+    [
+        pytest.param("moa", {}, marks=pytest.mark.slow),
+        ("moa", {"target_layer_inference": 1}),
+        pytest.param("eagle3", {}, marks=pytest.mark.slow),
+        ("dspark", {}),
+        pytest.param("glide", {}, marks=pytest.mark.slow),
+        ("medusa", {}),
+        pytest.param("independent", {}, marks=pytest.mark.slow),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_batches_give_what_each_cut_gives_alone(
     endless: Target, kind: str, sizes: dict[str, Any]
 ) -> None:

@@ -72,7 +72,7 @@ def test_tokens_are_those_of_the_cpu(gpu: str) -> None:
     ("kind", "shape"),
     quick_rows(
         itertools.product(test_graphs.DRAFTERS, (None, CHAIN, TREE)),
-        [("moa", None), ("moa", TREE), ("eagle", CHAIN)],
+        [("moa", TREE), ("eagle", CHAIN)],
     ),
     ids=str,
 )
@@ -123,7 +123,7 @@ def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.Mon
     ("kind", "sampling"),
     quick_rows(
         itertools.product((None, "moa", "eagle"), (GREEDY, SAMPLED)),
-        [(None, SAMPLED), ("moa", GREEDY), ("eagle", SAMPLED)],
+        [("moa", GREEDY), ("eagle", SAMPLED)],
     ),
     ids=str,
 )

@@ -1,7 +1,7 @@
 """Builds drafters with random or briefly trained weights, and the activations to train them on."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -182,9 +182,15 @@ def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tu
     return tokens, response
 
 
+@lru_cache(maxsize=8)
+def _answers_once(target: Target, prompts: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+    """Return :func:`answers`, which several drafters of one target learn from."""
+    return answers(target, [list(prompt) for prompt in prompts])
+
+
 def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
     """Train a drafter for a few steps on the target's own answers to some prompts."""
-    inputs = stored(drafter, target.model, *answers(target, prompts))
+    inputs = stored(drafter, target.model, *_answers_once(target, tuple(map(tuple, prompts))))
     frozen, rows = frozen_for(drafter, target.model), len(prompts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
     for step in range(n_steps):

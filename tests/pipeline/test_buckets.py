@@ -99,6 +99,7 @@ def test_readers_of_a_bucket(
     assert exported == same != {}
 
 
+@pytest.mark.slow
 def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Path) -> None:
     recode(local, "int8", tmp_path / "int8")
     out = remote.backend.url + "-int8"

@@ -38,8 +38,8 @@ def folder_bytes(store: Path, name: str = "") -> int:
 @pytest.mark.parametrize(
     "codec",
     quick(
-        ["lossless", "int8", "transform:2,tokens,from-kv"],
-        ["lossless", "transform:2,tokens,from-kv"],
+        ["lossless", "int8", "transform:2", "transform:2,tokens,from-kv"],
+        ["lossless", "transform:2"],
     ),
 )
 def test_a_store_takes_the_planned_bytes(

@@ -213,6 +213,7 @@ def test_extracting_recoding_and_repairing(joint: ExtractConfig, tmp_path: Path)
     assert read_tree(joint.out) == whole
 
 
+@pytest.mark.slow
 def test_a_state_that_is_added_leaves_the_others_as_they_are(joint: ExtractConfig) -> None:
     before = read_tree(joint.out)
     with ActivationStore(joint.out) as store:

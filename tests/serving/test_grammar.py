@@ -100,8 +100,8 @@ def slow(name: str, sampling: Any) -> Any:
     ("name", "sampling"),
     [
         slow("schema", GREEDY), ("schema", SAMPLED),
-        ("any object", GREEDY), slow("any object", SAMPLED),
-        ("regex", GREEDY), slow("regex", SAMPLED),
+        slow("any object", GREEDY), slow("any object", SAMPLED),
+        slow("regex", GREEDY), slow("regex", SAMPLED),
     ],
     ids=[f"{name}-{way}" for name in FORMS for way in ("greedy", "sampled")],
 )  # fmt: skip
@@ -241,6 +241,7 @@ def test_forms_that_cannot_be_followed_are_refused(
     assert "\n" not in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_form_that_becomes_too_large_ends_its_own_text(server: LiveServer) -> None:
     large = {f"k{index}": {"type": "string", "maxLength": index % 50 + 1} for index in range(2500)}
     form = {"structured_outputs": {"json": {"type": "object", "properties": large}}}

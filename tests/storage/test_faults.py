@@ -33,7 +33,7 @@ from moa_data.tests.kit.object_stores import (
 from moa_data.tests.kit.stores import Recipe, check_reads_equal, make_recipe, read_tree
 
 _log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
-LENGTHS = (70, 3, 200, 64)
+LENGTHS = (70, 3, 64)
 RECIPE = make_recipe(LENGTHS)
 
 

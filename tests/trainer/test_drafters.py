@@ -57,7 +57,7 @@ def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("hidden") / "store", activations=activations)
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, ["glide", "dflash"]))
+@pytest.mark.parametrize("kind", quick(KINDS, ["dflash"]))
 def test_it_learns_resumes_and_decodes(
     store_path: Path, hidden_store: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -97,7 +97,7 @@ def check_decoding(drafter: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", quick(["moa", "moa with a target layer", *KINDS], ["moa", "eagle", "dspark"])
+    "kind", quick(["moa", "moa with a target layer", *KINDS], ["moa", "eagle"])
 )
 def test_in_parts_and_in_low_precision(
     store_path: Path, hidden_store: Path, tmp_path: Path, kind: str
@@ -222,11 +222,13 @@ def test_codes_of_what_a_drafter_needs_are_read(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layer_attention": False, "target_layer_inference": 1},
+        pytest.param(
+            {"layer_attention": False, "target_layer_inference": 1}, marks=pytest.mark.slow
+        ),
         {"layer_stride": 2, "target_layer_inference": 1},
-        {"step_bound": False},
+        pytest.param({"step_bound": False}, marks=pytest.mark.slow),
         pytest.param({"step_bound_min": 4, "step_bound_max": 4}, marks=pytest.mark.slow),
-        {"on_policy": False, "target_layer_inference": 1},
+        pytest.param({"on_policy": False, "target_layer_inference": 1}, marks=pytest.mark.slow),
         PRESETS["paper"]["drafter"],
         pytest.param(DSPARK | {"context": "kv", "fused_layers": (1,)}, marks=pytest.mark.slow),
         DSPARK | {"context": "memory"},

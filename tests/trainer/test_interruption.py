@@ -30,7 +30,7 @@ pytestmark = [
 
 SETTINGS: dict[str, Any] = {
     "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4,
-    "target_layer_inference": 1,
+    "drafter": "eagle",
 }  # fmt: skip
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 

@@ -38,6 +38,10 @@ KINDS: dict[str, dict[str, Any]] = SIZES | {
     "dspark on a memory": {"context": "memory", "block_layers": 1, "markov_rank": 8},
     "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
 }
+QUICK_KINDS = (
+    "eagle3", "glide", "medusa", "moa with a target layer", "dflash with D-PACE",
+)  # fmt: skip
+"""The kinds that run by default: one of each way to read the store and to draft."""
 N_STEPS = 2
 # Most waits of one step, with its batch, forward, backward, clipping and optimizer.
 MAX_WAITS = 4
@@ -135,7 +139,7 @@ def assert_equal(found: Sequence[Step], expected: Sequence[Step]) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, KINDS.keys() - {"moa", "dspark"}))
+@pytest.mark.parametrize("kind", quick(KINDS, QUICK_KINDS))
 def test_steps_are_those_of_the_cpu_and_wait_rarely(
     store_of_all: Path, device: Counts, kind: str
 ) -> None:
@@ -149,7 +153,9 @@ def test_steps_are_those_of_the_cpu_and_wait_rarely(
     assert own.validated() == pytest.approx(expected.validated(), rel=1e-4)
 
 
-@pytest.mark.parametrize("codec", ["int8", "transform:2,tokens@all"])
+@pytest.mark.parametrize(
+    "codec", quick(["int8", "transform:2,tokens@all"], ["transform:2,tokens@all"])
+)
 def test_codes_are_decoded_on_the_device(
     store_of_all: Path, tmp_path: Path, device: Counts, codec: str
 ) -> None:

@@ -34,7 +34,7 @@ from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.training import build_store, tiny_model
 from moa_data.trainer.sensitivity import DrafterMetrics, drawn_gradients
 
-N_DRAWS = 400
+N_DRAWS = 250
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(
         )
         own = torch.cat([part for group in gradients for part in group], dim=1)
         drawn += own.T @ own / N_DRAWS
-    assert (drawn - exact).norm() < 0.15 * exact.norm()
-    assert float(drawn.trace()) == pytest.approx(float(exact.trace()), rel=0.05)
+    assert (drawn - exact).norm() < 0.19 * exact.norm()
+    assert float(drawn.trace()) == pytest.approx(float(exact.trace()), rel=0.065)
 
 
 @pytest.mark.parametrize(

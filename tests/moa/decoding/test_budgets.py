@@ -51,7 +51,7 @@ LAUNCHES = {
     "dspark on memory": 381,
 }  # fmt: skip
 """Upper bounds of a whole greedy round: a chain of 4 drafts, and the call of a 2-layer target."""
-NOT_BY_DEFAULT = ("eagle", "dflash", "dspark")
+NOT_BY_DEFAULT = ("moa", "eagle", "glide", "dflash", "dspark", "dspark on kv")
 BY_DEFAULT = [
     *(f"{drafter}: 4" for drafter in DRAFTERS if drafter not in NOT_BY_DEFAULT), "eagle: 3x3x8"
 ]  # fmt: skip
@@ -119,7 +119,7 @@ def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(
     [
         (None, None, 145),
         ("moa", "3x2x4", 530),
-        ("dspark", "4", 541),
+        pytest.param("dspark", "4", 541, marks=pytest.mark.slow),
         pytest.param("eagle", "4", 461, marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model
-from moa_data.tests.kit.variants import quick
+from moa_data.tests.kit.variants import quick, quick_rows
 
 DEPTH = 4
 N_SLOTS = 64
@@ -35,7 +35,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "independent": ("independent", {}),
     "glide": ("glide", {}),
 }
-BY_DEFAULT = ["moa, a target layer", "eagle", "eagle3", "independent"]
+BY_DEFAULT = ["moa, a target layer", "eagle3"]
 
 
 def replays(counts: Counts, file: str) -> int:
@@ -136,7 +136,10 @@ def test_targets_of_other_families(device: Counts, family: str) -> None:
     assert drafts_of(*graphs, PROMPTS) == drafts_of(*plain, PROMPTS)
 
 
-@pytest.mark.parametrize(("drafter", "most"), [(None, 11), ("moa", 20), ("eagle", 24)])
+@pytest.mark.parametrize(
+    ("drafter", "most"),
+    quick_rows([(None, 11), ("moa", 20), ("eagle", 24)], [(None, 11), ("eagle", 24)]),
+)
 def test_a_whole_round_of_graphs(device: Counts, drafter: str | None, most: int) -> None:
     """A whole round has at most one wait.
 

@@ -11,6 +11,7 @@ through the interface of ``drafters.base``, on random targets of every supported
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +58,14 @@ CLOSE = 2e-5
 """Largest absolute difference of features in float32."""
 PLAIN, WINDOW = "llama", "qwen2-mixed"
 """The target families that run by default: a plain one, and one with biases and a window."""
+
+
+@cache
+def endless_target() -> Target:
+    """Build the target of all taught drafters. It never ends an answer."""
+    target = Target(build_model(num_hidden_layers=3))
+    target.eos_token_ids = frozenset()
+    return target
 
 
 class Rows:
@@ -365,8 +374,7 @@ class DrafterContract:
     @classmethod
     def taught(cls) -> tuple[Target, Any]:
         """Build a target that never ends an answer, and a drafter that is often right."""
-        target = Target(build_model(num_hidden_layers=3))
-        target.eos_token_ids = frozenset()
+        target = endless_target()
         return target, teach(cls.build(target.model), target, PROMPTS, cls.learns_in)
 
     @pytest.fixture

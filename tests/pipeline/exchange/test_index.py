@@ -47,7 +47,7 @@ def export_index(store: Path, out: Path, **options: Any) -> str:
     return export_store(ExportConfig(store=str(store), format="index", out=str(out), **options))
 
 
-@pytest.mark.parametrize("library", quick(READ, ["duckdb", "polars"]))
+@pytest.mark.parametrize("library", quick(READ, ["duckdb"]))
 def test_the_examples_read_what_they_choose(store: Path, tmp_path: Path, library: str) -> None:
     (tmp_path / "store").symlink_to(store)
     export_index(store, tmp_path / "index.parquet")

@@ -49,7 +49,7 @@ def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
 # Modes, drafters, sampling, codecs
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer", "independent"]))
+@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer"]))
 def test_every_mode_gives_the_plain_answer(name: str) -> None:
     """A trained drafter is often right, also on the client's side."""
     # A busy machine must not count as a cut network.
@@ -139,10 +139,7 @@ def test_writes_offline_and_takes_back(server: Server) -> None:
 
 
 CUTS = [(mode, way, reset) for mode in MODES for way in ("up", "down") for reset in (True, False)]
-QUICK_CUTS = {
-    ("server", "up", True), ("server", "down", False), ("client", "up", False),
-    ("client", "down", True),
-}  # fmt: skip
+QUICK_CUTS = {("server", "down", False), ("client", "up", True)}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +154,7 @@ def test_cut_after_any_byte(
 ) -> None:
     """Record an exchange. Then repeat it with a cut after every few bytes of one direction."""
     timeouts = Timeouts(connect_s=120.0, silence_s=0.05, dead_s=0.3)
-    wanted, step = plain(PROMPTS[3], 12), 1 if is_complete else 1499 if way == "down" else 397
+    wanted, step = plain(PROMPTS[3], 12), 1 if is_complete else 2999 if way == "down" else 397
     with Proxy(server.port) as proxy:
         with client(proxy.address, mode=mode) as connected:
             assert list(connected.complete(PROMPTS[3], max_new_tokens=12).tokens) == wanted

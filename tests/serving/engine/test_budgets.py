@@ -29,10 +29,10 @@ SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
 CONTEXTS = {"wants_context": True}
 BUDGETS: list[Any] = [
     pytest.param("", {}, 380, 1, marks=pytest.mark.slow),
-    ("eagle", {}, 610, 2),
+    pytest.param("eagle", {}, 610, 2, marks=pytest.mark.slow),
     pytest.param("moa", {}, 790, 2, marks=pytest.mark.slow),
     pytest.param("moa", CONTEXTS, 820, 2, marks=pytest.mark.slow),
-    ("moa", {"tree": "3x2x6"}, 790, 2),
+    pytest.param("moa", {"tree": "3x2x6"}, 790, 2, marks=pytest.mark.slow),
     ("eagle3", {"tree": "4@0.3"}, 660, 3),  # checks once whether the drafter is sure enough
     pytest.param("", {"sampling": SAMPLED}, 470, 2, marks=pytest.mark.slow),
     # It waits once per level of drafts and of accepted ones.
@@ -144,11 +144,11 @@ def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts
         pytest.param("", {}, marks=pytest.mark.slow),
         # This has chunks, evictions and moves.
         ("", {"prefill_chunk": 24, "kv_tokens": 160, "max_drafts": 8}),
-        ("eagle", {}),
+        pytest.param("eagle", {}, marks=pytest.mark.slow),
         pytest.param("moa", {}, marks=pytest.mark.slow),
         pytest.param("moa", {"wants_context": True}, marks=pytest.mark.slow),
         ("moa", {"tree": "3x2x6"}),
-        ("moa", {"sampling": SamplingConfig(temperature=0.9, top_k=20)}),
+        pytest.param("moa", {"sampling": SAMPLED}, marks=pytest.mark.slow),
         ("eagle3", {"tree": "4@0.3"}),
     ],
 )
@@ -173,7 +173,7 @@ TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
     [
         pytest.param(torch.float32, "llama", marks=pytest.mark.slow),
         (torch.float32, "mistral"),
-        (torch.float32, "qwen2-mixed"),
+        pytest.param(torch.float32, "qwen2-mixed", marks=pytest.mark.slow),
         (torch.bfloat16, "llama"),
         pytest.param(torch.bfloat16, "mistral", marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, "qwen2-mixed", marks=pytest.mark.slow),
