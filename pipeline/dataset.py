@@ -30,7 +30,14 @@ import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
 from ..files import kind_of, machine_trouble, parse_object
-from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow, unique_keys
+from ..moa.targets.chat import (
+    COLUMNS_BESIDE_MESSAGES,
+    ROLES,
+    Rejection,
+    RejectReason,
+    UnreadableRow,
+    unique_keys,
+)
 from ..text import counted, first_line, format_bytes
 
 MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.
@@ -40,6 +47,10 @@ MAX_EXPANSION = 200
 Chats reach a ratio of about 10.
 """
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
+_UNREAD = re.compile(
+    r".*\.(?:ndjson|(?:jsonl?|ndjson|csv|parquet|arrow)\.(?:gz|bz2|xz|zst|zip))", re.IGNORECASE
+)
+"""Matches names of files that hold rows in a format that is not read."""
 # The split in which UltraChat and similar datasets keep their chats.
 DEFAULT_SPLIT = "train_sft"
 # Suffix of the JSON file in which `regenerate` describes the chats that it wrote.
@@ -147,11 +158,15 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
     splits: dict[Path, str | None] = {}
     for file in sorted(folder.rglob("*")):
         relative = file.relative_to(folder)
-        is_named = file.suffix.lower() in SUFFIXES and not any(
-            map(_NO_CHATS.fullmatch, relative.parts)
-        )
-        if is_named and file.is_file():
+        if any(map(_NO_CHATS.fullmatch, relative.parts)) or not file.is_file():
+            continue
+        if file.suffix.lower() in SUFFIXES:
             splits[file] = relative.parts[0] if is_dict else _split_of(relative)
+        elif _UNREAD.fullmatch(file.name):
+            raise DatasetError(
+                f"Folder {folder} holds {relative}, which is not in one of the formats "
+                f"{', '.join(SUFFIXES)}. Unpack or convert this file, or move it to another folder."
+            )
     return splits
 
 
@@ -452,6 +467,11 @@ def _read_json(path: Path) -> Iterator[Any]:
         yield from read_jsonl(path)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
+        if beside := [name for name in COLUMNS_BESIDE_MESSAGES if content.get(name)]:
+            raise DatasetError(
+                f"{path} has {beside[0]!r} beside the rows in 'data', where it is not read. Put it "
+                "into each row."
+            )
         content = content["data"]
     yield from content if isinstance(content, list) else [content]
 
@@ -580,6 +600,8 @@ class Columns:
 
         For example, if the messages are read from other columns, ``messages`` itself is left out.
         """
+        if not self._wanted:
+            return []
         replaced = {"messages", "conversations", *(name for name, _ in self.renamed)}
         return [name for name in row if name in replaced - {*self._wanted} and row[name]]
 

@@ -250,7 +250,7 @@ def build_plan(
         texts_origin=origin,
         keeps_texts=stored_sequences is not None,
         dataset=source.describe(),
-        ends_last_turn=template.ends_last_turn,
+        ends_last_turn=bool(template.text_after_last),
     )
 
 

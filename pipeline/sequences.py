@@ -29,7 +29,13 @@ import pyarrow as pa
 from ..errors import DatasetError, WorkerError
 from ..files import replacing
 from ..machine import usable_cores
-from ..moa.targets.chat import Rejection, RejectReason, names_beside_chat, parse_chat
+from ..moa.targets.chat import (
+    MESSAGE_TOOLS,
+    Rejection,
+    RejectReason,
+    names_beside_chat,
+    parse_chat,
+)
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
@@ -381,11 +387,15 @@ def tokenize_row(
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    is_cut = content.get("finish_reason") == "length"
+    is_cut = "length" in (content.get("finish_reason"), chat.messages[-1].get("finish_reason"))
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
     if isinstance(tokenized, Rejection):
         return tokenized
     beside = names_beside_chat(row, template.text)
+    if tools := [name for name in MESSAGE_TOOLS if name in beside]:
+        return Rejection(
+            RejectReason.CONTENT_NOT_READ, f"{tools[0]}, which the chat template does not read"
+        )
     if columns is not None:
         beside += [f"column {name}" for name in columns.left_out(content)]
     return replace(tokenized, beside=tuple(beside))

@@ -46,8 +46,8 @@ _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium",
 # Keys that mark whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner
 # and others. Training uses a message if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
-    r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?"
-    r"|.+_mask|lossmask|requires_grad",
+    r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised?|loss|weights?)(?:_.+)?"
+    r"|.+_masks?|lossmask|requires_grad",
     re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
@@ -62,7 +62,7 @@ _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # because many columns with other purposes have similar names.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
-    r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)"
+    r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
     r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask",
     re.IGNORECASE,
 )
@@ -75,7 +75,10 @@ _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-_READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS, "finish_reason"}
+COLUMNS_BESIDE_MESSAGES = (*_TOOL_COLUMNS, *_SYSTEM_COLUMNS)
+MESSAGE_TOOLS = tuple(f"message key {key}" for key in _TOOL_COLUMNS)
+"""How :func:`names_beside_chat` lists tools inside a message. Only templates may show them."""
+_READ_COLUMNS = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES, "finish_reason"}
 # Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
@@ -466,14 +469,16 @@ def _unread_keys(
 ) -> list[str]:
     """List the filled keys of an item that are not known and that the chat template does not read.
 
-    A template reads a key by ``item.key`` or ``item['key']``.
+    A template reads a key by ``item.key``, ``item['key']`` or ``item.get('key')``.
     """
     return [
         f"{kind} {key}"
         for key, value in item.items()
         if key not in known
         and _is_filled(value)
-        and not re.search(rf"[.'\"]{re.escape(str(key))}\b", template_text)
+        and not re.search(
+            rf"\.{re.escape(str(key))}\b|[\[(]\s*(['\"]){re.escape(str(key))}\1", template_text
+        )
     ]
 
 

@@ -199,8 +199,10 @@ def tokenize_chat(
             end = spans[-2][1] if len(spans) > 1 else 0
             if prompt[:end] != text[:end]:
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
-            text = prompt + "".join(content_texts(messages[-1]))
-            spans[-1] = len(prompt), len(text)
+            # The prompt may already contain the beginning of the response, such as <think>.
+            start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
+            text = prompt[:start] + "".join(content_texts(messages[-1]))
+            spans[-1] = start, len(text)
         elif is_cut:
             spans[-1] = (
                 _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
@@ -316,12 +318,28 @@ def _response_spans(
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
             span = span or _located_span(template, messages, tools, index, text)
-            response = text[slice(*span)] if span else ""
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
+            span = span and _with_opening(text, span, pieces)
+            response = text[slice(*span)] if span else ""
             if span is None or any(_find(response, piece, 0) < 0 for piece in pieces):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
+
+
+def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
+    """Extend a span to the beginning of its first piece, if the piece begins before the span.
+
+    Some generation prompts end with the first words of the response, such as ``<think>``.
+    """
+    start, end = span
+    if not pieces or _find(text[start:end], pieces[0], 0) >= 0:
+        return span
+    for form in pieces[0].forms:
+        begin = text.rfind(form, 0, end)
+        if 0 <= begin < start < begin + len(form):
+            return begin, end
+    return span
 
 
 def _prefix_span(
@@ -342,10 +360,12 @@ def _prefix_span(
     up_to_response = messages[: index + 1]
     turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
+    if template.text_after_last and turn.endswith(template.text_after_last):
+        end += len(template.end_of_turn) - len(template.text_after_last)
     # Harmony ends the last response with <|return|>, but any earlier response with <|end|>. So
     # compare again without the end-of-turn token.
     if not text.startswith(turn):
-        turn = turn.removesuffix(template.end_of_turn)
+        turn = turn.removesuffix(template.text_after_last or template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))
         end = end_token.end() if end_token else 0
     if not (text.startswith(prompt) and text.startswith(turn) and end > len(prompt)):

@@ -256,11 +256,10 @@ def _check_fit(
     """
     expected = model.state_dict()
     # Take the dtypes from the headers of the files, because transformers has cast the loaded
-    # weights.
+    # weights. It may also have changed the prefixes of their names.
+    dtypes = {_PREFIXES.sub("", name): header.dtype for name, header in headers.items()}
     stored = {
-        name: TensorHeader(
-            tuple(value.shape), headers[name].dtype if name in headers else value.dtype
-        )
+        name: TensorHeader(tuple(value.shape), dtypes.get(_PREFIXES.sub("", name), value.dtype))
         for name, value in expected.items()
         if name not in info["missing_keys"]
     }

@@ -40,6 +40,7 @@ RENDER_ERRORS = (
 )  # fmt: skip
 
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
+_ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
 # moa-data puts this comment before a template that it renders with the fixed time. transformers
@@ -151,7 +152,10 @@ class ChatTemplate:
         prompt = self._try_render([user], add_generation_prompt=True)
         # Whether the template writes a generation prompt after a user message.
         self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
-        self.end_of_turn = self._text_after_answer(plain or "")
+        # The text after the last response: an end-of-turn token, and in some templates a further
+        # token that ends the whole text, such as Phi-3's <|endoftext|>.
+        self.text_after_last = self._text_after([user, _ANSWER]).rstrip()
+        self.end_of_turn = self._find_end_of_turn(plain or "")
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
         self._with_tools = (
             ChatTemplate(tokenizer, arguments, where, uses_tools=True)
@@ -171,29 +175,29 @@ class ChatTemplate:
         """Whether any rendering so far has read the time, which is TEMPLATE_TIME."""
         return self._asked_the_time or self._with_tools._asked_the_time
 
-    def _text_after_answer(self, header: str) -> str:
+    def _text_after(self, messages: list[Message]) -> str:
+        """Return the text after the first answer of a chat; empty if the template refuses it."""
+        return (self._try_render(messages) or "").partition(PLACEHOLDER)[2]
+
+    def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response.
 
-        This is the text that the template writes after the last response. If there is none, it is
-        the text between a response and the next turn.
+        This is the first control token that the template writes after the last response, or the
+        whole text if it does not begin with a control token. If no text follows the last response,
+        the end of turn is the control token between a response and the next turn.
 
         Args:
             header: rendering of a chat with one user message.
         """
         user = _message("user")
-        answer = {"role": "assistant", "content": PLACEHOLDER}
-        last = (self._try_render([user, answer]) or "").partition(PLACEHOLDER)[2].rstrip()
-        self.ends_last_turn = bool(last)
-        if last:
-            return last
-        between = (self._try_render([user, answer, user]) or "").partition(PLACEHOLDER)[2]
-        first_token = self.control_tokens.everywhere.match(
-            between, len(between) - len(between.lstrip())
-        )
+        text = self.text_after_last or self._text_after([user, _ANSWER, user])
+        first_token = self.control_tokens.everywhere.match(text, len(text) - len(text.lstrip()))
+        if self.text_after_last:
+            return text[: first_token.end()] if first_token else text
         # If the token also occurs before the first message, it starts turns instead of ending them.
         if first_token is None or first_token.group() in header:
             return ""
-        return between[: first_token.end()]
+        return text[: first_token.end()]
 
     def render(
         self,

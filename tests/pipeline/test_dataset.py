@@ -1,5 +1,6 @@
 """Files, splits and columns of a dataset are read as chats. A bad row is counted as one row."""
 
+import gzip
 import hashlib
 import json
 from collections import Counter
@@ -86,6 +87,25 @@ def test_questions_of_spec_bench_are_prompts_and_other_columns_named_turns_are_n
     assert parse_prompt({"messages": CHAT, "turns": 1}) == Chat(CHAT)
     for turns in ([], "one?", ["one?", " "], [3], None):
         rejected(parse_prompt({"turns": turns}), RejectReason.MALFORMED_TURNS)
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [chat("Hi")])
+    (tmp_path / "README.md").write_text("notes")
+    assert len(list(ChatSource(str(tmp_path), None).rows())) == 1
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    with pytest.raises(DatasetError, match=r"holds b\.jsonl\.gz, .* Unpack"):
+        ChatSource(str(tmp_path), None)
+
+
+def test_what_an_object_says_of_all_rows_is_not_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    content: dict[str, Any] = {"version": "1", "data": [chat("Hi")]}
+    file.write_text(json.dumps(content))
+    assert len(list(ChatSource(str(file), None).rows())) == 1
+    file.write_text(json.dumps(content | {"system": "You are a pirate."}))
+    with pytest.raises(DatasetError, match="'system' beside the rows in 'data'"):
+        list(ChatSource(str(file), None).rows())
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])

@@ -858,6 +858,26 @@ def test_columns_that_others_take_the_place_of_are_named() -> None:
     assert found.beside == ("column system",)
 
 
+def test_messages_that_are_read_are_not_named() -> None:
+    row = {"messages": [ASKS, ANSWERS]}
+    found = tokenize_row(template_of("chatml"), row, 100, Columns.parse([]))
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ()
+
+
+@pytest.mark.parametrize("words", ["", "{# a message may have 'tools' #}"])
+def test_tools_inside_a_message_that_the_template_does_not_read_are_rejected(words: str) -> None:
+    tools = [{"name": "look_up", "parameters": {}}]
+    row = {"messages": [{"role": "system", "content": "S", "tools": tools}, ASKS, ANSWERS]}
+    plain = template_of("chatml")
+    template = ChatTemplate(build_tokenizer(words + plain.text, None, "<|im_end|>"))
+    found = tokenize_row(template, row, 100)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "message key tools")
+    reading = "{% for m in messages %}{{ m['tools'] }}{% endfor %}" + plain.text
+    shown = tokenize_row(ChatTemplate(build_tokenizer(reading, None, "<|im_end|>")), row, 200)
+    assert isinstance(shown, TokenizedChat), shown
+
+
 def test_a_cut_answer_after_one_that_a_prompt_writes_otherwise_is_rejected() -> None:
     """Qwen3 writes an empty thought before the last answers, but not in a prompt."""
     answers = [ANSWERS | {"content": "A first answer."}, ANSWERS | {"content": "A second one."}]

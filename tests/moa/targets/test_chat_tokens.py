@@ -150,6 +150,34 @@ def test_answers_of_harmony_have_their_channels_and_ends() -> None:
     assert marked_texts(tokenizer, chat) == [asked + called, f"{head}noon<|return|>"]
 
 
+def test_a_token_that_ends_the_text_is_not_part_of_the_last_answer() -> None:
+    """Phi-3 writes <|endoftext|> after the end of the last turn."""
+    template = LOOP + "{{ m['content'] + '<|im_end|>\n' }}" + REST
+    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '</s>' }}{% endif %}"
+    tokenizer = build_tokenizer(template, None, "</s>")
+    chat = tokenized(tokenizer, turns("q", "one", "q2", "two"))
+    assert marked_texts(tokenizer, chat) == ["one<|im_end|>", "two<|im_end|>"]
+    assert tokenizer.decode(chat.tokens).endswith("two<|im_end|>\n</s>")
+
+
+def test_an_answer_may_begin_in_the_generation_prompt() -> None:
+    """The generation prompts of Qwen3's thinking models end with <think>."""
+    prompt = "'<|im_start|>assistant\\n' }}"
+    assert prompt in QWEN3_TEMPLATE
+    tokenizer = build_tokenizer(
+        QWEN3_TEMPLATE.replace(prompt, "'<|im_start|>assistant\\n<think>\\n' }}"),
+        None,
+        "<|im_end|>",
+    )
+    answer = "<think>\na thought\n</think>\n\nten"
+    messages = turns("two times five?", answer)
+    chat = tokenized(tokenizer, messages)
+    assert marked_texts(tokenizer, chat) == [answer + "<|im_end|>"]
+    cut = tokenize_chat(ChatTemplate(tokenizer), messages, 4096, is_cut=True)
+    assert marked_texts(tokenizer, cut) == [answer]
+    assert tokenizer.decode(cut.tokens).count("<think>") == 1
+
+
 def test_results_of_tools_inside_a_response_are_refused() -> None:
     """Gemma 4's templates write a call, its result, and then the content of the call's message."""
     template = (
@@ -223,7 +251,7 @@ def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none(
         "+ '<|im_end|>\n' }}", "+ ('' if loop.last else '<|im_end|>\n') }}"
     )
     template = ChatTemplate(build_tokenizer(between, None, "<|im_end|>"))
-    assert not template.ends_last_turn
+    assert not template.text_after_last
     chat = tokenize_chat(template, turns("q", "one", "q", "two"), 100)
     assert marked_texts(template.tokenizer, chat) == ["one<|im_end|>", "two"]
     never = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}", "}}")
