@@ -163,6 +163,11 @@ def _read_sizes(
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # In the EAGLE authors' code, the first layer has no norm before its attention. If the file has
     # such a norm, this tensor is refused as unexpected.
+    for key, name in {"bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias"}.items():
+        if config.get(key) and name not in weights:
+            raise DrafterError(
+                f"config.json has {key} true, but the tensor {name} is missing; export it again."
+            )
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
     )
@@ -286,6 +291,10 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "use_aux_hidden_state": True,
         "logit_scale": 1,
         "target_hidden_size": facts["hidden_size"],
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bias": False,
     }.items():
         if (value := eagle_config.get(name, config.get(name, plain))) not in (plain, None):
             raise DrafterError(

@@ -34,6 +34,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3
 from moa_data.tests.kit.families import build_family
+from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.variants import quick_rows
 
@@ -376,6 +377,27 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
         write_weights(tmp_path, weights | change)
         with pytest.raises(DrafterError):
             load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("eagle3", "num_hidden_layers", 2), ("eagle3", "attention_bias", True),
+        ("eagle3", "mlp_bias", True), ("eagle3", "bias", True),
+        ("eagle", "bias", True), ("eagle", "qkv_bias", True),
+    ],
+)  # fmt: skip
+def test_tensors_that_a_config_calls_for_are_missed(
+    tmp_path: Path, name: str, key: str, value: Any
+) -> None:
+    model = build_model()
+    sizes = {"eagle_input_norm": False, "eagle_fc_bias": False} if name == "eagle" else {}
+    write(build(name, model, **sizes), name, tmp_path, model)
+    without_own_key(tmp_path)
+    load_drafter(tmp_path)
+    change_json(tmp_path / "config.json", **{key: value})
+    with pytest.raises(DrafterError, match=f"{key} "):
+        load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("own_key", [True, False])

@@ -166,9 +166,17 @@ def test_layers_are_for_drafting_only_if_they_have_its_parts(folder: Path) -> No
     refused(folder, "unexpected key model.layers.3.input_layernorm.weight [48]")
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
-def test_weights_of_dtypes_that_are_not_floating_point(folder: Path, dtype: torch.dtype) -> None:
-    change_weights(folder, lambda weights: weights.update({KEYS: torch.ones(24, 48).to(dtype)}))
+def test_weights_of_dtypes_that_are_not_floating_point(
+    folder: Path, dtype: torch.dtype, prefix: str
+) -> None:
+    def change(weights: dict[str, Tensor]) -> None:
+        weights[KEYS] = torch.ones(24, 48).to(dtype)
+        for name in list(weights):
+            weights[name.replace("model.", prefix, 1)] = weights.pop(name)
+
+    change_weights(folder, change)
     refused(folder, KEYS, str(dtype).removeprefix("torch."))
 
 
