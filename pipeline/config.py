@@ -114,7 +114,7 @@ class ForwardSettings(Config):
     bfloat16."""
     source: Literal["transformers", "vllm"] = "transformers"
     """Inference engine that runs the target: transformers or vllm. vLLM must be installed
-    separately."""
+    separately, and its activations differ from those of transformers in the last bits."""
     batch_tokens: Count | None = None
     """Number of tokens per forward pass, padding included. Lower it if memory runs out. Default:
     16384 on an accelerator, 2048 on a CPU, 65536 with vLLM (which divides them into smaller
@@ -143,8 +143,8 @@ class ScaleSettings(Config):
     """Number of GPUs for each Ray worker: 1, a fraction such as 0.5, or 0 to compute on CPUs.
     Default: 1 if this machine has a GPU, otherwise 0."""
     cpus_per_worker: Count = 1
-    """Number of CPU cores that Ray reserves for each worker. A worker with a GPU also uses the
-    cores that belong to its GPU's share of the machine."""
+    """Number of CPU cores that Ray reserves for each worker. A worker may use more cores: those of
+    its machine, divided by the number of workers that fit on it."""
 
     @override
     def problems(self) -> list[str]:

@@ -134,7 +134,7 @@ def pull(
         if not kind:
             raise DatasetError(
                 f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}, so it holds no complete "
-                "store or drafter. Check the name, or run the `moa-data push` to it again."
+                "store or drafter. Check the name, or finish the push with `moa-data push`."
             )
         location: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
         api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **location)
@@ -201,8 +201,8 @@ def _what(path: Path) -> tuple[Path, str, str]:
         summary = summarize_store(path)
         if unfinished := summary.missing or ", ".join(summary.unfinished):
             raise DatasetError(
-                f"{path} is incomplete: {unfinished}. Run the command that made it again to "
-                "complete it, then push."
+                f"{path} is incomplete: {unfinished}. Repeat the command that made it, which "
+                "completes it, then push."
             )
         return path, MANIFEST_NAME, "dataset"
     for folder in (path, path / "drafter"):

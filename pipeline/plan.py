@@ -196,7 +196,8 @@ def build_plan(
     }
     if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise OptionInvalid(
-            "--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'."
+            "--engine ray needs Ray, which is not installed. Install it with pip install "
+            "'moa-data[ray]'."
         )
     out = open_path(config.out)
     sources = stored_sources(out)

@@ -768,8 +768,8 @@ class Server:
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
         raise ServingError(
-            f"The server {self._url} has {', '.join(names) or 'no model'}. Choose a model that it "
-            "has with --model."
+            f"--model must name a model of the server {self._url}, which has "
+            f"{', '.join(names) or 'no model'}."
         )
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:

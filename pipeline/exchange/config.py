@@ -36,7 +36,8 @@ class ExportConfig(Config):
 
     rows_only: bool = False
     """Write only token ids and loss masks, no hidden states; only with --format speculators. The
-    trainer of speculators then reads the hidden states from the store."""
+    trainer of speculators then reads the hidden states from the store, with a command that
+    docs/interop.md shows."""
 
     @override
     def problems(self) -> list[str]:

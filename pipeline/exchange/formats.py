@@ -104,8 +104,8 @@ class FileFormat(ABC):
         ]
         if not paths:
             raise DatasetError(
-                f"{folder} has no file with a name like {self.pattern}, as the format {self.name} "
-                "has. Check the folder and --format."
+                f"{folder} has no file named like {self.pattern}, so it is not in the format "
+                f"{self.name}. Check the folder and --format."
             )
         return sorted(paths, key=numbers)
 

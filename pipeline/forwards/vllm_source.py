@@ -297,8 +297,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         if (trouble := file.with_suffix(".error")).exists():
             raise WorkerError(
                 f"vLLM's connector cannot write the activations of a sequence to {file.parent} "
-                f"({trouble.read_text()}). Free some space there; /dev/shm takes it from the main "
-                "memory."
+                f"({trouble.read_text()}). Free some space there, or main memory if it is in "
+                "/dev/shm."
             )
         if time.monotonic() > last_s:
             raise WorkerError(
