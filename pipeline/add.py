@@ -80,7 +80,7 @@ class AddPlan(WritePlan):
     @property
     def added(self) -> str:
         """The names of the new fields, as text."""
-        return ", ".join(self.forward.spec.fields) or "no field, the store has them all"
+        return ", ".join(self.forward.spec.fields) or "no field, because the store has all of them"
 
     @property
     def n_parts(self) -> int:
@@ -98,8 +98,8 @@ class AddPlan(WritePlan):
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
             f"{self.forward.dtype}, codec {self.codec.name}; all of it is kept",
             f"adds         {self.added}{bundle}",
-            f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,}, in {self.n_parts:,} of "
-            f"{self.n_stored_parts:,} parts",
+            f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,} to process, in "
+            f"{self.n_parts:,} of {self.n_stored_parts:,} parts",
             f"raw          {format_bytes(self.raw_bytes)} "
             f"({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per token)",
             f"on disk      {self.describe_disk()} more",
@@ -135,8 +135,8 @@ def add(
     ) as writer:
         with (
             interruptible(
-                f"in a part, which was discarded; readers see {plan.store} unchanged until {added} "
-                "is complete"
+                f"while a part was written, which was discarded; readers see {plan.store} "
+                f"unchanged until {added} is complete"
             ),
             ActivationStore(plan.store) as reader,
         ):
@@ -226,9 +226,9 @@ def _learn(
     """Fit the codec of the new fields to the same sequences as the codec of the old fields."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
-            f"{plan.store}: the codec of {plan.added} must be fitted to sequences of all parts, "
-            f"but {n_pending} parts are still to be extracted. Run the store's extract command "
-            "again, then add."
+            f"{plan.store} is incomplete: {n_pending} of its parts are not extracted yet, but the "
+            f"codec of {plan.added} must be fitted to sequences of all parts. Run the extract "
+            "command of this store again, then add."
         )
     plan.learn(target, reader.lengths, lambda row: reader.read(row, TOKENS), progress)
     save_next_basis(writer, plan.codec)
@@ -265,15 +265,15 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     )
     if not relative <= stored_tolerance(reader, dtype):
         raise OptionInvalid(
-            f"{plan.store}: {plan.config.model} gives a hidden/last that differs by {relative:.1%} "
-            "from the stored one, more than rounding explains, so new fields would not match the "
-            "old ones. Nothing was written; check the release of transformers, and run "
-            "`moa-data audit`."
+            f"The last hidden states (hidden/last) that {plan.config.model} computes differ by "
+            f"{relative:.1%} from those in {plan.store}, which is more than rounding explains. "
+            "Nothing was written, because new fields would not match the old ones. Check that "
+            "transformers has the release that made the store, and run `moa-data audit`."
         )
     if not relative:
-        return "the first batch gave the stored hidden/last bit for bit"
+        return "in the first batch, the target computed exactly the stored hidden/last"
     return (
-        "the first batch gave the stored hidden/last up to a relative error of "
+        "in the first batch, hidden/last differs from the stored values by a relative error of "
         f"{relative:.1e}, from rounding or the codec"
     )
 
@@ -287,7 +287,8 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
         report.lines.append(f"rounding     {agreement}")
     if n_pending := len(writer.pending_parts()):
         report.lines.append(
-            f"pending      {counted(n_pending, 'part')} to be extracted, with all fields"
+            f"pending      {counted(n_pending, 'part')} still to be extracted, with the old and "
+            "the new fields"
         )
     return report
 
@@ -325,7 +326,8 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     specs = field_specs(full, sizes, settings["dtype"], groups)
     if not set(stored.fields) <= set(specs):
         raise OptionInvalid(
-            f"{path} describes its fields differently from this release. Extract to a new store."
+            f"{path} describes its fields in another way than this release of moa-data, so no "
+            "fields can be added to it. Extract to a new store."
         )
     codec = extended_codec(codec, specs)
     forward = ForwardPlan(
@@ -397,7 +399,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
     missing = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
     command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
     raise OptionInvalid(
-        f"{plan.store} lacks {', '.join(missing)}, and its committed parts are not extracted "
+        f"{plan.store} lacks {', '.join(missing)}, and `extract` does not process finished parts "
         f"again. Add what is missing with {command}."
     )
 
@@ -412,11 +414,15 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
     origin: Any = stored.extraction.get("imported_from")
     engine: Any = stored.extraction.get("engine")
     if missing or engine:
-        how = f"does not say its {missing[0]}" if missing else f"was extracted by {engine['name']}"
-        how = f"was imported from {origin}" if origin else how
+        how = (
+            f"does not record the setting {missing[0]}"
+            if missing
+            else f"was extracted with {engine['name']}"
+        )
+        how = f"was imported from files of {origin}" if origin else how
         raise OptionInvalid(
-            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new "
-            "store with all fields."
+            f"{path} {how}, so the target cannot be run again as it was for this store, and no "
+            "activations can be added. Extract to a new store, with all activations that you need."
         )
     return dict(stored.extraction)
 
@@ -434,7 +440,7 @@ def _find_same_target(
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
     if (kind := torch.device(pick_device(device)).type) != wanted:
-        advice = "Give a --device of the kind that it was made with."
+        advice = "Give a --device of the kind (CPU or GPU) that the store was extracted with."
         raise StoreMismatch(str(path), {"extraction.device": (wanted, kind)}, advice)
     tokens = tokenizer_identities(folder, load_target_tokenizer(folder))
     check_identities(path, stored.identities, tokens | weight_identities(folder, progress))

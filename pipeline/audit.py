@@ -96,8 +96,8 @@ class AuditReport:
             for name, row in self.worst().items()
         ]
         lines += [
-            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by "
-            f"{row.relative_error:.2e}"
+            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by a relative "
+            f"error of {row.relative_error:.2e}"
             for row in self.rows
             if not row.ok
         ]
@@ -129,7 +129,10 @@ def audit(
     """
     with ActivationStore(store) as stored:
         if not len(stored):
-            raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")
+            raise DatasetError(
+                f"{stored.path} has no finished part yet, so there is nothing to audit. Run "
+                "extract first."
+            )
         extraction = stored.manifest.extraction
         folder = plan.find_target(model, plan.recorded_sources(extraction))
         plan.check_identities(
@@ -186,15 +189,17 @@ def _tokenize_again(
             if isinstance(chat, TokenizedChat):
                 chats[row] = chat
     except (DatasetError, OptionInvalid, WorkerError) as error:
-        return {}, f"{only}: {error}"
+        return {}, f"{only}, because the chats could not be tokenised again: {error}"
     recorded = extraction.get("template_time")
     if recorded != TEMPLATE_TIME.isoformat() and (recorded or template.asked_the_time):
         made = (
-            f"as of {recorded}"
+            f"for the time {recorded}"
             if recorded
-            else "on the day of the extraction, which the store does not name"
+            else "on the day of the extraction, which the store does not record"
         )
-        return {}, f"the chats were rendered {made}; {only}"
+        return {}, (
+            f"the chat template shows the current time, and the chats were rendered {made}; {only}"
+        )
     return chats, ""
 
 
@@ -215,7 +220,7 @@ def _text_rows(
             live = getattr(chats.get(source_row), name, np.empty(0))
             if len(live) != len(stored_values):
                 max_error = differing = float("inf")
-                detail += f"; {len(stored_values)} tokens stored, {len(live)} live"
+                detail += f"; the store has {len(stored_values)} tokens, now there are {len(live)}"
             else:
                 difference = np.abs(stored_values.astype(np.int64) - live.astype(np.int64))
                 max_error = float(difference.max())

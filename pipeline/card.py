@@ -60,7 +60,7 @@ embeddings, final norm and LM head.
 {fields}
 
 {stored} in {summary.manifest.n_parts:,} parts, {summary.bytes_per_token:,.0f} bytes per token, \
-{summary.ratio:.3f} of the raw values; codec `{summary.codec}`.
+{summary.ratio:.3f} of the size of the raw values; codec `{summary.codec}`.
 
 ## Load it with moa-data
 

@@ -76,7 +76,7 @@ class Comparison:
             f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with "
             f"{self.reference}",
             f"bytes        {self.bytes_per_token:,.0f} per token, {self.times_smaller:.1f} times "
-            "smaller than raw",
+            "smaller than the raw values",
             f"errors       {', '.join(totals)}",
         ]
         lines += [
@@ -85,10 +85,13 @@ class Comparison:
             if differences.by_layer
         ]
         if self.teacher is not None:
-            lines.append(f"teacher      {self.teacher.describe()} positions")
+            lines.append(
+                f"teacher      {self.teacher.describe()} positions, from the stored hidden/last"
+            )
         if self.continued is not None:
             lines.append(
-                f"continued    {self.continued.describe()} positions after stored keys and values"
+                f"continued    {self.continued.describe()} positions, from the target after stored "
+                "keys and values"
             )
         return lines
 
@@ -165,8 +168,8 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     )
     if first != second:
         raise OptionInvalid(
-            f"{exact.path} and {coded.path} hold activations of different targets ({first} and "
-            f"{second}). Compare stores of the same target."
+            f"{exact.path} and {coded.path} hold activations of different targets "
+            f"(target.weights_sha256 is {first} and {second}). Compare stores of the same target."
         )
     names = [name for name in exact.fields if name not in TEXT_FIELDS]
     common = [
@@ -175,7 +178,7 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     if not common:
         raise OptionInvalid(
             f"{exact.path} has the activations {', '.join(names)}, but {coded.path} has none of "
-            "them in the same shape. Compare stores with the same activations."
+            "these with the same shape and data type. Compare stores with the same activations."
         )
     return common
 
@@ -264,8 +267,8 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     }
     if target.has_states or cached - stored:
         raise OptionInvalid(
-            f"{exact.path} does not hold the entire cache of {model}, so the target cannot "
-            "continue from it. Leave out --model."
+            f"{exact.path} does not hold the entire cache (keys, values and recurrent states) of "
+            f"{model}, so the target cannot continue from it. Leave out --model."
         )
     return target
 

@@ -38,22 +38,23 @@ class RowSettings(Config):
     """Which rows of a dataset are read, and how."""
 
     split: Common[str | None] = None
-    """Split of the dataset to read. In a local folder, a split is the files or sub-folders with its
-    name. Default: train_sft, or the only split. If a folder has several splits and none is
-    train_sft, give this option."""
+    """Split of the dataset to read. In a local folder, a split consists of the files or sub-folders
+    that are named after it, such as train.jsonl or train/. Default: train_sft, or the only split.
+    If a folder has several splits and none is train_sft, give this option."""
     columns: tuple[str, ...] = ()
     """How columns of the dataset form chats. ROLE=COLUMN reads the messages of a role (user,
     assistant or system) from a column, as in user=question,assistant=answer. Columns joined by +
     are concatenated: user=instruction+input. messages=COLUMN reads entire chats from a column, and
-    tools=COLUMN the tools of each chat. alpaca and prompt-completion are the columns of these two
-    formats. Default: entire chats in the column messages or conversations."""
+    tools=COLUMN the tools of each chat. The names alpaca and prompt-completion stand for the
+    columns of these two formats. Default: entire chats in the column messages or conversations."""
     dataset_config: str | None = None
     """Name of the configuration (subset) to read, for a Hub dataset that has several."""
     dataset_revision: str | None = None
     """Branch, tag or commit of a dataset on the Hugging Face Hub. Default: main. The store records
     the commit, and later runs use it."""
     max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Stop with an error if more than this fraction of the rows cannot be used."""
+    """Largest fraction of the rows that may be unusable. If more rows cannot be used, the command
+    stops with an error."""
 
 
 class DataSettings(RowSettings):
@@ -69,7 +70,8 @@ class DataSettings(RowSettings):
     """Arguments for the target's chat template, as NAME=VALUE or a JSON object; for example
     enable_thinking=false for Qwen3."""
     tokenize_processes: Count | None = None
-    """Number of processes that tokenise the chats. Default: one per CPU core."""
+    """Number of processes that tokenise the chats. Fewer processes need less memory. Default: one
+    per CPU core."""
 
 
 class StorageSettings(Config):
@@ -79,19 +81,19 @@ class StorageSettings(Config):
     """Data type of the stored activations. On an accelerator the target also computes in this type,
     unless --compute-dtype is given."""
     codec: Common[str] = "lossless"
-    """Compression of the activations. lossless: exact values. int8: 8 bits per value. transform:B:
-    about B bits per value, for example transform:1. The full form is
-    transform:B[,hidden=B][,tokens][,from-kv][,joint][@all, @layer or @groupN] (see
-    docs/codecs.md)."""
+    """Compression of the activations. lossless: exact values. int8: 8 bits per value, with small
+    errors. transform:B: about B bits per value, for example transform:1; fewer bits mean larger
+    errors. The full form, which docs/codecs.md explains, is
+    transform:B[,hidden=B][,tokens][,from-kv][,joint][@all, @layer or @groupN]."""
     part_tokens: Count = 65_536
     """Number of tokens in a part. A store is written part by part, so an interruption loses at most
-    the parts that are being written."""
+    the parts that are being written. Smaller parts lose less, but make more files."""
     target_license: str | None = None
-    """Licence of the target, as the Hugging Face Hub names it. It is written to the store's card
-    (README.md). Default: a blank to fill in."""
+    """Licence of the target, as the Hugging Face Hub names it, for example apache-2.0. It is
+    written to the store's card (README.md). Default: a blank to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset, as the Hugging Face Hub names it. It is written to the store's card
-    (README.md). Default: a blank to fill in."""
+    """Licence of the dataset, as the Hugging Face Hub names it, for example apache-2.0. It is
+    written to the store's card (README.md). Default: a blank to fill in."""
 
     @property
     def licences(self) -> tuple[str | None, str | None]:
@@ -112,35 +114,37 @@ class ForwardSettings(Config):
     bfloat16."""
     source: Literal["transformers", "vllm"] = "transformers"
     """Inference engine that runs the target: transformers or vllm. vLLM must be installed
-    separately."""
+    separately, and its activations differ from those of transformers in the last bits."""
     batch_tokens: Count | None = None
-    """Number of tokens per forward pass, padding included. Default: 16384 on an accelerator, 2048
-    on a CPU, 65536 with vLLM (which divides them into smaller batches)."""
+    """Number of tokens per forward pass, padding included. Lower it if memory runs out. Default:
+    16384 on an accelerator, 2048 on a CPU, 65536 with vLLM (which divides them into smaller
+    batches)."""
     encode_threads: Count | None = None
-    """Number of CPU threads that compress activations. Any number writes the same bytes. Default:
-    the number of CPU cores, at most 16."""
+    """Number of CPU threads that compress activations. The stored bytes do not depend on it.
+    Default: the number of CPU cores, at most 16."""
 
 
 class ScaleSettings(Config):
     """Number of processes that extract in parallel, and the engine that schedules them."""
 
     workers: Count = 1
-    """Number of processes that extract in parallel; with Ray, their maximum number. Each has a GPU
-    of its own, or a share of the CPU cores. Any number writes the same bytes."""
+    """Number of processes that extract in parallel; with --engine ray, their maximum number. Each
+    has a GPU of its own, or a share of the CPU cores. The stored bytes do not depend on the number
+    of workers."""
     engine: Literal["processes", "ray"] = "processes"
     """What starts the workers. processes: this command starts them on this machine. ray: Ray starts
     them on all machines of a cluster; --model and --out must have the same paths on each
     machine."""
     address: str | None = None
-    """Address of the Ray cluster: HOST:PORT, or auto for the cluster of this machine. Default: the
-    environment variable RAY_ADDRESS. If it is not set, a Ray instance is started for this
-    command."""
+    """Address of the Ray cluster for --engine ray: HOST:PORT, or auto for the cluster of this
+    machine. Default: the environment variable RAY_ADDRESS. If it is not set, a Ray instance is
+    started for this command."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | None = None
     """Number of GPUs for each Ray worker: 1, a fraction such as 0.5, or 0 to compute on CPUs.
     Default: 1 if this machine has a GPU, otherwise 0."""
     cpus_per_worker: Count = 1
-    """Number of CPU cores that Ray reserves for each worker. A worker with a GPU also uses the
-    cores that belong to its GPU's share of the machine."""
+    """Number of CPU cores that Ray reserves for each worker. A worker may use more cores: those of
+    its machine, divided by the number of workers that fit on it."""
 
     @override
     def problems(self) -> list[str]:
@@ -148,12 +152,13 @@ class ScaleSettings(Config):
             if not (self.address or "").startswith("ray://"):
                 return []
             return [
-                f"address is {self.address!r}, but Ray Client is not supported; give HOST:PORT on "
-                "a machine of the cluster, or start the command there with `ray job submit`"
+                f"--address is {self.address!r}, but Ray Client (ray://) is not supported; give "
+                "HOST:PORT on a machine of the cluster, or start the command there with `ray job "
+                "submit`"
             ]
         ray_settings = {"address": self.address, "gpus_per_worker": self.gpus_per_worker}
         return [
-            f"{name} is for Ray; add --engine ray"
+            f"{name} has an effect only with Ray; add --engine ray, or leave {name} out"
             for name, value in ray_settings.items()
             if value is not None
         ]
@@ -178,8 +183,8 @@ class ExtractConfig(Config):
         def __init__(self, /, **values: Any) -> None: ...
 
     model: Common[str]
-    """The target, which is the language model that runs: a folder in Hugging Face layout, a GGUF
-    file, or a Hugging Face Hub id (OWNER/NAME)."""
+    """The target: the language model whose activations are stored. Give a folder in Hugging Face
+    layout, a GGUF file, or a Hugging Face Hub id (OWNER/NAME)."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hugging Face Hub. Default: main. The store records
     the commit, and later runs use it."""
@@ -194,9 +199,9 @@ class ExtractConfig(Config):
     hidden states after the final norm. hidden:layer:K: output of decoder layer K, counted from
     0."""
     target_layers: Common[Natural] = 0
-    """Number of the target's last decoder layers whose weights are kept in the store. Drafters with
-    Target Layer Inference run their drafts through these layers. The hidden states that enter the
-    layers are stored too."""
+    """Number of the target's last decoder layers whose weights are kept in the store, together with
+    the hidden states that enter them. Only drafters with Target Layer Inference need these layers:
+    they run their drafts through them."""
     data: DataSettings = Field(default_factory=DataSettings)
     storage: StorageSettings = Field(default_factory=StorageSettings)
     forward: ForwardSettings = Field(default_factory=ForwardSettings)
@@ -219,8 +224,9 @@ class ExtractConfig(Config):
             )
         if self.storage.codec.startswith("transform"):
             mistakes.append(
-                "a transform codec is fitted to forwards of transformers; with --source vllm, use "
-                "--codec lossless, then `moa-data recode`"
+                "a transform codec must be fitted to activations from transformers, so --source "
+                "vllm does not support it; extract with --codec lossless, then compress the store "
+                "with `moa-data recode`"
             )
         return mistakes
 
@@ -238,21 +244,24 @@ class AddConfig(Config):
     from 0. hidden:last: hidden states after the final norm. kv: keys and values of all layers.
     Existing fields are kept."""
     target_layers: Natural = 0
-    """Number of the target's last decoder layers whose weights are added to the store. Drafters
-    with Target Layer Inference run their drafts through these layers. The hidden states that enter
-    the layers are added too."""
+    """Number of the target's last decoder layers whose weights are added to the store, together
+    with the hidden states that enter them. Only drafters with Target Layer Inference need these
+    layers: they run their drafts through them."""
     device: str = "auto"
     """Device that runs the target. It must be of the same kind (CPU or GPU) as in the extraction;
     auto chooses this kind."""
     encode_threads: Count | None = None
-    """Number of CPU threads that compress activations. Any number writes the same bytes. Default:
-    the number of CPU cores, at most 16."""
+    """Number of CPU threads that compress activations. The stored bytes do not depend on it.
+    Default: the number of CPU cores, at most 16."""
 
     @override
     def problems(self) -> list[str]:
         if self.activations or self.target_layers:
             return []
-        return ["There is nothing to add. Give --activations, for example hidden:layer:3"]
+        return [
+            "nothing to add is given; give --activations, for example hidden:layer:3, or "
+            "--target-layers"
+        ]
 
 
 class QuestionSettings(RowSettings):
@@ -261,8 +270,8 @@ class QuestionSettings(RowSettings):
     max_rows: Count | None = None
     """Maximum number of rows to read from the start of the dataset. Default: all."""
     max_length: Count = 2048
-    """Maximum length of a chat in tokens, answers included. Use the same value as for --max-length
-    of the later extraction."""
+    """Maximum length of a chat in tokens, answers included. Give the same value to `moa-data
+    extract` as its --max-length later."""
     keep_cut: bool = True
     """Keep answers that were cut off at max_new_tokens or max_length. Their rows are marked with
     finish_reason length, so that `moa-data extract` expects no end of turn."""
@@ -280,7 +289,8 @@ class ServerSettings(Config):
     """Time limits of requests to a server."""
 
     answer_s: Positive = 600.0
-    """Timeout of a request to the server, in seconds. The row is then rejected."""
+    """Maximum time in seconds to wait for an answer of the server. A chat whose answer takes longer
+    ends before this answer, or is rejected if it has no earlier answer."""
     patience_s: Positive = 120.0
     """Time in seconds for which a request is retried if the server is overloaded or cannot be
     reached."""
@@ -301,11 +311,12 @@ class RegenerateConfig(Config):
     """URL of a server with OpenAI's API that answers instead of a local target, for example
     http://HOST:8000/v1. The API key is read from the environment variable OPENAI_API_KEY."""
     dataset: Common[str | None] = None
-    """The chats, or questions of the benchmark Spec-Bench, to answer: a Hugging Face Hub id, a
-    jsonl, json, parquet or arrow file, or a folder of such files."""
+    """The chats whose questions are answered, or questions of the benchmark Spec-Bench: a Hugging
+    Face Hub id, a jsonl, json, parquet or arrow file, or a folder of such files."""
     self_prompted: Common[Count | None] = None
-    """Use no dataset: the target writes this many chats, questions included. It writes a question
-    where the chat template has the user's text."""
+    """Number of chats that the target writes by itself, questions included. It replaces --dataset.
+    The target writes each question at the place in the chat template where the user's text
+    belongs."""
     out: Common[str]
     """File of the answered chats (.jsonl), or a folder for it. If the file is incomplete, the same
     command continues it."""
@@ -317,13 +328,15 @@ class RegenerateConfig(Config):
     """Maximum length of an answer in tokens. A longer answer is cut off there, and its chat
     ends."""
     tree: str | None = None
-    """How many tokens are drafted per target call. 5: a chain of five. LENGTH@PROBABILITY, such as
-    10@0.2: a chain that ends when its acceptance becomes unlikely. DEPTHxBREADTHxNODES: a tree.
-    Default: 10@0.2, or 5 with a temperature above 0."""
+    """How many tokens the --drafter drafts per target call. 5: a chain of five drafts.
+    LENGTH@PROBABILITY, such as 10@0.2: a chain of up to ten drafts that ends when the drafter's
+    probability for all of them together falls below 0.2. DEPTHxBREADTHxNODES, such as 6x8x62: a
+    tree. Default: 10@0.2, or 5 with a temperature above 0."""
     batch_size: Common[Count | None] = None
     """Number of chats that are answered at the same time. Default: 8, or 32 with --server."""
     dtype: Common[Dtype] = "float32"
-    """Data type of the weights and computations of target and drafter."""
+    """Data type of the weights and computations of target and drafter. bfloat16 and float16 need
+    half the memory of float32, but may change answers slightly."""
     device: Common[str] = "auto"
     """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
     there is one."""
@@ -334,12 +347,15 @@ class RegenerateConfig(Config):
     @override
     def problems(self) -> list[str]:
         if (self.dataset is None) == (self.self_prompted is None):
-            return ["give either --dataset or --self-prompted"]
+            return ["give exactly one of --dataset and --self-prompted"]
         if self.server is None:
             if self.model is None:
                 return ["neither a model nor a server is given: give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
-                return [f"tree is {self.tree!r}, but no drafter is given; give --drafter RUN"]
+                return [
+                    f"--tree is {self.tree!r}, but no drafter is given; give --drafter RUN, or "
+                    "leave out --tree"
+                ]
             return self.refusal_of(self.shape)
         local = {
             "drafter": self.drafter, "tree": self.tree, "revision": self.revision, "self_prompted": self.self_prompted,
@@ -347,10 +363,11 @@ class RegenerateConfig(Config):
         unusable = [name for name, value in local.items() if value is not None]
         if unusable:
             return [
-                f"{unusable[0]} is for a target that is loaded here; leave it out with --server"
+                f"{unusable[0]} has an effect only on a target that this command loads itself; "
+                "leave it out with --server"
             ]
         if not self.server.startswith(("http://", "https://")):
-            return [f"server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
+            return [f"--server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
         return []
 
     def shape(self) -> "TreeShape":
@@ -430,14 +447,14 @@ def parse_activations(
             )
         if number and not -n_layers <= int(number[1]) < n_layers:
             raise OptionInvalid(
-                f"Activation {name!r}: the target has {n_layers} decoder layers, 0 to "
-                f"{n_layers - 1}. Choose one of them."
+                f"Activation {name!r} does not exist: the target has only the decoder layers 0 to "
+                f"{n_layers - 1}. Change --activations."
             )
         layers |= {int(number[1]) % n_layers} if number else set()
     if target_layers > n_layers:
         raise OptionInvalid(
-            f"target_layers is {target_layers}, but the target has {n_layers} decoder layers. "
-            "Lower --target-layers."
+            f"--target-layers is {target_layers}, but the target has only {n_layers} decoder "
+            "layers. Give a lower number."
         )
     if 0 < target_layers < n_layers:
         layers.add(n_layers - 1 - target_layers)
@@ -457,8 +474,8 @@ def parse_fields(fields: Iterable[str]) -> ActivationSpec:
         if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name)
     ]:
         raise OptionInvalid(
-            f"Field {unknown[0]!r} is not one that `extract` writes: kv, hidden/last or "
-            "hidden/layer_<k>."
+            f"Field {unknown[0]!r} is not an activation that `extract` writes. Expected kv, "
+            "hidden/last or hidden/layer_<k>."
         )
     kv_fields = tuple(name for name in names if activation_name(name) == KV)
     return parse_activations(map(activation_name, names), 0, 10**9, kv_fields or (KV,))

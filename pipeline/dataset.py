@@ -221,7 +221,8 @@ class ChatSource:
         if path.exists():
             if config_name or revision:
                 raise DatasetError(
-                    f"{dataset} is local. Leave out --dataset-config and --dataset-revision."
+                    f"{dataset} is a local file or folder, so it has no configuration and no "
+                    "revision. Leave out --dataset-config and --dataset-revision."
                 )
             self._files, self._split, self._n_others = choose_files(path, split)
         else:
@@ -232,9 +233,9 @@ class ChatSource:
             self.commit = _commit_of(self._hub)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
                 raise DatasetError(
-                    f"Dataset {dataset}: commit {revision} is wanted, but only {self.commit} is in "
-                    "the cache and the Hub cannot be reached. Connect to the network, or unset "
-                    "HF_HUB_OFFLINE."
+                    f"Commit {revision} of dataset {dataset} cannot be read: the Hub cannot be "
+                    f"reached, and the local cache has only commit {self.commit}. Connect to the "
+                    "network, or unset HF_HUB_OFFLINE."
                 )
 
     def describe(self) -> str:
@@ -316,8 +317,8 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         )
     except ValueError as error:
         raise DatasetError(
-            f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a "
-            "--dataset-config."
+            f"Dataset {dataset} cannot be loaded with the split {split!r}: {first_line(error)} "
+            "Choose another --split, or a --dataset-config."
         ) from error
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if (trouble := machine_trouble(error)) is not None:
@@ -360,7 +361,8 @@ def _read_file(path: Path) -> Iterator[Any]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise DatasetError(
-                f"{path} cannot be read ({error.strerror}). Check the disk and the rights."
+                f"{path} cannot be read ({error.strerror}). Check the disk, and your right to read "
+                "the file."
             ) from error
         raise DatasetError(
             f"{path} is not a readable {suffix[1:]} file ({first_line(error)}). Restore or convert "
@@ -379,9 +381,9 @@ def _read_parquet(path: Path) -> Iterator[Any]:
                 MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)
             ):
                 raise DatasetError(
-                    f"{path} has a row group of {group.num_rows:,} rows that expands from "
-                    f"{format_bytes(n_stored)} to {format_bytes(n_bytes)}; a row may have at most "
-                    f"{format_bytes(MAX_ROW_BYTES)}. Remove the long rows."
+                    f"{path} has a row group of {group.num_rows:,} rows that decompresses from "
+                    f"{format_bytes(n_stored)} to {format_bytes(n_bytes)}, but a row may have at "
+                    f"most {format_bytes(MAX_ROW_BYTES)}. Remove the long rows."
                 )
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             yield from _arrow_rows(batch)
@@ -493,8 +495,8 @@ def _open_json(path: Path) -> Iterator[IO[Any]]:
             yield io.TextIOWrapper(stream, encoding, newline="\n")
         except UnicodeError as error:
             raise DatasetError(
-                f"{path} starts like {encoding}, but cannot be decoded ({first_line(error)}). "
-                "Convert it to UTF-8."
+                f"{path} starts like a file in {encoding}, but cannot be decoded as such "
+                f"({first_line(error)}). Convert it to UTF-8."
             ) from error
 
 
@@ -559,14 +561,17 @@ class Columns:
                 or role == "tool"
             ):
                 raise OptionInvalid(
-                    f"columns has {text!r}, expected ROLE=COLUMN such as "
-                    "user=instruction+input,assistant=output with the roles messages, tools, "
-                    f"system, user and assistant, or one of {', '.join(FORMATS)}"
+                    f"--columns has {text!r}. Expected ROLE=COLUMN, as in "
+                    "user=instruction+input,assistant=output, where the role is messages, tools, "
+                    f"system, user or assistant; or the name of a format: {' or '.join(FORMATS)}."
                 )
             if role in ("user", "assistant"):
                 turns.append((role, columns))
             elif len(columns) > 1 or role in renamed:
-                raise OptionInvalid(f"columns has {text!r}, but {role} can only be one column")
+                raise OptionInvalid(
+                    f"--columns has {text!r}, but {role} must be read from one column, which is "
+                    "given once."
+                )
             else:
                 renamed[role] = columns[0]
         roles = {role for role, _ in turns}
@@ -574,8 +579,8 @@ class Columns:
             bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})
         ):
             raise OptionInvalid(
-                f"columns is {','.join(texts)}, expected either messages=COLUMN, or columns for "
-                "both user and assistant"
+                f"--columns is {','.join(texts)}. Expected either messages=COLUMN, or columns for "
+                "both user and assistant."
             )
         return cls(tuple(turns), tuple(renamed.items()))
 
@@ -616,7 +621,7 @@ class Columns:
         if missing := [name for name in self._wanted if name not in row]:
             return Rejection(
                 RejectReason.NO_COLUMN,
-                f"{missing[0]}; columns: " + ", ".join(map(str, list(row)[:8])),
+                f"{missing[0]}; its columns: " + ", ".join(map(str, list(row)[:8])),
             )
         chat = {
             key: value

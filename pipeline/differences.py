@@ -73,8 +73,8 @@ class LayerDifferences:
             f"{100 * difference.relative:.1f}" for difference in self.by_layer.values()
         )
         return (
-            f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); by "
-            f"layer {numbers}"
+            f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); "
+            f"percent by layer: {numbers}"
         )
 
 

@@ -220,7 +220,7 @@ class ForwardPlan:
     @property
     def _needs(self) -> str:
         """Text for error messages that says which weights and batches need the memory."""
-        per_worker = f", each of {self.n_workers} workers" if self.n_workers > 1 else ""
+        per_worker = f", for each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
             f"weights {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
             f"{max(self.batch_tokens, self.longest_tokens):,} tokens{per_worker}"
@@ -245,10 +245,10 @@ class ForwardPlan:
         for n_bytes, (n_free, memory_name) in zip(self.memory_bytes, free, strict=True):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The target's forwards need {format_bytes(n_bytes)} of {memory_name}: "
-                    f"{self._needs}. Only {format_bytes(n_free)} of {memory_name} are free.",
-                    "Free some memory, use a larger machine, or extract in bfloat16, with smaller "
-                    "batches or fewer workers.",
+                    f"The target needs {format_bytes(n_bytes)} of memory ({memory_name}) for its "
+                    f"forward passes: {self._needs}. Only {format_bytes(n_free)} are free there.",
+                    "Free some memory, or use a larger machine. `extract` needs less memory with "
+                    "--compute-dtype bfloat16, a smaller --batch-tokens or fewer --workers.",
                 )
 
     def load_target(self, progress: Progress | None = None) -> Target:
@@ -495,14 +495,19 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
             raise
         # The modelling code of some families fails with random weights or a reduced number of
         # layers. Report that the time was not measured.
-        return f"time         not measured, a model with random weights failed: {first_line(error)}"
+        return (
+            "time         not measured, because a test model with random weights failed: "
+            f"{first_line(error)}"
+        )
     lines = [
         f"time         {format_range(least_s, most_s, format_hours)} for forwards, encoding and "
         "writing"
     ]
     if n_workers > 1:
         shares = format_range(least_s / n_workers, most_s / n_workers, format_hours)
-        lines.append(f"workers      {n_workers} take {shares} if the disk keeps up")
+        lines.append(
+            f"workers      {n_workers} in parallel take {shares}, if the disk is fast enough"
+        )
     return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ def extract(
         plan = build_plan(config, progress, with_weights=True)
     plan.check_disk()
     refuse_addition(plan)
-    with interruptible("while the codec learned; nothing was written"):
+    with interruptible("while the codec was fitted; nothing was written"):
         codec, target = _learn_codec(plan, progress)
     with ExitStack() as opened:
         forwards = None
@@ -264,8 +264,9 @@ def _work(
         n_done = len(store.committed_parts())
         store.sweep()
         raise Interrupted(
-            f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are "
-            f"committed in {store.path}. Run the same command again to continue."
+            f"Interrupted. The part that was being written is discarded; {n_done} of "
+            f"{store.n_parts} parts are finished in {store.path}. Run the same command again to "
+            "continue."
         ) from error
 
 
@@ -353,8 +354,8 @@ def worker_devices(device: str, n_workers: int) -> list[str]:
     n_devices = torch.cuda.device_count() if kind.type == "cuda" and kind.index is None else 1
     if n_workers > n_devices:
         raise OptionInvalid(
-            f"The number of {device} devices on this machine is {n_devices}, but each of "
-            f"{n_workers} workers needs its own. Lower --workers, or leave out --device."
+            f"Each of the {n_workers} workers needs its own device, but this machine has only "
+            f"{n_devices} of the kind {device}. Lower --workers, or leave out --device."
         )
     return (
         [device]
@@ -368,7 +369,7 @@ def _report(
 ) -> WriteReport:
     report = WriteReport.of(store, timings)
     report.compared = (
-        f", {report.stored_bytes / plan.raw_bytes:.3f} of {format_bytes(plan.raw_bytes)} raw"
+        f", {report.stored_bytes / plan.raw_bytes:.3f} of the raw {format_bytes(plan.raw_bytes)}"
     )
     report.lines = plan.rows_read()
     report.lines += [f"damaged      {damage.path}: {damage.message}" for damage in store.damages]
@@ -377,7 +378,8 @@ def _report(
         report.lines.append(f"workers      {n_workers}")
     if lost:
         report.lines.append(
-            f"lost         {len(lost)} of {n_workers} workers; their parts were done again"
+            f"lost         {len(lost)} of {n_workers} workers ended early; their parts were "
+            "extracted again"
         )
         report.lines += [f"             {end}" for end in lost]
     return report
@@ -418,8 +420,8 @@ def repair(
         return extract(config, progress, provenance, repairs=True)
     except StoreMismatch as error:
         advice = (
-            "Give the --model and the --dataset that it was made from. If only codec.basis_sha256 "
-            f"differs, repair it on the machine that extracted it, restore {CODEC_NAME}/ from a "
-            "copy, or extract to another folder."
+            "Give the --model and the --dataset that the store was made from. If only "
+            "codec.basis_sha256 differs, run repair on the machine that extracted the store, "
+            f"restore {CODEC_NAME}/ from a copy, or extract to another folder."
         )
         raise StoreMismatch(str(path), error.changes, advice) from error

@@ -50,7 +50,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
     folder, entry, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
         raise DatasetError(
-            "No token: set HF_TOKEN to a token with write access (huggingface.co/settings/tokens)."
+            "The environment variable HF_TOKEN is not set. Set it to a token with write access "
+            "(huggingface.co/settings/tokens)."
         )
     files = _files(folder, entry)
     api = _connect()
@@ -58,8 +59,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=repo_type).private:
             raise DatasetError(
-                f"{repo} exists already and is public. Make it private on the Hub, or choose "
-                "another name."
+                f"The repository {repo} exists already and is public. Make it private on the Hub, "
+                "or choose another name."
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
@@ -110,7 +111,10 @@ def pull(
     if folder.exists() and not (
         folder.is_dir() and ((folder / _CACHE).is_dir() or not any(folder.iterdir()))
     ):
-        raise OutputOccupied(f"{folder} exists already. Choose another folder, or delete it.")
+        raise OutputOccupied(
+            f"{folder} exists already, and is not an interrupted pull. Choose another folder, or "
+            "delete it."
+        )
     api = _connect()
     with _one_line(repo):
         # Look up the commit first, so that all files are of the same commit even if somebody pushes
@@ -129,8 +133,8 @@ def pull(
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
             raise DatasetError(
-                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}, so it is not a finished "
-                "`push`."
+                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}, so it holds no complete "
+                "store or drafter. Check the name, or finish the push with `moa-data push`."
             )
         location: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
         api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **location)
@@ -140,13 +144,15 @@ def pull(
         ]
     for path in damaged:
         (folder / path).unlink()
-        raise _damaged(f"{folder / path} differs from the Hub's file, and was deleted. {_AGAIN}")
+        raise _damaged(
+            f"{folder / path} differed from the file on the Hub, and was deleted. {_AGAIN}"
+        )
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:
             raise _damaged(
-                f"{folder} is damaged or incomplete: `moa-data verify {folder}` says why. Push it "
-                "again."
+                f"The pulled store {folder} is damaged or incomplete; `moa-data verify {folder}` "
+                "says where. Push the store again, then pull it into an empty folder."
             )
     shutil.rmtree(folder / _CACHE)
     n_bytes = sum(file.size for file in files.values())
@@ -169,7 +175,8 @@ def drafter_card(facts: dict[str, Any]) -> str:
     lines = [
         "---", "library_name: moa-data", "pipeline_tag: text-generation", "tags:", "- speculative-decoding",
         "- drafter", "- moa-data", "---", "", f"# A drafter of kind {facts.get('kind', 'unknown')}", "",
-        "It proposes tokens to one target, which verifies them; it writes nothing by itself. Use it with moa-data:", "",
+        "It proposes tokens to one target, which verifies them; it cannot write text alone. Use it "
+        "with moa-data:", "",
         "```bash", "moa-data pull REPO drafter", 'moa-data generate --model TARGET --drafter drafter --prompt "Hi"',
         "```", "", "## Target", "", *(f"- {key}: `{value}`" for key, value in target.items()), "", "## Sizes", "",
         *(f"- {key}: {value}" for key, value in sizes.items()), "",
@@ -194,16 +201,16 @@ def _what(path: Path) -> tuple[Path, str, str]:
         summary = summarize_store(path)
         if unfinished := summary.missing or ", ".join(summary.unfinished):
             raise DatasetError(
-                f"{path} is incomplete: {unfinished}. Finish it with the command that made it, "
-                "then push."
+                f"{path} is incomplete: {unfinished}. Repeat the command that made it, which "
+                "completes it, then push."
             )
         return path, MANIFEST_NAME, "dataset"
     for folder in (path, path / "drafter"):
         if (folder / DRAFTER_FILE).is_file():
             return folder, DRAFTER_FILE, "model"
     raise DatasetError(
-        f"{path} is neither a store ({MANIFEST_NAME}) nor a drafter ({DRAFTER_FILE}) nor a run of "
-        "`moa-data train`."
+        f"{path} is neither a store ({MANIFEST_NAME}), nor a drafter ({DRAFTER_FILE}), nor a run "
+        "of `moa-data train`. Check the path."
     )
 
 
@@ -229,7 +236,8 @@ def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, i
         )
     if strange:
         raise DatasetError(
-            f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name."
+            f"{repo} holds another dataset: its file {strange[0]} does not belong to this store. "
+            "Choose another repository."
         )
 
 
@@ -256,12 +264,12 @@ def _one_line(repo: str) -> Iterator[None]:
         yield
     except RepositoryNotFoundError as error:
         raise DatasetError(
-            f"The Hub has no repository {repo}, or the token may not see it. Check the name, and "
-            "HF_TOKEN in the environment."
+            f"The Hub has no repository {repo}, or your token has no access to it. Check the name, "
+            "and the environment variable HF_TOKEN."
         ) from error
     except HFValidationError as error:
         raise DatasetError(
-            f"{repo!r} is not the name of a repository, expected OWNER/NAME."
+            f"{repo!r} is not the name of a repository. Give a name such as OWNER/NAME."
         ) from error
     except MoaDataError:
         raise
@@ -271,4 +279,4 @@ def _one_line(repo: str) -> Iterator[None]:
             raise trouble from error
         # If an upload fails, the message that explains the failure is in the error's __cause__.
         reason = first_line(error.__cause__ or error).rstrip(".")
-        raise DatasetError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error
+        raise DatasetError(f"The Hub reported an error for {repo}: {reason}. {_AGAIN}") from error

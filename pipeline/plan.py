@@ -106,8 +106,8 @@ class ExtractPlan(WritePlan):
         ]
         if not self.ends_last_turn:
             lines.append(
-                "end of turn  The chat template writes none after the last answer of a chat, so "
-                "drafters learn the end of an answer only from earlier turns."
+                "end of turn  The chat template writes no end-of-turn token after the last answer "
+                "of a chat, so drafters learn the end of an answer only from earlier turns."
             )
         return lines
 
@@ -153,8 +153,9 @@ class ExtractPlan(WritePlan):
                 math.prod(field_codec.spec.token_shape) for field_codec in codec.learned.values()
             )
             lines.append(
-                f"learn        forwards of {n_sample:,} tokens before the first part; needs about "
-                f"{format_bytes(6 * n_sample * values)} of temporary disk space at {self.disk}"
+                f"learn        the target runs over {n_sample:,} tokens before the first part, to "
+                f"fit the codec; this needs about {format_bytes(6 * n_sample * values)} of "
+                f"temporary disk space at {self.disk}"
             )
         folder = self.forward.folder
         if problem := families.quantisation_problem(read_config(folder), folder):
@@ -195,7 +196,8 @@ def build_plan(
     }
     if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise OptionInvalid(
-            "--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'."
+            "--engine ray needs Ray, which is not installed. Install it with pip install "
+            "'moa-data[ray]'."
         )
     out = open_path(config.out)
     sources = stored_sources(out)
@@ -290,7 +292,7 @@ def _plan_forwards(
         raise OptionInvalid(
             f"Layers of {model_config.model_type} cache keys and values in different ways, which "
             "--source vllm does not support. Leave out --source vllm, or extract only hidden "
-            "states."
+            "states (--activations hidden:last)."
         )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
@@ -313,9 +315,9 @@ def _plan_forwards(
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
         raise OptionInvalid(
-            f"Codec {config.storage.codec} learns from forwards on this machine before the first "
-            "part is written, but this machine has no GPU. Start the command on a machine of the "
-            "cluster that has a GPU, or choose another --codec."
+            f"Codec {config.storage.codec} is fitted to activations that this machine computes "
+            "before the first part is written, but this machine has no GPU. Start the command on a "
+            "machine of the cluster that has a GPU, or choose another --codec."
         )
     forward = ForwardPlan(
         folder=folder,
@@ -372,8 +374,8 @@ def _pick_device(config: ExtractConfig) -> str:
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(
-                f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of "
-                "them."
+                f"--device {wanted} and --gpus-per-worker {n_gpus:g} contradict each other. Leave "
+                "out one of them."
             )
         return "cuda" if n_gpus else "cpu"
     return pick_device(wanted)
@@ -570,7 +572,7 @@ def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping
         if stored.get(key, value) != value
     }
     if changes:
-        raise StoreMismatch(str(store), changes, "Give the --model that it was made with.")
+        raise StoreMismatch(str(store), changes, "Give the --model that the store was made with.")
 
 
 def recorded_config(store: StorePath) -> ExtractConfig:
@@ -591,7 +593,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise WorkerError(
-        f"{runs} records no finished extraction, so its settings are not known. Run the command "
-        "that made the store to write what is missing; run `moa-data repair "
-        f"{json.dumps(str(store))} --drop` first to also rewrite what is damaged."
+        f"{runs} has no record of a finished extraction, so the settings of the store are not "
+        "known. To write its missing parts, run the command that made the store again. To rewrite "
+        f"damaged parts too, first run `moa-data repair {json.dumps(str(store))} --drop`."
     )

@@ -91,8 +91,8 @@ def recode(
         if not source.codec.is_lossless:
             raise OptionInvalid(
                 f"{source.path} has codec {source.codec.name}, but only a lossless store can be "
-                "recoded, because the loss of a codec cannot be undone. Extract again, or give the "
-                "lossless store."
+                "recoded, because the loss of a codec cannot be undone. Give a lossless store, or "
+                "extract again with --codec lossless."
             )
         is_folder = (
             isinstance(target_store, Path)
@@ -102,7 +102,9 @@ def recode(
         if target_store == source.path or (
             is_folder and os.path.samefile(str(target_store), str(source.path))
         ):
-            raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
+            raise OptionInvalid(
+                f"--out {target_store} is the store that is read. Choose another folder."
+            )
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
         manifest = dataclasses.replace(
             source.manifest, identities={**source.manifest.identities, **metric}
@@ -125,13 +127,15 @@ def recode(
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
                 raise Interrupted(
-                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in "
+                    f"Interrupted. {n_done} of {writer.n_parts} parts are finished in "
                     f"{writer.path}. Run the same command again to continue."
                 ) from error
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
-            report.compared = f", {report.stored_bytes / source_bytes:.3f} of {source.path}"
+            report.compared = (
+                f", {report.stored_bytes / source_bytes:.3f} of the size of {source.path}"
+            )
             report.lines = [f"codec        {new.name}"]
             writer.record_run(
                 report.record(provenance)
@@ -160,12 +164,13 @@ def _learned_codec(
     kv = codec.fields.get("kv")
     if kv_metrics is not None and kv is None:
         raise OptionInvalid(
-            f"{source.path} has no keys and values for a drafter to read. Leave out --drafter."
+            f"{source.path} stores no keys and values, so a drafter cannot decide how many bits "
+            "each of them gets. Leave out --drafter."
         )
     if kv_metrics is not None and not isinstance(kv, TransformCodec):
         raise OptionInvalid(
-            f"Codec {name} gives all keys and values the same number of bits, so a drafter cannot "
-            "change it. Give transform:<bits>, or leave out --drafter."
+            f"Codec {name} gives all keys and values the same number of bits, so --drafter has no "
+            "effect. Give --codec transform:BITS, or leave out --drafter."
         )
     if not codec.learned:
         return codec
@@ -185,7 +190,8 @@ def _learned_codec(
         if not len(answered):
             raise OptionInvalid(
                 f"No sequence of {source.path} has a response of at least {_MIN_RESPONSE} tokens, "
-                "which measuring a drafter needs. Leave out --drafter."
+                "but --drafter needs such responses to measure which values the drafter depends "
+                "on. Leave out --drafter."
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())

@@ -61,7 +61,7 @@ _FEW_DROPPED = 64
 # Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
 # seeds differ from the seeds of answers and from the seeds of questions of runs with other seeds.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
-_WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
+_WHEN_FULL = "The answers so far are kept. Free some space and run the same command again."
 
 
 class LossReason(StrEnum):
@@ -309,8 +309,8 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
     folder = Path(config.dataset or out).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise OptionInvalid(
-            f"--out {config.out} is inside the dataset {config.dataset}, which it would change. "
-            "Choose another --out."
+            f"--out {config.out} is inside the dataset {config.dataset}, so the answers would "
+            "become a part of the dataset. Choose another --out."
         )
     work = count_work(config, progress)
     answering = LocalTarget(config) if config.server is None else Server(config)
@@ -358,7 +358,7 @@ def open_answers(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OutputOccupied(
-                f"{path} is being written by another process; wait for it to end."
+                f"Another process is writing {path}. Wait until it ends, or choose another --out."
             ) from error
         yield Answers(path, file, settings, n_rows, **others)
 
@@ -421,12 +421,13 @@ class Answers:
         if not self.record.exists():
             if n_bytes:
                 raise OutputOccupied(
-                    f"{self.path} exists, but no regeneration wrote it. Choose another --out."
+                    f"{self.path} exists already, and was not written by `moa-data regenerate`. "
+                    "Choose another --out."
                 )
             self._save()
             return
         with parsing(
-            f"{self.record} is not a record of a regeneration",
+            f"{self.record} is not a record of `moa-data regenerate`",
             OutputOccupied,
             "Choose another --out.",
         ):
@@ -440,15 +441,16 @@ class Answers:
         # allowed.
         if changed and recorded.rows.n_rows:
             listed = ", ".join(
-                f"{name} {earlier.get(name)} (now {current.get(name)})" for name in changed
+                f"{name} was {earlier.get(name)} and is now {current.get(name)}" for name in changed
             )
             raise OutputOccupied(
-                f"{self.path} was begun with other settings: {listed}. Give those settings, or "
-                "choose another --out."
+                f"{self.path} was started with other settings: {listed}. Give the earlier settings "
+                "again, or choose another --out."
             )
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
             raise OutputOccupied(
-                f"{self.path} was changed after it was written. Choose another --out, or delete it."
+                f"{self.path} was changed after `moa-data regenerate` had written it. Choose "
+                f"another --out, or delete this file and {self.record}."
             )
         self.file.truncate(recorded.n_bytes)
         if changed:
@@ -507,10 +509,11 @@ class Answers:
         n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
         if n_rejected > self.max_rejected_fraction * self.n_rows:
             raise DatasetError(
-                f"{n_rejected:,} of the first {counts.n_rows:,} rows ({self.n_rows:,} in all) gave "
-                f"no chat, more than --max-rejected-fraction {self.max_rejected_fraction}: "
-                f"{'; '.join(counts.lines(counts.rejected))}. Raise that fraction and run the same "
-                "command again, which keeps the answers so far, or correct the data."
+                f"{n_rejected:,} of the first {counts.n_rows:,} rows were rejected, which is more "
+                f"than --max-rejected-fraction {self.max_rejected_fraction} allows for all "
+                f"{self.n_rows:,} rows. Reasons: {'; '.join(counts.lines(counts.rejected))}. Raise "
+                "this fraction and run the same command again, which keeps the answers so far, or "
+                "correct the data."
             )
 
     def describe(self, config: RegenerateConfig) -> str:
@@ -526,7 +529,7 @@ class Answers:
         lines = [
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
             f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; "
-            f"{counts.n_at_limit:,} of the answers reached their limit",
+            f"{counts.n_at_limit:,} of the answers were cut at their token limit",
             *(f"  dropped    {n:,}  {reason}" for reason, n in counts.dropped.most_common()),
             *counts.lines(counts.rejected, "  rejected   "),
             *counts.lines(counts.cut, "  cut short  "),
@@ -619,9 +622,10 @@ class LocalTarget:
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
                 reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
                 raise DatasetError(
-                    f"{dropped.total():,} questions had to be dropped, and only {n_answered:,} "
-                    f"could be kept: {reasons}. Change --question-temperature, --question-top-p or "
-                    "--question-tokens, with another --out, or give a --dataset."
+                    f"The target wrote {dropped.total():,} unusable questions and only "
+                    f"{n_answered:,} usable ones. Reasons: {reasons}. Choose another --out and "
+                    "change --question-temperature, --question-top-p or --question-tokens, or give "
+                    "a --dataset instead of --self-prompted."
                 )
             n_before = n_answered + len(questions) + dropped.total()
             generations = generate_batch(
@@ -755,14 +759,17 @@ class Server:
             answer = await self._request(client, "GET", "/models")
         status = f"{answer.status_code}: {_message(answer)}"
         with parsing(
-            f"{self._url}/models returned no list of models, but {status}", ServingError, _ADVICE
+            f"{self._url}/models returned no list of models, but HTTP status {status}",
+            ServingError,
+            _ADVICE,
         ):
             names = [str(item["id"]) for item in answer.json()["data"]]
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
         raise ServingError(
-            f"{self._url} has {', '.join(names) or 'no model'}. Name one of them with --model."
+            f"--model must name a model of the server {self._url}, which has "
+            f"{', '.join(names) or 'no model'}."
         )
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
@@ -776,7 +783,8 @@ class Server:
                 row.end(LossReason.REFUSED, _message(answer))
             elif answer.status_code != 200:
                 raise ServingError(
-                    f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}"
+                    f"The server {self._url} answered with HTTP status {answer.status_code} "
+                    f"({_message(answer)}). {_ADVICE}"
                 )
             else:
                 self._take(row, answer)
@@ -802,7 +810,9 @@ class Server:
         return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
 
     def _take(self, row: Row, answer: httpx.Response) -> None:
-        with parsing(f"{self._url} gives no chat completion", ServingError, _ADVICE):
+        with parsing(
+            f"The server {self._url} did not answer with a chat completion", ServingError, _ADVICE
+        ):
             document = answer.json()
             choice = document["choices"][0]
             message = choice["message"]
@@ -816,9 +826,9 @@ class Server:
         # to draft answers without the reasoning that the target writes before them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
-                f"{self._url} keeps the reasoning apart from the answer, so the text is not all "
-                "that the model wrote. Start the server without a reasoning parser, or turn off "
-                "thinking: --template-kwargs enable_thinking=false."
+                f"The server {self._url} returns the reasoning separately from the answer, so the "
+                "answer is not all that the model wrote. Start the server without a reasoning "
+                "parser, or turn off thinking: --template-kwargs enable_thinking=false."
             )
         questions = self._config.questions
         if ended in ("stop", "length"):
@@ -841,7 +851,7 @@ class Server:
                 answer = await client.request(method, self._url + path, json=body)
                 if answer.status_code not in _RETRIED:
                     return answer
-                problem = f"answers {answer.status_code} ({_message(answer)})"
+                problem = f"answered with HTTP status {answer.status_code} ({_message(answer)})"
             except httpx.ReadTimeout:
                 raise  # Do not retry: the server is still working on the request.
             except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -851,8 +861,9 @@ class Server:
             last_s = min(last_s, time.monotonic() + self._config.serving.patience_s)
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(
-                    f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start the "
-                    "server, and run the same command again: the answers so far are kept."
+                    f"The server {self._url} {problem}, although the request was repeated for "
+                    f"{self._config.serving.patience_s:g} s (--patience-s). Start the server, and "
+                    "run the same command again: the answers so far are kept."
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_WAIT_S)

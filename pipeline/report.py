@@ -91,7 +91,7 @@ class Timings:
             )
             text += f", padding {self.padding_fraction:.1%}"
         return text + (
-            f", {counted(self.n_late, 'part')} that another run committed first"
+            f", {counted(self.n_late, 'part')} that another process had already written"
             if self.n_late
             else ""
         )
@@ -149,7 +149,10 @@ class WriteReport:
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
             *(
-                ["replaced     a store of other inputs in this folder, which had no parts"]
+                [
+                    "replaced     a store in this folder that was made from other inputs and had "
+                    "no parts"
+                ]
                 if self.has_begun_anew
                 else []
             ),

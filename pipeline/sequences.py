@@ -350,7 +350,7 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
             "A process that tokenises was killed, most likely because memory ran out. Use fewer "
-            "processes, such as `--set data.tokenize_processes=1`, or free some memory."
+            "processes, such as `--tokenize-processes 1`, or free some memory."
         ) from error
     finally:
         for pid, receiver in forks:
@@ -409,14 +409,14 @@ def _check_fits(
     if len(chat.tokens) > n_positions:
         raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
-            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use "
-            f"--max-length {n_positions}."
+            f"--max-length {config.data.max_length:,}, but the target has only {n_positions:,} "
+            f"positions. Use --max-length {n_positions}."
         )
     if largest >= sizes["vocab_size"]:
         raise DatasetError(
-            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has "
-            f"{sizes['vocab_size']:,} entries. The tokenizer does not belong to this model; copy "
-            "the model's own tokenizer files."
+            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has only "
+            f"{sizes['vocab_size']:,} entries, so the tokenizer does not belong to this target. "
+            "Copy the target's own tokenizer files into its folder."
         )
 
 
@@ -424,15 +424,14 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     """Refuse a dataset without usable rows, or with too many rejected rows."""
     if sequences.n_rows == 0:
         raise DatasetError(
-            f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with "
-            "chats."
+            f"Dataset {source.name} has no rows. Point --dataset at a file or folder with chats."
         )
     rejections = sequences.rejections
     reasons = "; ".join(
         f"{n:,} x {reason} ({sequences.examples[reason]})" for reason, n in rejections.most_common()
     )
     if len(sequences) == 0:
-        hint = "Choose another --dataset or convert it."
+        hint = "Choose another --dataset, or correct this one."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:
             hint = (
                 "Expected a column `messages` or `conversations`. If questions and answers are in "
@@ -448,7 +447,7 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
         raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
             f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction} allows. "
-            f"Reasons: {reasons}. Correct the dataset, or raise the limit."
+            f"Reasons: {reasons}. Correct the dataset, or raise this fraction."
         )
 
 

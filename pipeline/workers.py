@@ -186,7 +186,7 @@ class WorkerProcess:
         if code == WorkerError.exit_code:
             return code, reason
         if code < 0:
-            reason = f"signal {signal.Signals(-code).name}"
+            reason = f"it was ended by signal {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             reason += ", which the kernel sends if memory runs out"
         self._keeps_log = True
@@ -276,8 +276,8 @@ def direct(
             end_s = time.monotonic() + _END_S
     if not is_done(store):
         raise WorkerError(
-            f"{len(lost)} workers were lost before all parts were done, the last one: "
-            f"{''.join(lost[-1:])}. Committed parts are kept: run the same command again to "
+            f"{len(lost)} workers ended too early, and not all parts are finished. The last one: "
+            f"{''.join(lost[-1:])}. Finished parts are kept: run the same command again to "
             "continue, with fewer --workers if memory ran out."
         )
     return timings, lost
@@ -433,8 +433,8 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
         ray.init(address=address or "local", **options)
     except ConnectionError as error:
         raise OptionInvalid(
-            f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start "
-            "--head`, or leave out --address."
+            f"No Ray cluster was found at {address} ({first_line(error)}). Start one with `ray "
+            "start --head`, or leave out --address."
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():

@@ -250,7 +250,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         ),
     ),
     "no part": (drop_parts, {
-        AUDIT: ("no committed part",),
+        AUDIT: ("no finished part",),
         STORE["inspect"]: ("--sequence is 0, the store has 0 sequences",),
         TRAINING: ("0 committed training sequences",),
     }),

@@ -26,24 +26,29 @@ class ExportConfig(Config):
     """Maximum number of sequences to write, from the start of the store. Default: all."""
     layers: tuple[int, ...] = ()
     """Decoder layers whose outputs are written in addition to the last layer's, counted from 0 and
-    separated by commas. Default: the three layers that the other project uses."""
+    separated by commas; only with --format speculators or specforge. Default for a target of L
+    layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     kv: bool = False
-    """Also write keys and values; only with --format speculators. Keys and values of the target's
-    last layer with a sliding window are named kv_last_local_k and kv_last_local_v. Those of its
-    last layer without a sliding window are named kv_last_global_k and kv_last_global_v. If the
-    target lacks one of these layers, the layer's two arrays are left out."""
+    """Also write the keys and values of two layers; only with --format speculators. The arrays
+    kv_last_local_k and kv_last_local_v are from the target's last layer with a sliding window,
+    kv_last_global_k and kv_last_global_v from its last layer without one. If the target lacks one
+    of these layers, the layer's two arrays are left out."""
 
     rows_only: bool = False
     """Write only token ids and loss masks, no hidden states; only with --format speculators. The
-    trainer of speculators then reads the hidden states from the store."""
+    trainer of speculators then reads the hidden states from the store, with a command that
+    docs/interop.md shows."""
 
     @override
     def problems(self) -> list[str]:
-        rows = ["--rows-only is supported only with --format speculators"] * (
+        rows = ["--rows-only is supported only with --format speculators; leave it out"] * (
             self.rows_only and self.format != "speculators"
         )
         is_misplaced = self.kv and self.format != "speculators"
-        kv = "--kv is supported only with --format speculators; other formats lack keys and values"
+        kv = (
+            "--kv is supported only with --format speculators, because other formats lack keys and "
+            "values; leave it out"
+        )
         return _layer_problems(self.format, self.layers) + [kv] * is_misplaced + rows
 
 
@@ -63,19 +68,20 @@ class ImportConfig(Config):
     """Maximum number of sequences to read, from the start of the folder. Default: all."""
     layers: tuple[int, ...] = ()
     """Decoder layers whose outputs the files contain in addition to the last layer's, counted from
-    0 and separated by commas. Default: the three layers that the other project uses."""
+    0 and separated by commas; only with --format speculators or specforge. Default for a target of
+    L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     target_layers: Natural = 0
-    """Number of the target's last decoder layers whose weights are kept in the store. Drafters with
-    Target Layer Inference run their drafts through these layers."""
+    """Number of the target's last decoder layers whose weights are kept in the store. Only drafters
+    with Target Layer Inference need these layers: they run their drafts through them."""
     part_tokens: Count = 65_536
     """Number of tokens in a part. A store is written part by part, so an interruption loses at most
-    the part that is being written."""
+    the part that is being written. Smaller parts lose less, but make more files."""
     target_license: str | None = None
-    """Licence of the target, as the Hugging Face Hub names it. It is written to the store's card
-    (README.md). Default: a blank to fill in."""
+    """Licence of the target, as the Hugging Face Hub names it, for example apache-2.0. It is
+    written to the store's card (README.md). Default: a blank to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset, as the Hugging Face Hub names it. It is written to the store's card
-    (README.md). Default: a blank to fill in."""
+    """Licence of the dataset, as the Hugging Face Hub names it, for example apache-2.0. It is
+    written to the store's card (README.md). Default: a blank to fill in."""
 
     @override
     def problems(self) -> list[str]:
@@ -85,8 +91,13 @@ class ImportConfig(Config):
 def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     problems = []
     if layers and name in ("eagle", "index"):
-        holds = "the last hidden state alone" if name == "eagle" else "no hidden states"
-        problems.append(f"layers has no meaning for the format {name}, which holds {holds}")
+        holds = "only the last hidden state" if name == "eagle" else "no hidden states"
+        problems.append(
+            f"--layers has no meaning with --format {name}, whose files hold {holds}; leave it out"
+        )
     if len(set(layers)) < len(layers):
-        problems.append(f"layers repeats a layer: {','.join(map(str, layers))}")
+        problems.append(
+            f"--layers names a layer more than once: {','.join(map(str, layers))}; leave out the "
+            "repetition"
+        )
     return problems

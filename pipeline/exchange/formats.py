@@ -104,8 +104,8 @@ class FileFormat(ABC):
         ]
         if not paths:
             raise DatasetError(
-                f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and "
-                "--format."
+                f"{folder} has no file named like {self.pattern}, so it is not in the format "
+                f"{self.name}. Check the folder and --format."
             )
         return sorted(paths, key=numbers)
 
@@ -200,8 +200,8 @@ class SpecForgeFormat(EagleFormat):
         count = len(self.fields) - 1
         if layers.shape[1] != count * width:
             raise DatasetError(
-                f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of "
-                f"{width}. Name the layers of these files with --layers."
+                f"{path}: aux_hidden_state has width {layers.shape[1]}, but {count} layers of "
+                f"width {width} were expected. Give the layers of these files with --layers."
             )
         return dict(zip(self.fields, (last, *layers.split(width, dim=1)), strict=True))
 
@@ -264,7 +264,9 @@ class SpeculatorsFormat(FileFormat):
         row = int(number) if number.isdecimal() else len(rows)
         if row >= len(rows):
             raise DatasetError(
-                f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}."
+                f"{path} belongs to row {number} of the Arrow dataset, but this dataset has only "
+                f"{len(rows)} rows. Put the files into the folder of the dataset that they were "
+                "made from."
             )
         with parsing(
             f"{path}: row {row} of the Arrow dataset lacks token ids or a loss mask",
@@ -277,8 +279,8 @@ class SpeculatorsFormat(FileFormat):
             )
         if not np.array_equal(ids, self.read_tokens(path)):
             raise DatasetError(
-                f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. "
-                "The files belong to another dataset; make them again."
+                f"The token_ids of {path} differ from the input_ids of row {row} of the Arrow "
+                "dataset, so the file was made from another dataset. Make the files again."
             )
         return np.asarray(mask)
 
@@ -289,7 +291,8 @@ class SpeculatorsFormat(FileFormat):
         if states.dim() != 3 or states.shape[1] != len(self._states):
             raise DatasetError(
                 f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, "
-                f"{len(self._states)} layers, width]. Name the layers of these files with --layers."
+                f"{len(self._states)} layers, width]. Give the layers of these files with "
+                "--layers."
             )
         if states.dtype == torch.float8_e4m3fn:
             scales = _read_tensor(path, "hidden_states_scales")  # float32, one scale per token
@@ -308,8 +311,9 @@ class SpeculatorsFormat(FileFormat):
         folder = next((parent for parent in path.parents if (parent / _STATE).is_file()), None)
         if folder is None:
             raise DatasetError(
-                f"{path.parent}: no Arrow dataset (state.json), which holds the loss masks, in "
-                "this folder or above it. Put hidden_states/ into the folder of the dataset."
+                "The Arrow dataset with the loss masks (a folder with state.json) is neither "
+                f"{path.parent} nor a folder above it. Put hidden_states/ into the folder of the "
+                "dataset."
             )
         if folder not in self._rows:
             self._rows = {folder: _load_rows(folder)}
@@ -338,13 +342,13 @@ def make_format(
         layers = layers or default_fused_layers(n_layers)
     except DrafterError as error:
         raise OptionInvalid(
-            f"A target with {n_layers} layers has no default layers. Choose them, e.g. --layers "
-            "0,1."
+            f"A target with {n_layers} decoder layers has too few for the default layers. Choose "
+            "layers with --layers, for example --layers 0,1."
         ) from error
     if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
         raise OptionInvalid(
-            f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose "
-            "others."
+            f"--layers has {wrong[0]}, but the target has only the decoder layers 0 to "
+            f"{n_layers - 1}. Choose from these."
         )
     if name == "specforge":
         return SpecForgeFormat(layers)
@@ -357,7 +361,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
     An uncompressed file is memory-mapped. A compressed file is read into memory.
     """
     with parsing(
-        f"{path} is damaged, or holds more than tensors",
+        f"{path} is damaged, or holds other Python objects than tensors",
         DatasetError,
         "Make the file again, or delete it.",
     ):
@@ -413,7 +417,7 @@ def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.n
 def _load_rows(folder: Path) -> pa.Table:
     from datasets import load_from_disk
 
-    trouble = f"{folder} holds no Arrow dataset with input_ids and loss_mask"
+    trouble = f"{folder} has no usable Arrow dataset with the columns input_ids and loss_mask"
     with parsing(trouble, DatasetError, "Prepare the dataset again."):
         for file in folder.glob("*.json"):
             check_regular(file, MAX_JSON_BYTES)
@@ -423,7 +427,9 @@ def _load_rows(folder: Path) -> pa.Table:
 
 def _read_tensor(path: Path, key: str) -> Tensor:
     if key not in read_header(path, DatasetError):
-        raise DatasetError(f"{path} has no tensor {key}. Make the file again.")
+        raise DatasetError(
+            f"{path} lacks the tensor {key}. Check --format, or make the file again."
+        )
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor
@@ -433,7 +439,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     value = record.get(key)
     if not isinstance(value, Tensor):
         raise DatasetError(
-            f"{path} has no tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. "
+            f"{path} lacks the tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. "
             "Check --format."
         )
     return value
@@ -447,7 +453,7 @@ def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:
         raise DatasetError(
-            f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width] as there "
-            f"are {n_tokens} input_ids. Make the file again, or delete it."
+            f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width], because "
+            f"the file has {n_tokens} input_ids. Make the file again, or delete it."
         )
     return value

@@ -72,7 +72,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     @override
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
         raise DatasetError(
-            "a store cannot generate missing hidden states; train with --on-missing raise."
+            "The hidden states of a sequence are missing, and a store of moa-data cannot compute "
+            "them. Train with --on-missing raise."
         )
 
 
@@ -84,12 +85,17 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @override
     def add_train_args(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--moa-store", default=None, help="Folder or URL of the store of moa-data."
+            "--moa-store",
+            default=None,
+            help=("Folder or URL of the store that moa-data extract has written."),
         )
         parser.add_argument(
             "--moa-layers",
             default="",
-            help="Decoder layers, counted from 0. Default: 1, L // 2 - 1 and L - 4.",
+            help=(
+                "Decoder layers whose outputs the drafter reads, counted from 0 and separated by "
+                "commas. Default for a target of L layers: 1, L // 2 - 1 and L - 4."
+            ),
         )
 
     @staticmethod
@@ -101,7 +107,10 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @override
     def from_train_args(args: argparse.Namespace, data_path: str) -> StoreTransfer:
         if not args.moa_store:
-            raise OptionInvalid("the backend moa needs --moa-store STORE.")
+            raise OptionInvalid(
+                "The backend moa reads hidden states from a store of moa-data; give --moa-store "
+                "STORE."
+            )
         return StoreTransfer(
             args.moa_store, tuple(int(word) for word in args.moa_layers.split(",") if word)
         )
@@ -110,7 +119,8 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @override
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         raise OptionInvalid(
-            "speculators' vLLM connectors cannot write a store; use moa-data extract --source vllm."
+            "The vLLM connectors of speculators cannot write a store; make one with moa-data "
+            "extract --source vllm."
         )
 
 

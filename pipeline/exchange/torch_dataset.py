@@ -32,8 +32,8 @@ def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> 
     """
     if missing := [name for name in names if name not in store.fields]:
         raise SelectionInvalid(
-            f"{store.path} lacks {', '.join(missing)}, needed for {project}. Add with "
-            f"{add_command(str(store.path), missing)}, or choose other --layers."
+            f"{store.path} lacks {', '.join(missing)}, which {project} needs. Add these fields "
+            f"with {add_command(str(store.path), missing)}, or choose other --layers."
         )
 
 
@@ -69,14 +69,15 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         unknown = [name for name in self.fields if name not in self.store.fields]
         if unknown or not self.fields:
             raise OptionInvalid(
-                f"fields {', '.join(unknown) or '(none)'} are not in {self.store.path}; "
-                f"choose from {', '.join(self.store.fields)}."
+                f"fields {', '.join(unknown) or '(none)'} are not in {self.store.path}. Choose one "
+                f"or more of {', '.join(self.store.fields)}."
             )
         if layers is not None and all(
             self.store.fields[name].layer_axis is None for name in self.fields
         ):
             raise OptionInvalid(
-                f"layers are given, but none of the fields {', '.join(self.fields)} has layers."
+                f"layers are given, but none of the fields {', '.join(self.fields)} has layers. "
+                "Leave out layers."
             )
 
     def __len__(self) -> int:
@@ -160,7 +161,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         self.world_size = group_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise OptionInvalid(
-                f"rank is {self.rank}, expected 0 to {self.world_size - 1} (world_size)."
+                f"rank is {self.rank}, expected a number from 0 to {self.world_size - 1}, because "
+                "ranks are below world_size."
             )
         if batch_size < 1 or bucket_batches < 0:
             raise OptionInvalid(

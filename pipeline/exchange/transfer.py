@@ -102,8 +102,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                     sizes.append(len(data))
                 elif not np.array_equal(file_format.read_tokens(path), tokens):
                     raise OutputOccupied(
-                        f"{path} does not hold the tokens of sequence {i} of the store. "
-                        "Choose another --out."
+                        f"{path} exists already and holds other tokens than sequence {i} of the "
+                        "store. Choose another --out, or delete the file."
                     )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
@@ -171,7 +171,9 @@ def _check_index(path: Path, identity: str) -> None:
     except (OSError, pa.ArrowException, ValueError):
         about = {}
     if about.get("sha256") != identity:
-        raise OutputOccupied(f"{path} is not the index of this store. Choose another --out.")
+        raise OutputOccupied(
+            f"{path} exists already and is not the index of this store. Choose another --out."
+        )
 
 
 def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer: Any) -> pa.Table:
@@ -225,12 +227,13 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
         ]
         if changed:
             raise OutputOccupied(
-                f"{folder} holds another export; {RECORD_NAME} differs in {', '.join(changed)}. "
-                "Choose another --out."
+                f"{folder} holds an export of another store or with other settings: {RECORD_NAME} "
+                f"differs in {', '.join(changed)}. Choose another --out."
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputOccupied(
-            f"{folder} is not an empty folder, nor an export of this program. Choose another --out."
+            f"{folder} is neither an empty folder nor an earlier export of this program. Choose "
+            "another --out."
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
@@ -319,8 +322,8 @@ def _read_texts(
         mask = file_format.read_mask(path)
         if not len(tokens) or len(tokens) != len(mask):
             raise DatasetError(
-                f"{path} has {len(tokens)} token ids, but a loss mask of length {len(mask)}. "
-                "Make the file again."
+                f"{path} has {len(tokens)} token ids and a loss mask of length {len(mask)}. "
+                "Expected the same number of both, at least 1. Make the file again."
             )
         if not np.isin(mask, (0, 1)).all():
             raise DatasetError(
@@ -339,8 +342,9 @@ def _read_texts(
     source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
     if not any(n_response):
         raise DatasetError(
-            f"the loss masks of all {len(paths)} files, such as {paths[0]}, are zero, so there is "
-            "nothing to learn. Make the files again with masks that mark the answers."
+            f"The loss masks of all {len(paths)} files, such as {paths[0]}, are 0 at every token, "
+            "so there is nothing to learn. Make the files again with masks that are 1 in the "
+            "answers."
         )
     columns = {
         "sequence_id": text_column(rows),
@@ -358,9 +362,9 @@ def _field_specs(
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise DatasetError(
-            f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected "
-            f"one of {', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. "
-            "Check --model."
+            f"{first} holds hidden states of type {values.dtype} and width {values.shape[1]}. "
+            f"Expected one of the types {', '.join(_DTYPES.values())}, and the target's width "
+            f"{sizes['hidden_size']}. Check --model."
         )
     names = dict.fromkeys((schema.HIDDEN_LAST, *file_format.fields))
     hidden = [
@@ -433,9 +437,9 @@ def _read_sequence(
         values = hidden[spec.name]
         if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
             raise DatasetError(
-                f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected "
-                f"{spec.dtype} {[n_tokens, *spec.token_shape]} as in the first file. Make the file "
-                "again."
+                f"{path}: {spec.name} has type and shape {values.dtype} {list(values.shape)}, "
+                f"expected {spec.dtype} {[n_tokens, *spec.token_shape]} as in the first file. Make "
+                "the file again."
             )
         if not bool(torch.isfinite(values).all()):
             raise DatasetError(

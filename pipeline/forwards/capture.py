@@ -204,9 +204,9 @@ class Capture:
                     f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
                 )
                 raise TargetError(
-                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows "
-                    "in this dtype; choose another --dtype or --compute-dtype. bfloat16 has the "
-                    "range of float32, float16 does not."
+                    f"Sequence {names[index]}: {where} holds NaN or infinity, so the target "
+                    "overflows in its data type. Choose bfloat16 or float32 for --dtype and "
+                    "--compute-dtype; the range of float16 is smaller."
                 )
 
     def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:

@@ -77,22 +77,25 @@ def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
         if getattr(parallel, name) != 1:
             raise ValueError(
                 f"{name} is {getattr(parallel, name)}, so each worker would hold only some of the "
-                "heads, layers or tokens."
+                "heads, layers or tokens. Set it to 1."
             )
     if cache.cache_dtype not in ("auto", "bfloat16"):
         raise ValueError(
-            f"the KV cache's dtype is {cache.cache_dtype}, which would round its values: use auto."
+            f"kv_cache_dtype is {cache.cache_dtype}, which would round the keys and values. Set it "
+            "to auto."
         )
     if cache.enable_prefix_caching:
         raise ValueError(
-            "prefix caching is on, so the hidden states of a cached prefix would be missing."
+            "Prefix caching is on, so the hidden states of a cached prefix would be missing. Turn "
+            "it off."
         )
     for group in kv_cache_config.kv_cache_groups:
         for name, spec in layer_specs(group).items():
             kind = type(spec).__name__
             if kind not in _TAKEN or getattr(spec, "sliding_window", None):
                 raise ValueError(
-                    f"{name} has a KV cache of kind {kind}, which drops or compresses tokens."
+                    f"Layer {name} has a KV cache of type {kind}, which drops or compresses "
+                    "tokens, so its keys and values cannot be stored. Leave out --source vllm."
                 )
 
 
@@ -188,7 +191,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     by_layer[layer_number(name)] = index, kv_caches[name]
         if sorted(by_layer) != list(range(len(by_layer))):
             raise ValueError(
-                f"the layers are {sorted(by_layer)}, expected each number from 0 once."
+                f"vLLM numbers the layers {sorted(by_layer)}, expected each number from 0 once. "
+                "Leave out --source vllm."
             )
         self._layers = [by_layer[layer] for layer in sorted(by_layer)]
         cache = self._layers[0][1]
@@ -199,7 +203,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ):
             raise ValueError(
                 "vLLM stores bfloat16 keys in the AMX tile format of this CPU, which cannot be "
-                "read: use --compute-dtype float32."
+                "read. Use --compute-dtype float32."
             )
 
     @override
@@ -293,7 +297,8 @@ def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     """
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(
-            f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens."
+            f"vLLM's KV cache gave {len(blocks)} blocks of {cache.shape[2]} tokens for a sequence "
+            f"of {n_tokens} tokens, which are too few."
         )
     index = torch.tensor(blocks, device=cache.device)
     return cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:n_tokens]
@@ -331,7 +336,10 @@ def layer_number(name: str) -> int:
     """Return the number in a layer's name, for example 3 for ``model.layers.3.self_attn.attn``."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
-        raise ValueError(f"{name} is not a layer's name: expected exactly one number in it.")
+        raise ValueError(
+            f"vLLM has a layer with the name {name}, expected a name with exactly one number in "
+            "it. Leave out --source vllm."
+        )
     return int(numbers[0])
 
 

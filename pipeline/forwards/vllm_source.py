@@ -56,23 +56,24 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
     name, version = _installed()
     if version is None:
         raise WorkerError(
-            "--source vllm needs vllm, which is not installed: pip install "
-            f"vllm=={VLLM_VERSIONS[0]} beside moa-data."
+            "--source vllm needs vllm, which is not installed. Install it next to moa-data with "
+            f"`pip install vllm=={VLLM_VERSIONS[0]}`."
         )
     if version not in VLLM_VERSIONS:
         raise WorkerError(
-            f"{name} {version} is installed, whose connector interface is not supported: install "
-            f"vllm=={VLLM_VERSIONS[0]} or {VLLM_VERSIONS[1]}, or leave out --source vllm."
+            f"{name} {version} is installed, but --source vllm supports only the releases "
+            f"{VLLM_VERSIONS[0]} and {VLLM_VERSIONS[1]} of vllm. Run `pip install "
+            f"vllm=={VLLM_VERSIONS[0]}`, or leave out --source vllm."
         )
     if any(window is not None for window in layer_windows(model_config)):
         raise WorkerError(
-            "the target has sliding windows, whose blocks vLLM frees before the prompt is "
-            "finished. Leave out --source vllm."
+            "The target has layers with sliding-window attention, and vLLM frees their keys and "
+            "values before a prompt is finished. Leave out --source vllm."
         )
     if max_length >= model_config.max_position_embeddings:
         raise WorkerError(
             "vLLM appends a sampled token to each sequence, which needs one of the target's "
-            f"{model_config.max_position_embeddings:,} positions: use --max-length "
+            f"{model_config.max_position_embeddings:,} positions. Use --max-length "
             f"{model_config.max_position_embeddings - 1}."
         )
     return {"name": "vllm", "version": version}
@@ -174,8 +175,8 @@ class VllmSource:
             return _within(_STARTED_WITHIN_S, start)
         except Exception as error:  # vLLM raises many unrelated types of errors.
             raise WorkerError(
-                f"vLLM does not start ({first_line(error)}). See its log, or leave out "
-                "--source vllm."
+                f"vLLM does not start ({first_line(error)}). See vLLM's log for the cause, or "
+                "leave out --source vllm."
             ) from error
 
     def capture(self, sequences: Sequence[np.ndarray]) -> Capture:
@@ -201,7 +202,10 @@ class VllmSource:
             answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
             _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
         except Exception as error:  # vLLM raises many unrelated types of errors.
-            raise WorkerError(f"vLLM fails ({first_line(error)}). See its log.") from error
+            raise WorkerError(
+                f"vLLM stopped with an error ({first_line(error)}). See vLLM's log for the cause, "
+                "then run the same command again to continue."
+            ) from error
         return self._collect(sequences, [_read(file) for file in files])
 
     def _collect(
@@ -211,8 +215,8 @@ class VllmSource:
         for tokens, by_name in zip(sequences, values, strict=True):
             if wrong := [len(tensor) for tensor in by_name.values() if len(tensor) != len(tokens)]:
                 raise WorkerError(
-                    f"vLLM returned values of {wrong[0]} tokens for a sequence of {len(tokens)}. "
-                    "See its log."
+                    f"vLLM returned activations of {wrong[0]} tokens for a sequence of "
+                    f"{len(tokens)} tokens. See vLLM's log for the cause."
                 )
         width = max(n_tokens)
         padded = np.stack(
@@ -280,7 +284,7 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
             n_before = n_now
             last_s = time.monotonic() + within_s
         if time.monotonic() > last_s:
-            raise TimeoutError(f"it has done nothing for {within_s:g} s")
+            raise TimeoutError(f"vLLM has made no progress for {within_s:g} s")
     ((value, error),) = outcomes
     if error is not None:
         raise error
@@ -292,11 +296,14 @@ def _read(file: Path) -> dict[str, Tensor]:
     while not file.exists():
         if (trouble := file.with_suffix(".error")).exists():
             raise WorkerError(
-                f"vLLM's connector cannot write its file ({trouble.read_text()}). Free some memory."
+                f"vLLM's connector cannot write the activations of a sequence to {file.parent} "
+                f"({trouble.read_text()}). Free some space there, or main memory if it is in "
+                "/dev/shm."
             )
         if time.monotonic() > last_s:
             raise WorkerError(
-                f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. See its log."
+                f"vLLM's connector has written no activations for {_WRITTEN_WITHIN_S:g} s. See "
+                "vLLM's log for the cause."
             )
         time.sleep(0.002)
     values: dict[str, Tensor] = load_file(file)

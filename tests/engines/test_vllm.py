@@ -129,5 +129,5 @@ def test_a_process_of_its_own_that_stops_ends_in_a_line(words: list[str], tmp_pa
     said = "\n".join(
         line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")
     )
-    assert "nothing for 10 s" in error_line(code, said.partition("/resource_tracker.py")[0], 2)
+    assert "no progress for 10 s" in error_line(code, said.partition("/resource_tracker.py")[0], 2)
     wait_for_its_end(run)

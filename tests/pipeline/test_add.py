@@ -109,7 +109,7 @@ def test_the_store_becomes_the_one_of_a_single_extraction(
     after = read_tree(config.out)
     assert "added        hidden/layer_0, hidden/layer_1" in report.describe()
     assert report.n_parts == report.n_parts_done > 1
-    assert ("bit for bit" in report.describe()) == (codec == "lossless")
+    assert ("computed exactly the stored" in report.describe()) == (codec == "lossless")
     assert calls[-1][:2] == (report.n_tokens, report.n_tokens)
     arrays = [name for name in before if name.startswith("parts/")]
     assert {name: after[name] for name in arrays} == {name: before[name] for name in arrays}
@@ -311,12 +311,12 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(
     document = json.loads((store / "store.json").read_text())
     document["extraction"]["dtype"] = "float16"
     (store / "store.json").write_text(json.dumps(document))
-    with pytest.raises(OptionInvalid, match="differently from this release"):
+    with pytest.raises(OptionInvalid, match="in another way than this release"):
         add(addition(config))
     del document["extraction"]["batch_tokens"]
     for origin, text in (
-        ({}, "does not say its batch_tokens"),
-        ({"imported_from": "eagle"}, "imported from eagle"),
+        ({}, "does not record the setting batch_tokens"),
+        ({"imported_from": "eagle"}, "imported from files of eagle"),
     ):
         document["extraction"] |= origin
         (store / "store.json").write_text(json.dumps(document))
@@ -340,7 +340,7 @@ def test_a_target_that_computes_something_else_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(add_module, "capture", scaled(1.1))
-        with pytest.raises(OptionInvalid, match=r"differs by 9.\d%"):
+        with pytest.raises(OptionInvalid, match=r"differ by 9.\d%"):
             add(addition(config, target_layers=0))
         assert read_tree(config.out) == before
         patch.setattr(add_module, "capture", scaled(1.004))

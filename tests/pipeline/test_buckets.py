@@ -58,7 +58,7 @@ def remote(config: ExtractConfig, endpoint: str) -> RemotePath:
         if message.startswith("extract 1/"):
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match=r"\d of \d parts are committed in s3://"):
+    with pytest.raises(Interrupted, match=r"\d of \d parts are finished in s3://"):
         extract(config, progress=interrupt)
     report = extract(config)
     assert report.n_parts_done < report.n_parts

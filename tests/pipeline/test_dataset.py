@@ -274,7 +274,7 @@ def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, st
         (
             {"instruction": "Add.", "output": "3"},
             RejectReason.NO_COLUMN,
-            "input; columns: instruction, output",
+            "input; its columns: instruction, output",
         ),
         (ALPACA | {"output": ""}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"output": 3}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
@@ -299,11 +299,11 @@ def test_rows_without_these_columns_are_rejected(
     [
         (
             "alpca",
-            "columns has 'alpca', expected ROLE=COLUMN .* or one of alpaca, prompt-completion",
+            r"columns has 'alpca'\. Expected ROLE=COLUMN, .* format: alpaca or prompt-completion",
         ),
-        ("user=a", "expected either messages=COLUMN, or columns for both user and assistant"),
-        ("messages=a,user=b,assistant=c", "expected either messages=COLUMN"),
-        ("messages=a+b", "messages can only be one column"),
+        ("user=a", "Expected either messages=COLUMN, or columns for both user and assistant"),
+        ("messages=a,user=b,assistant=c", "Expected either messages=COLUMN"),
+        ("messages=a+b", "messages must be read from one column"),
     ],
 )
 def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> None:

@@ -169,7 +169,7 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-KEPT = r"\d of \d parts are committed in .*Run the same command again"
+KEPT = r"\d of \d parts are finished in .*Run the same command again"
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ def test_a_learned_codec_is_learned_again(
     records = {path: path.read_text() for path in (store / "runs").iterdir()}
     for path in records:
         path.unlink()
-    with pytest.raises(WorkerError, match="Run the command that made the store"):
+    with pytest.raises(WorkerError, match="run the command that made the store"):
         repair(store, config.model)
     assert read_tree(store) == before
 
@@ -583,7 +583,7 @@ def test_settings_come_from_the_last_record_that_can_be_read(
     config: ExtractConfig, tmp_path: Path
 ) -> None:
     runs = tmp_path / "store" / "runs"
-    with pytest.raises(WorkerError, match="records no finished extraction"):
+    with pytest.raises(WorkerError, match="has no record of a finished extraction"):
         recorded_config(runs.parent)
     runs.mkdir(parents=True)
     own = json.dumps({"config": config.named() | {"max_length": 77, "added_later": 1}})

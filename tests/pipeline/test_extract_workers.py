@@ -201,7 +201,7 @@ def test_a_worker_is_killed(runs: Runs) -> None:
     os.kill(runs.workers(running)[0], signal.SIGKILL)
     out, _ = runs.finish(running, before)
     assert len(runs.records()[0]["lost_workers"]) == 1
-    assert "lost         1 of 2 workers; " in out
+    assert "lost         1 of 2 workers ended early; " in out
 
 
 def test_a_machine_is_lost_and_another_one_joins(machines: Machines, ray_runs: Runs) -> None:
@@ -230,7 +230,7 @@ def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -
     running = runs.start(n_parts=5)
     running.send_signal(number)
     _, said = running.communicate(timeout=_WAIT_S)
-    assert "parts are committed in" in error_line(running.returncode, said, 128 + number)
+    assert "parts are finished in" in error_line(running.returncode, said, 128 + number)
     assert not list(runs.out.rglob("c.*.partial"))
     before = runs.commits()
     runs.finish(runs.start(), before)

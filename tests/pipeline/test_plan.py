@@ -122,7 +122,7 @@ def test_embeddings_that_do_not_fit_the_vocabulary_are_named_before_chats_are_re
 @pytest.mark.parametrize(
     ("change", "rows", "options", "error", "message"),
     [
-        (None, [], {}, DatasetError, "is empty: no rows"),
+        (None, [], {}, DatasetError, "has no rows"),
         (
             None,
             [{"text": "hi"}] * 3,
@@ -156,7 +156,7 @@ def test_embeddings_that_do_not_fit_the_vocabulary_are_named_before_chats_are_re
             GOOD,
             {},
             DatasetError,
-            r"vocabulary has 100 entries.*does not belong to this model",
+            r"vocabulary has only 100 entries.*does not belong to this target",
         ),
         (without("config.json"), GOOD, {}, TargetError, r"has no config\.json"),
         (without("tokenizer.json"), GOOD, {}, TargetError, "has no tokenizer"),
@@ -207,7 +207,7 @@ def test_the_default_length_is_that_of_the_positions(config: ExtractConfig) -> N
 def test_a_codec_that_learns_counts_what_it_needs(config: ExtractConfig) -> None:
     exact, learned = (build_plan(config.replaced(codec=codec)) for codec in ("int8", "transform:1"))
     assert "learn " not in exact.describe()
-    assert f"forwards of {learned.n_tokens:,} tokens before the first part" in learned.describe()
+    assert f"runs over {learned.n_tokens:,} tokens before the first part" in learned.describe()
 
 
 def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(
@@ -358,7 +358,7 @@ def test_a_plan_needs_no_weights(
 
 @pytest.mark.parametrize("name", ["hidden:last", "hidden:layer:3", "hidden/layer_-1", " kv", "foo"])
 def test_a_field_that_extract_does_not_write_is_refused(name: str) -> None:
-    with pytest.raises(OptionInvalid, match="not one that `extract` writes"):
+    with pytest.raises(OptionInvalid, match="not an activation that `extract` writes"):
         parse_fields(["tokens", "kv", name])
 
 
@@ -476,7 +476,7 @@ def test_what_is_in_the_cache_is_not_taken_for_another_commit(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert ChatSource(DATASET, None).commit == read.commit
     with pytest.raises(
-        DatasetError, match=r"is wanted, but only .* is in the cache and the Hub cannot be reached"
+        DatasetError, match=r"the Hub cannot be reached, and the local cache has only commit"
     ):
         ChatSource(DATASET, None, revision="0" * 40)
 
@@ -488,7 +488,8 @@ def test_local_inputs_have_no_revision(target_folder: Path, chats_file: Path) ->
         resolve_model_folder(str(target_folder), revision="v1")
     for names in ({"config_name": "a"}, {"revision": "v1"}):
         with pytest.raises(
-            DatasetError, match=r"is local\. Leave out --dataset-config and --dataset-revision"
+            DatasetError,
+            match=r"is a local file or folder.*\. Leave out --dataset-config and --dataset-revision",
         ):
             ChatSource(str(chats_file), None, **names)
 

@@ -50,7 +50,7 @@ def test_recoding_gives_the_bytes_of_extracting_also_after_an_interruption(
         if "part 2" in message:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match=r"1 of \d parts are committed"):
+    with pytest.raises(Interrupted, match=r"1 of \d parts are finished"):
         recode(lossless, "int8", tmp_path / "recoded", progress=interrupt)
     report = recode(lossless, "int8", tmp_path / "recoded")
     assert report.n_parts_done == report.n_parts - 1 > 0

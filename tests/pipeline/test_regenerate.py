@@ -205,7 +205,7 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         answers.append([Row(0, user("caf\u00e9"), 1, 2), Row(1, reason="late")])
         kept, counted = path.read_bytes(), answers.record.read_bytes()
         answers.append([Row(2, user("b"), 1, 2)])
-        with pytest.raises(OutputOccupied, match="another process"):
+        with pytest.raises(OutputOccupied, match="Another process"):
             open_answers(path, {"seed": 0}, 4).__enter__()
     whole = path.read_bytes()
     for n_bytes in range(len(kept), len(whole) + 1):  # The record is that of the first batch.
@@ -214,7 +214,7 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         with open_answers(path, {"seed": 0}, 4) as again:
             assert (again.counts.n_rows, again.counts.n_answers) == (2, 1)
         assert (path.read_bytes(), answers.record.read_bytes()) == (kept, counted)
-    with pytest.raises(OutputOccupied, match="begun with"), open_answers(path, {"seed": 1}, 4):
+    with pytest.raises(OutputOccupied, match="started with"), open_answers(path, {"seed": 1}, 4):
         pass
     path.write_bytes(kept[:-1])
     with pytest.raises(OutputOccupied, match="changed"), open_answers(path, {"seed": 0}, 4):
@@ -296,13 +296,13 @@ def test_what_is_complete_is_not_asked_again_and_foreign_files_are_left_alone(
     assert outputs(config) == before
     with Path(config.out).open("a") as stream:
         stream.write("{}\n")
-    for kept, text in ((True, "changed after it was written"), (False, "no regeneration wrote it")):
+    for kept, text in ((True, "changed after"), (False, "was not written by")):
         if not kept:
             first.record.unlink()
         with pytest.raises(OutputOccupied, match=text):
             regenerate(config)
     first.record.write_text("{}")
-    with pytest.raises(OutputOccupied, match="not a record of a regeneration"):
+    with pytest.raises(OutputOccupied, match="not a record of `moa-data regenerate`"):
         regenerate(config)
     assert Path(config.out).read_bytes() == before[0] + b"{}\n"
     with pytest.raises(OptionInvalid):
@@ -347,9 +347,7 @@ def arguments_of(config: RegenerateConfig) -> list[str]:
 
 def test_a_target_that_repeats_itself_is_given_up(own_questions: RegenerateConfig) -> None:
     greedy = own_questions.replaced(question_temperature=1e-6, batch_size=32)
-    refused(
-        run(*arguments_of(greedy), "--question-temperature", "1e-6"), "questions had to be dropped"
-    )
+    refused(run(*arguments_of(greedy), "--question-temperature", "1e-6"), "unusable questions")
     assert record(greedy)["rows"]["n_rows"] == 0
 
 
@@ -484,7 +482,7 @@ def test_extract_takes_the_answers(
     assert extracted.exit_code == 0, extracted.output
     assert f": {n_chats} sequences" in extracted.stdout, "none rejected, and the record is no chat"
     assert read_tree(store)
-    refused(run(*arguments, *shown[:-4]), "begun with", "max_length 160 (now 2048)")
+    refused(run(*arguments, *shown[:-4]), "started with", "max_length was 160 and is now 2048")
 
 
 @pytest.mark.parametrize(
@@ -623,9 +621,9 @@ def test_one_answer_that_fails_rejects_its_row(
     ("answer", "line"),
     [
         ((401, {"error": {"message": "no key"}}), "no key"),
-        ((500, {"error": {"message": "down"}}), "for 0.5 s. Start the server"),
-        ((200, {"hello": 1}), "gives no chat completion"),
-        ((200, said("yes", reasoning_content="hm")), "keeps the reasoning apart"),
+        ((500, {"error": {"message": "down"}}), "for 0.5 s (--patience-s). Start the server"),
+        ((200, {"hello": 1}), "did not answer with a chat completion"),
+        ((200, said("yes", reasoning_content="hm")), "returns the reasoning separately"),
         (HUNG_UP, "cannot be reached"),
     ],
 )

@@ -112,7 +112,7 @@ def die(_: Any) -> Any:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_process_that_is_killed_is_one_line() -> None:
-    with pytest.raises(WorkerError, match="tokenize_processes"):
+    with pytest.raises(WorkerError, match="--tokenize-processes"):
         list(tokenise_rows(iter(range(16)), die, 2, lambda: None))
 
 

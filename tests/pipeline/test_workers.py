@@ -201,7 +201,9 @@ def test_parts_of_killed_workers_are_done_by_the_others(
     # On a busy machine, one may be killed after all parts are written.
     assert 1 <= len(lost) <= n_killed
     for end in lost:
-        who, log = end.split(": signal SIGKILL, which the kernel sends if memory runs out (log: ")
+        who, log = end.split(
+            ": it was ended by signal SIGKILL, which the kernel sends if memory runs out (log: "
+        )
         assert who in ("worker 0", "worker 1")
         assert Path(log.rstrip(")")).is_file()
 
@@ -509,7 +511,7 @@ def test_gpus_of_workers_need_not_be_on_this_machine(
         "cuda",
     )
     assert build_plan(on_gpus.replaced(gpus_per_worker=0)).forward.device == "cpu"
-    with pytest.raises(OptionInvalid, match="disagree"):
+    with pytest.raises(OptionInvalid, match="contradict each other"):
         build_plan(on_gpus.replaced(device="cpu"))
-    with pytest.raises(OptionInvalid, match="learns from forwards on this machine"):
+    with pytest.raises(OptionInvalid, match="is fitted to activations that this machine computes"):
         build_plan(on_gpus.replaced(codec="transform:1"))

@@ -174,7 +174,7 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
 ) -> None:
     metrics = DrafterMetrics(build("glide", tiny_model()))
     without = build_store(tmp_path / "without", ("hidden:last",), n_sequences=4)
-    with pytest.raises(OptionInvalid, match="has no keys and values for a drafter to read"):
+    with pytest.raises(OptionInvalid, match="stores no keys and values"):
         recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
     monkeypatch.setattr("moa_data.pipeline.recode._MIN_RESPONSE", 100)
     with pytest.raises(OptionInvalid, match="has a response of at least 100 tokens"):

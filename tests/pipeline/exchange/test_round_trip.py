@@ -266,7 +266,7 @@ def test_a_folder_with_something_else_is_refused(
     )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(OutputOccupied, match="not an empty folder"):
+    with pytest.raises(OutputOccupied, match="neither an empty folder"):
         export(store, "eagle", tmp_path / "mine")
     (tmp_path / "mine" / "export.json").write_text("{}")
     with pytest.raises(OutputOccupied, match="not the record"):
@@ -340,11 +340,11 @@ class Evil:
         ({"hidden_state": torch.randn(5, 16)}, "width 16"),
         ({"hidden_state": torch.randn(5, 32).double()}, "float64"),
         ({"hidden_state": torch.full((5, 32), torch.nan).half()}, "NaN"),
-        ({"hidden_state": None}, "no tensor hidden_state"),
+        ({"hidden_state": None}, "lacks the tensor hidden_state"),
         ({"input_ids": torch.tensor([1, 2, 3, 4, 4000])}, "vocabulary"),
         ({"loss_mask": torch.tensor([0, 0, 2, 1, 1])}, "loss mask holds 2"),
         ({"loss_mask": torch.ones(4)}, "loss mask of length 4"),
-        ({"more": Evil()}, "more than tensors"),
+        ({"more": Evil()}, "other Python objects than tensors"),
     ],
 )
 def test_a_bad_file_is_named(
@@ -414,15 +414,15 @@ def test_speculators_files_must_belong_to_their_rows(
         save_file(good | change, path)
         refused_with(text)
     save_file({"token_ids": good["token_ids"]}, path)
-    refused_with("no tensor hidden_states")
+    refused_with("lacks the tensor hidden_states")
     path.rename(path.with_name("hs_7.safetensors"))
-    refused_with("none with number 7")
+    refused_with("belongs to row 7")
     path.with_name("hs_7.safetensors").unlink()  # A peer's folder may hold only a part of the rows.
     assert len(bring_in(folder, "speculators", target, tmp_path / "part")) == 2
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
-    refused_with("no Arrow dataset")
+    refused_with("no usable Arrow dataset")
     (folder / "state.json").unlink()
-    refused_with("holds the loss masks")
+    refused_with("with the loss masks")
 
 
 def test_speculators_fp8_states_are_read_with_their_scales(

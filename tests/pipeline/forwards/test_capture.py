@@ -128,7 +128,7 @@ def test_names_of_activations() -> None:
     for names, target_layers, text in (
         (("hidden",), 0, "expected kv, hidden:last or hidden:layer:K"),
         (("hidden:layer:8",), 0, "0 to 7"),
-        (("hidden:layer:x",), 0, "hidden:layer:x"), (("kv",), 9, "target_layers is 9"),
+        (("hidden:layer:x",), 0, "hidden:layer:x"), (("kv",), 9, "--target-layers is 9"),
     ):  # fmt: skip
         with pytest.raises(OptionInvalid, match=text):
             parse_activations(names, target_layers, 8)
