@@ -186,9 +186,9 @@ class DraftingSession:
             return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
-                f"the message starts at token {body.start}, but it must start after the "
-                f"{self.request.n_prompt} tokens of the prompt, and at most at the session's end "
-                f"after {len(self.tokens)} tokens; open the session again with the tokens that you "
+                f"the message starts at token {body.start}, but it must start between token "
+                f"{self.request.n_prompt} (the end of the prompt) and token {len(self.tokens)} "
+                "(the end of the session's text); open the session again with the tokens that you "
                 "have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
