@@ -94,7 +94,11 @@ class LazyGroup(StageGroup):
     cls=LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(__version__, package_name="moa-data")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error instead of one line.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    help="Show the full Python traceback of an error, instead of a message of one line.",
+)
 def main(debug: bool) -> None:
     """Turn a language model's activations into a dataset, and train drafters from it.
 

@@ -197,8 +197,8 @@ class Config(BaseModel):
                     and group_values.get(name_in_group, value) != value
                 ):
                     raise OptionInvalid(
-                        f"{name_in_group} is given twice, as {value!r} and as "
-                        f"{group_values[name_in_group]!r}. Leave out one."
+                        f"{name_in_group} is given twice with different values, {value!r} and "
+                        f"{group_values[name_in_group]!r}. Leave out one of the two."
                     )
             values_by_field = _merge(values_by_field, nested(by_name))
         return values_by_field
@@ -259,16 +259,18 @@ class TargetSettings(Config):
     """The target, which is the large language model: a folder, a GGUF file, or a Hugging Face Hub
     id (OWNER/NAME)."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the Hugging Face Hub. Default: main."""
+    """Branch, tag or commit of the target, if it is a model on the Hugging Face Hub. A commit
+    always gives the same weights. Default: main."""
     template_kwargs: TemplateKwargs = ()
     """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
     Default: the arguments recorded by the store that the drafters were trained from."""
     dtype: Common[Dtype] = "float32"
     """Data type of the weights and computations of target and drafters. Only float32 guarantees
-    that the output equals that of plain decoding, token for token."""
+    that the output equals that of plain decoding, token for token. bfloat16 and float16 need half
+    the memory."""
     device: Common[str] = "auto"
     """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
-    there is one."""
+    there is one, otherwise the CPU."""
 
 
 class SamplingSettings(Config):
@@ -278,15 +280,16 @@ class SamplingSettings(Config):
     """Sampling temperature. 0 is greedy decoding: always the most likely token. Above 0, tokens are
     sampled from the target's distribution; a drafter does not change this distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample only from the most likely tokens, as many as are needed for their probabilities to add
-    up to this value. 1 allows all tokens."""
+    """Sample only from the smallest set of most likely tokens whose probabilities add up to at
+    least this value. 1 allows all tokens."""
     top_k: Natural = 0
-    """Sample only from this number of most likely tokens. 0 allows all tokens."""
+    """Sample only from this many of the most likely tokens. 0 allows all tokens."""
     repetition_penalty: Positive = 1.0
-    """Makes tokens that have already occurred less likely: their logits are divided by this value
-    (multiplied if negative). 1 turns this off."""
+    """A value above 1 makes tokens that have already occurred less likely: their logits are divided
+    by it if positive, and multiplied by it if negative. 1 turns this off."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Seed of the random numbers. The prompt at index i, from 0, uses seed + i."""
+    """Seed of the random numbers for sampling. Prompts are counted from 0, and prompt i uses seed +
+    i."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``moa.decoding.sampling.SamplingConfig``: all but the seed."""
@@ -374,14 +377,18 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionInvalid(f"--config {path}: {error.strerror or error}") from error
+        raise OptionInvalid(
+            f"--config {path} cannot be read ({error.strerror or error}). Give the path of a YAML "
+            "file."
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionInvalid(
-            f"--config {path} is not YAML: {' '.join(str(error).split())}"
+            f"--config {path} is not valid YAML ({' '.join(str(error).split())}). Correct the file."
         ) from error
     if not isinstance(loaded, dict | None):
         raise OptionInvalid(
-            f"--config {path} holds a {type(loaded).__name__}, expected 'key: value' lines"
+            f"--config {path} contains a {type(loaded).__name__}. Write the settings as lines of "
+            "the form 'key: value'."
         )
     return dict(_with_underscores(loaded or {}))
 
@@ -399,7 +406,8 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise OptionInvalid(
-                f"--set {text!r}: expected KEY=VALUE, such as optimizer.learning_rate=1e-4"
+                f"--set {text!r} does not have the form KEY=VALUE. Write it as in --set "
+                "optimizer.learning_rate=1e-4."
             )
         keys[key.strip().replace("-", "_")] = (
             None if value.strip().lower() in ("none", "null") else value.strip()
@@ -468,7 +476,11 @@ def _message(
         problems.setdefault(source and f"{source}: ", []).append(text)
     lines = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
-        where = "" if spell is str else ". Give it on the command line or in --config FILE"
+        where = (
+            ""
+            if spell is str
+            else ". Give each missing option on the command line or in --config FILE"
+        )
         lines.append(f"missing: {', '.join(missing)}{where}")
 
     def spelled(flag: re.Match[str]) -> str:

@@ -89,7 +89,8 @@ class StoreMismatch(StoreError):
         path: str,
         changes: Mapping[str, tuple[Any, Any]],
         advice: str = (
-            "Restore those inputs to continue this store, or choose another output folder."
+            "To continue this store, use its inputs again. To make a new store, choose "
+            "another output folder."
         ),
     ) -> None:
         self.changes = dict(changes)
@@ -101,7 +102,11 @@ class StoreMismatch(StoreError):
         shown = list(groups.values())[: self._MAX_SHOWN]
         listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
         n_more = len(changes) - len(shown)
-        more = f"; {n_more} more, which `moa-data --debug` lists" if n_more else ""
+        more = (
+            f"; {n_more} more, which the same command lists as `moa-data --debug ...`"
+            if n_more
+            else ""
+        )
         super().__init__(f"{path} was made from other inputs ({listed}{more}).", advice)
         self.add_note("\n".join(map(self._line, self.changes)))
 
@@ -110,7 +115,7 @@ class StoreMismatch(StoreError):
             text if max_chars is None or len(text) <= max_chars else f"{text[: max_chars - 1]}…"
             for text in map(repr, self.changes[key])
         )
-        return f"{key}: store has {old}, given {new}"
+        return f"{key}: the store has {old}, this command has {new}"
 
 
 class StoreLocked(StoreError, BlockingIOError):
@@ -139,8 +144,8 @@ class ReportUnwritten(StorageUnavailable):
     def __init__(self, path: Path, error: Exception, markdown: str) -> None:
         reason = getattr(error, "strerror", None) or error
         super().__init__(
-            f"{path} cannot be written ({reason}); the report is printed instead. Free some space "
-            "first."
+            f"{path} cannot be written ({reason}), so the report is printed instead. Before the "
+            "next run, free some space or give yourself the right to write there."
         )
         self.markdown = markdown  # Text of the report, which the command prints.
 

@@ -32,8 +32,8 @@ It is small enough that computations with several counts do not overflow: they f
 use Python integers.
 """
 FULL_DISK_ADVICE = (
-    "What was finished is safe. Free some space and run the same command again: it continues with "
-    "what is missing."
+    "All finished work is saved. Free some space and run the same command again: it continues "
+    "with the rest."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
@@ -47,9 +47,9 @@ _ERROR_WORDS = {
     "file too large": errno.EFBIG, "read-only file system": errno.EROFS,
     "disk is full": errno.ENOSPC, "pytorchstreamwriter failed": errno.EIO,
 }  # fmt: skip
-_ASK_FOR_RIGHTS = "Give yourself the rights to it, or choose another path."
+_ASK_FOR_RIGHTS = "Give yourself the rights to use this path, or choose another path."
 _LOOK_AT_DISK = (
-    "What was finished is safe. Check the disk or the mount, and run the same command again."
+    "All finished work is saved. Check the disk or the mount, and run the same command again."
 )
 # Number of a system error -> advice. These errors have their cause in the machine, whatever the
 # operation was.
@@ -57,7 +57,7 @@ _ADVICE = {
     errno.ENOSPC: FULL_DISK_ADVICE,
     errno.EDQUOT: FULL_DISK_ADVICE,
     errno.EFBIG: (
-        "What was finished is safe. Raise the limit of file sizes (ulimit -f), or choose another "
+        "All finished work is saved. Raise the limit of file sizes (ulimit -f), or choose another "
         "file system."
     ),
     errno.EROFS: _ASK_FOR_RIGHTS,
@@ -65,8 +65,11 @@ _ADVICE = {
     errno.EPERM: _ASK_FOR_RIGHTS,
     errno.EIO: _LOOK_AT_DISK,
     errno.ESTALE: _LOOK_AT_DISK,
-    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
-    errno.ENFILE: "Raise the limit of open files of the system, or end other programs.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), and run the same command again.",
+    errno.ENFILE: (
+        "Raise the system's limit of open files, or end other programs. Then run the same command "
+        "again."
+    ),
 }
 # Numbers of system errors that mean that another process holds a lock. Some network file systems
 # report EACCES.
@@ -260,8 +263,8 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
         )
     if (n_free := shutil.disk_usage(there).free) < n_bytes:
         raise StorageUnavailable(
-            f"{folder} needs about {format_bytes(n_bytes)}, but its disk has only "
-            f"{format_bytes(n_free)} free. {advice}"
+            f"Writing to {folder} takes about {format_bytes(n_bytes)} of disk space, but only "
+            f"{format_bytes(n_free)} are free. {advice}"
         )
 
 
@@ -296,7 +299,8 @@ def open_lock(path: Path) -> int:
         if error.errno != errno.ELOOP or not path.is_symlink():
             raise
         raise StoreDamaged(
-            f"{path} is a symbolic link, expected a file. Delete the link and try again."
+            f"{path} is a symbolic link, but a lock file must be a regular file. Delete the link, "
+            "and run the same command again."
         ) from error
 
 
@@ -352,10 +356,9 @@ def lock_file(path: Path, waits: bool = False) -> int:
 def no_locks(path: Path, error: OSError) -> StorageUnavailable:
     """Return the error to raise if a file system does not support locks."""
     return StorageUnavailable(
-        f"{path} cannot be locked ({os.strerror(error.errno or 0)}), and without a lock two "
-        f"processes could write to {path.parent} at the same time. Put that folder on a file "
-        "system with locks, or mount this one with them (NFS: without nolock, with its lock "
-        "service running)."
+        f"{path} cannot be locked ({os.strerror(error.errno or 0)}). Without locks, two processes "
+        f"could write to {path.parent} at the same time. Use a file system that supports locks. "
+        "For NFS, mount it without the option nolock and run its lock service."
     )
 
 
@@ -376,11 +379,11 @@ def open_regular(path: Path) -> int:
         # Opening a socket fails with one of these two errors.
         if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):
             raise
-        raise StoreDamaged(f"{path} is a socket or device, expected a regular file") from error
+        raise StoreDamaged(f"{path} is a socket or device, but must be a regular file") from error
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
     if kind != stat.S_IFREG:
         os.close(fd)
-        raise StoreDamaged(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file")
+        raise StoreDamaged(f"{path} is {_KINDS.get(kind, 'a device')}, but must be a regular file")
     return fd
 
 
@@ -403,7 +406,9 @@ def read_bounded(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 def check_length(n_bytes: int, max_bytes: int | None) -> None:
     """Raise ValueError if ``n_bytes``, the size of a file, is greater than ``max_bytes``."""
     if max_bytes is not None and n_bytes > max_bytes:
-        raise ValueError(f"it has {n_bytes} bytes, at most {max_bytes} are read")
+        raise ValueError(
+            f"it is too large: it has {n_bytes} bytes, but the limit is {max_bytes} bytes"
+        )
 
 
 def read_object(path: Path, allows_infinity: bool = False) -> dict[str, Any]:
@@ -427,13 +432,17 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
             or an infinite number that is not allowed.
     """
     if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"too long: {len(text)} bytes, at most {MAX_JSON_BYTES} are allowed")
+        raise ValueError(
+            f"it is too large: it has {len(text)} bytes, but the limit is {MAX_JSON_BYTES} bytes"
+        )
     try:
         document = json.loads(text, parse_constant=partial(_parse_constant, allows_infinity))
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("its lists and objects are nested too deeply") from None
     if not isinstance(document, dict):
-        raise ValueError(f"a JSON {type(document).__name__}, expected an object")
+        raise ValueError(
+            f"it contains a JSON {type(document).__name__}, but a JSON object is expected"
+        )
     return document
 
 
@@ -455,7 +464,9 @@ def whole_numbers(value: object, name: str) -> tuple[int, ...]:
         ValueError: the value is anything else. The message contains ``name``.
     """
     if not isinstance(value, list) or len(value) > 16:
-        raise ValueError(f"{name} is {_shown(value)}, expected a list of at most 16 numbers")
+        raise ValueError(
+            f"{name} is {_shown(value)}, expected a list of at most 16 whole numbers of 1 or more"
+        )
     return tuple(whole_number(item, name, 1) for item in value)
 
 
@@ -486,7 +497,7 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
 
 def _parse_constant(allows_infinity: bool, name: str) -> float:
     if name == "NaN" or not allows_infinity:
-        raise ValueError(f"the number {name}")
+        raise ValueError(f"the number {name} is not allowed")
     return float(name)
 
 
@@ -497,7 +508,7 @@ def _shown(value: object) -> str:
 
 @contextmanager
 def parsing(
-    trouble: str, error_class: type[Exception], advice: str = "Restore the file."
+    trouble: str, error_class: type[Exception], advice: str = "Restore the file from a copy."
 ) -> Iterator[None]:
     """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
 
@@ -518,7 +529,8 @@ def parsing(
         raise
     except MemoryError as error:
         raise NotEnoughMemory(
-            f"{trouble}, or there is too little memory ({first_line(error)}). {advice}"
+            f"{trouble}. Either the memory is too small, or the file is damaged "
+            f"({first_line(error)}). {advice}"
         ) from error
     except Exception as error:
         if (cause := system_error(error)) is not None:

@@ -64,12 +64,14 @@ def read_tokens(path: str | Path) -> list[str]:
         ]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestInvalid(
-            f"the tokens in {path} cannot be read: {error}. Give a text file."
+            f"the token file {path} cannot be read: {error}. Give a text file with one token per "
+            "line as --token-file."
         ) from error
     if tokens := [line for line in lines if line and not line.startswith("#")]:
         return tokens
     raise RequestInvalid(
-        f"{path} contains no token; write one per line, or start without a file of tokens."
+        f"{path} contains no token. Write one token per line, or leave out --token-file to use no "
+        "tokens."
     )
 
 
@@ -92,7 +94,7 @@ class BearerTokens:
             return ""
         if len(authorization) > 1:  # A proxy may have checked only one of them.
             raise NotAllowed(
-                f"the request has {len(authorization)} authorization headers; send one."
+                f"the request has {len(authorization)} authorization headers; send only one."
             )
         header = authorization[0] if authorization else ""
         if header[: len(_SCHEME)].lower() != _SCHEME:
@@ -101,7 +103,9 @@ class BearerTokens:
         # Compare with all tokens, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
-            raise NotAllowed("this token is unknown; ask the owner of the server for one.")
+            raise NotAllowed(
+                "this server does not know the token; ask the owner of the server for a valid one."
+            )
         return digest.hex()[:16]
 
 
@@ -180,11 +184,11 @@ class Guard:
         foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
         if foreign:
             message = (
-                f"{foreign[0][:120]!r} is not a host name of this server; address it as 127.0.0.1, "
-                "or start it with "
+                f"{foreign[0][:120]!r} is not an allowed host name of this server. Use the "
+                "server's IP address instead, or start the server with "
             )
             return ApiError(
-                403, message + "--allowed-host NAME or a token file.", None, "foreign_host"
+                403, message + "--allowed-host NAME or --token-file FILE.", None, "foreign_host"
             )
         authorities = {origin: origin.partition("://")[2] for origin in origins}
         foreign = [
@@ -193,16 +197,16 @@ class Guard:
         ]  # fmt: skip
         if foreign:
             message = (
-                f"web pages of {foreign[0][:120]!r} may not use this server; start it with "
-                "--allowed-host NAME "
+                f"web pages of {foreign[0][:120]!r} may not use this server. To allow them, start "
+                "the server with --allowed-host NAME "
             )
-            return ApiError(403, message + "or a token file.", None, "foreign_origin")
+            return ApiError(403, message + "or --token-file FILE.", None, "foreign_origin")
         if method == "POST" and [value.partition(";")[0].strip() for value in types] != [
             "application/json"
         ]:
             return ApiError(
                 415,
-                "send the body as `content-type: application/json`.",
+                "the body must be JSON; send the header `content-type: application/json`.",
                 None,
                 "unsupported_media_type",
             )

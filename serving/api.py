@@ -76,7 +76,7 @@ class ApiError(Exception):
         # This is an internal error. The server's log has the details.
         return cls(
             500,
-            "the server failed at this request; its log has the details.",
+            "the server failed while it answered this request; its log has the details.",
             code="internal_error",
         )
 
@@ -135,7 +135,8 @@ class _Body(BaseModel):
         if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
             raise ApiError(
                 400,
-                f"the body has more than {_MAX_CONTAINERS:,} lists and objects; send fewer.",
+                f"the JSON body has more than {_MAX_CONTAINERS:,} lists and objects; send a "
+                "smaller request.",
                 code="invalid_value",
             )
         try:
@@ -206,8 +207,9 @@ class AnswerRequest(_Body):
                     return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
         message = (
-            "give a response_format of type text, json_object or json_schema, or give "
-            "structured_outputs with one of json, regex and choice."
+            "this form of the answer is not supported. Give response_format with the type text, "
+            "json_object or json_schema, or give structured_outputs with exactly one of the keys "
+            "json, regex and choice."
         )
         raise ApiError(400, message, param, "invalid_value")
 
@@ -223,11 +225,18 @@ class AnswerRequest(_Body):
         if len(request.stops) > _MAX_STOPS or not all(
             1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops
         ):
-            message = f"stop takes up to {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters."
+            message = (
+                f"stop may have at most {_MAX_STOPS} strings, each of 1 to {_MAX_STOP_CHARS} "
+                "characters."
+            )
             raise ApiError(400, message, "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
             raise ApiError(
-                400, "stream_options needs stream to be true.", "stream_options", "invalid_value"
+                400,
+                "stream_options needs a streamed answer. Set stream to true, or leave out "
+                "stream_options.",
+                "stream_options",
+                "invalid_value",
             )
         for name, value in (
             (request.stream_options and request.stream_options.model_extra) or {}
@@ -257,7 +266,10 @@ class ChatRequest(AnswerRequest):
         )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
-                400, "top_logprobs needs logprobs to be true.", "top_logprobs", "invalid_value"
+                400,
+                "top_logprobs needs logprobs. Set logprobs to true, or leave out top_logprobs.",
+                "top_logprobs",
+                "invalid_value",
             )
         if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
             message = (
@@ -296,8 +308,8 @@ class CompletionRequest(AnswerRequest):
         )
         if not are_right:
             message = (
-                "prompt: Input should be a text or a list of token ids, or up to "
-                f"{_MAX_CHOICES} of either."
+                "prompt must be a text, a list of token ids, or a list of several prompts of one "
+                f"of these kinds. The number of prompts times n may be at most {_MAX_CHOICES}."
             )
             raise ApiError(400, message, "prompt", "invalid_value")
         return prompts
@@ -344,7 +356,7 @@ class TokenizeRequest(_Body):
             ):
                 raise ApiError(
                     400,
-                    f"{name} does not apply to {kind}. Leave it out.",
+                    f"{name} does not apply to a request with {kind}. Leave it out.",
                     name,
                     "unsupported_parameter",
                 )
@@ -494,7 +506,10 @@ class Answers:
             await self._has_come.wait()
             if self._is_late:
                 raise ApiError(
-                    408, "the answer took too long; ask for fewer tokens.", None, "timeout"
+                    408,
+                    "the answer took longer than this server allows; ask for fewer tokens.",
+                    None,
+                    "timeout",
                 )
             self._has_come.clear()
             for text in self.texts:

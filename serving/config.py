@@ -21,26 +21,32 @@ class EngineOptions(Config):
     """Limits of the engine."""
 
     kv_tokens: Count = 16384
-    """Size of the KV cache (keys and values) in tokens, for all sequences together. If it is full,
-    idle sequences are evicted first; they are prefilled again when they continue."""
+    """Size of the KV cache (memory for keys and values) in tokens, for all sequences together. It
+    also limits the length of one prompt with its answer. If the cache is full, idle sequences are
+    evicted first; they are prefilled again when they continue, which takes time."""
     max_sequences: Count = 32
-    """Maximum number of sequences that one target call processes."""
+    """Maximum number of sequences that one target call (forward pass of the target) processes. A
+    higher value serves more requests at once, but each of them more slowly."""
     max_waiting: Count = 256
-    """Maximum number of sequences that wait in addition to the max_sequences running ones. Further
-    requests are refused with the HTTP error 503."""
+    """Maximum number of sequences that wait until another one ends, in addition to those that are
+    processed (--max-sequences). Further requests are refused with the HTTP error 503."""
     prefill_chunk: Count = 256
-    """Maximum number of prompt tokens that one target call processes, for all sequences together. A
-    higher value reads prompts faster; a lower value delays running answers less."""
+    """Maximum number of prompt tokens that one target call (forward pass of the target) processes,
+    for all sequences together. A higher value reads prompts faster; a lower value delays running
+    answers less."""
     max_drafts: Count = 64
-    """Maximum number of drafts that one target call verifies for a client."""
+    """Maximum number of drafts that the server verifies at once for a client that drafts itself,
+    such as `moa-data chat`."""
     tree: str = "auto"
     """Shape of the drafts that the server makes itself. 5: a chain of five drafts.
     LENGTH@PROBABILITY, such as 10@0.2: a chain of up to ten drafts that ends when the drafter's
-    probability for all of them together falls below 0.2. DEPTHxBREADTHxNODES: a tree. auto: 10@0.2,
-    and no drafts while drafting would make decoding slower."""
+    probability for all of them together falls below 0.2. DEPTHxBREADTHxNODES, such as 6x8x62: a
+    tree with six levels, in which eight nodes of each level get eight children each, and the best
+    62 of all nodes are verified. auto: 10@0.2, and no drafts while drafting would make decoding
+    slower."""
     target_ms: NonNegative = 0.0
-    """Minimum duration of a target call in milliseconds. Use it to simulate a slower target; 0 adds
-    no delay."""
+    """Minimum duration in milliseconds of a target call (forward pass of the target). Use it to
+    simulate a slower target; 0 adds no delay."""
 
     @property
     def shape(self) -> "TreeShape | None":
@@ -62,30 +68,33 @@ class LimitOptions(Config):
     """Limits on connections, and on the requests of one client."""
 
     max_body_bytes: Count = 1 << 20
-    """Maximum size in bytes of an HTTP request body or a gRPC message."""
+    """Maximum size in bytes of an HTTP request body or a gRPC message. Larger ones are refused."""
     body_s: Positive = 30.0
-    """Time in seconds within which the body of a request must arrive."""
+    """Time in seconds within which the body of a request must arrive. A slower request is refused
+    with the HTTP error 408."""
     answer_s: NonNegative = 600.0
     """Maximum duration of an answer in seconds. An answer that takes longer is cut off; 0 sets no
     limit."""
     max_new_tokens: Count = 4096
-    """Maximum length of an answer in tokens."""
+    """Maximum length in tokens of an answer over HTTP. A request for a longer answer is refused."""
     requests_per_s: NonNegative = 0.0
     """Maximum number of requests per second of one client. A client is identified by its bearer
     token, or by its IP address if the server has no tokens. 0 sets no limit."""
     requests_at_once: Count = 32
-    """Maximum number of requests that a client can send at once after a pause, even if
-    requests_per_s is lower."""
+    """Maximum number of requests that a client can send at once after a pause, even if this exceeds
+    requests_per_s."""
     max_connections: Count = 1024
     """Maximum number of open connections. A further connection replaces the connection that has
     been without a request for the longest time. If all connections have requests, the new one gets
     the HTTP error 503."""
     max_connections_each: Count = 256
-    """Maximum number of open connections from one IP address; further ones are treated as with
-    max_connections. All clients behind a proxy share one address."""
+    """Maximum number of open connections from one IP address. A further connection replaces the
+    connection from this address that has been without a request for the longest time. If all of
+    them have requests, the new one gets the HTTP error 503. All clients behind a proxy share one
+    address."""
     head_s: Positive = 15.0
     """Time in seconds within which the header of a request must arrive, or a gRPC stream must open
-    its session. A TLS handshake is included."""
+    its session. A TLS handshake is included. Slower connections are closed."""
     write_s: Positive = 30.0
     """Time in seconds within which a client must read the next piece of its answer. A slower client
     is disconnected."""
@@ -96,17 +105,20 @@ class DraftingOptions(Config):
 
     max_sessions: Count = 256
     """Maximum number of sessions of all clients together. A session is an answer that a client
-    drafts; it also counts while the client is disconnected."""
+    drafts; it also counts while the client is disconnected. A further session replaces one that is
+    not in use; if all are in use, it is refused."""
     max_sessions_each: Count = 64
-    """Maximum number of sessions of one client. A client is identified by its bearer token, or by
-    its IP address if the server has no tokens."""
+    """Maximum number of sessions (answers that the client drafts) of one client. A client is
+    identified by its bearer token, or by its IP address if the server has no tokens."""
     messages_per_s: Positive = 200.0
-    """Maximum number of messages per second of one session. The server delays further messages."""
+    """Maximum number of messages per second of one session (an answer that a client drafts). The
+    server delays further messages."""
     idle_s: Positive = 600.0
-    """Time in seconds without messages after which a session is removed."""
+    """Time in seconds without messages after which a session (an answer that a client drafts) is
+    removed. If its client continues later, the server prefills the text again."""
     keepalive_s: Positive = 20.0
-    """Time in seconds without traffic after which the server checks whether the connection still
-    works."""
+    """Time in seconds without traffic after which the server checks whether a gRPC connection still
+    works. A lower value finds lost clients sooner."""
 
 
 class ServeConfig(TargetSettings):
@@ -116,9 +128,10 @@ class ServeConfig(TargetSettings):
     """Drafters that the server uses, separated by commas. Each is a run of `moa-data train`, or a
     folder with a drafter. A request that names no drafter uses the first one. Default: none."""
     name: Common[str | None] = None
-    """Name of the model in requests. Default: the last part of --model."""
+    """Name of the model, which requests must contain. Default: the last part of --model."""
     host: Common[str] = "127.0.0.1"
-    """IP address on which the server listens. 0.0.0.0 means all addresses of the machine."""
+    """IP address on which the server listens. With 127.0.0.1, only programs on the same machine can
+    use the server; 0.0.0.0 means all addresses of the machine."""
     port: Common[Port] = 8000
     """Port of the HTTP server. 0 takes any free port."""
     grpc_port: Common[Port | None] = 8001
@@ -128,13 +141,13 @@ class ServeConfig(TargetSettings):
     """Additional host names, separated by commas, under which web pages and proxies may reach a
     server that has no tokens. localhost and IP addresses are always allowed."""
     token_file: Common[str | None] = None
-    """File with bearer tokens, one per line. Only clients with one of these tokens have access.
-    Default: all clients have access."""
+    """File with bearer tokens, one per line. Only clients that send one of these tokens have
+    access. Default: all clients have access."""
     tls_cert: Common[str | None] = None
     """File with the server's TLS certificate chain (PEM). Give --tls-key as well. Default: no
     TLS."""
     tls_key: Common[str | None] = None
-    """File with the private key of the TLS certificate (PEM)."""
+    """File with the private key of the certificate in --tls-cert (PEM)."""
     grace_s: NonNegative = 30.0
     """Time in seconds that running answers have to end after Ctrl-C or SIGTERM. Answers that are
     longer are cut off."""
@@ -145,7 +158,12 @@ class ServeConfig(TargetSettings):
     @override
     def problems(self) -> list[str]:
         return (
-            ["tls_cert and tls_key belong together"]
+            [
+                (
+                    "--tls-cert and --tls-key must be given together, because TLS needs both a "
+                    "certificate and its key"
+                )
+            ]
             if bool(self.tls_cert) != bool(self.tls_key)
             else []
         )

@@ -44,8 +44,8 @@ class Grammar:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ServingError(
-                "no token can continue this form of answers "
-                f"({matcher.get_error().splitlines()[0]})"
+                "the answer cannot continue in its requested form, because no token of the model "
+                f"fits ({matcher.get_error().splitlines()[0]})"
             )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
@@ -62,8 +62,8 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestInvalid(
-                f"{error.name} is not installed on the server, but a form of answers needs "
-                "it: pip install 'moa-data[structured]'."
+                f"{error.name} is not installed on the server, but answers of a given form need "
+                "it. Install it there with: pip install 'moa-data[structured]'."
             ) from error
         self._n_vocab = target.sizes["vocab_size"]
         self._matcher = LLMatcher
@@ -81,6 +81,7 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar(form), log_level=0)
         if matcher.is_error():
             raise RequestInvalid(
-                f"answers cannot follow this {kind} form: {matcher.get_error().splitlines()[0]}."
+                f"the server cannot use this {kind} form for answers: "
+                f"{matcher.get_error().splitlines()[0]}."
             )
         return [Grammar(matcher.deep_copy(), self._n_vocab) for _ in range(n)]

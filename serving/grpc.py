@@ -59,8 +59,8 @@ class Identities:
         """Raise ProtocolMismatch if a client's protocol, target or tokenizer differs."""
         if body.protocol != PROTOCOL:
             raise ProtocolMismatch(
-                f"the client uses protocol {body.protocol}, this server {PROTOCOL}; install the "
-                "same release on both."
+                f"the client uses version {body.protocol} of the protocol, but this server uses "
+                f"version {PROTOCOL}; install the same release of moa-data on both."
             )
         client = body.identities
         for part, theirs, ours in (
@@ -68,8 +68,8 @@ class Identities:
         ):  # fmt: skip
             if theirs and ours and theirs != ours:
                 raise ProtocolMismatch(
-                    f"the client's {part} has the hash {theirs[:12]}, the server's the hash "
-                    f"{ours[:12]}; use the same {part} on both sides."
+                    f"the client and the server have different {part}s (hash {theirs[:12]} and "
+                    f"hash {ours[:12]}); use the same {part} on both sides."
                 )
 
     def drafter(self, identity: str) -> str:
@@ -77,15 +77,15 @@ class Identities:
         if not self.drafters:
             raise RequestInvalid(
                 "this server has no drafter, but the client's drafter needs activations of the "
-                "target; start `moa-data serve` with --drafter and the client's drafter."
+                "target from it; start `moa-data serve` with the client's drafter as --drafter."
             )
         for name, known_identity in self.drafters.items():
             if not identity or not known_identity or known_identity == identity:
                 return name
         known = ", ".join(known_identity[:12] for known_identity in self.drafters.values())
         raise ProtocolMismatch(
-            f"the client's drafter has the hash {identity[:12]}, the server's drafters have "
-            f"{known}; use the same drafter on both sides."
+            f"the client's drafter (hash {identity[:12]}) is not a drafter of this server (hashes: "
+            f"{known}); use the same drafter on both sides."
         )
 
 
@@ -175,7 +175,7 @@ class DraftingServer:
             )
         except RuntimeError as error:
             raise ServingError(
-                f"cannot listen on {address}: {first_line(error)}. Choose another port."
+                f"cannot listen on {address}: {first_line(error)}. Choose another --grpc-port."
             ) from error
         await server.start()
         self._sweeper = asyncio.create_task(self._sweep())
@@ -213,7 +213,8 @@ class DraftingServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
-                        f"nothing was read for {self._limits.write_s:g} s; open the session again."
+                        f"the client has read nothing for {self._limits.write_s:g} s; open the "
+                        "session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
             raise asyncio.CancelledError from error  # grpc treats this as a cancelled stream.
@@ -235,7 +236,7 @@ class DraftingServer:
             for session in [idle for idle in self._sessions.values() if idle.used_s < late]:
                 session.send_failure(
                     "idle",
-                    f"nothing was heard for {idle_s:g} s; open the session again.",
+                    f"the session was not used for {idle_s:g} s and was removed; open it again.",
                     ends=True,
                 )
                 self._forget(session)
@@ -247,7 +248,12 @@ class DraftingServer:
 
         def end_unopened() -> None:
             if stream.session is None:
-                stream.fail("idle", f"no session was opened within {open_s:g} s.", ends=True)
+                stream.fail(
+                    "idle",
+                    f"the client opened no session within {open_s:g} s; connect again and open one "
+                    "at once.",
+                    ends=True,
+                )
 
         late = asyncio.get_running_loop().call_later(open_s, end_unopened)
         try:
@@ -276,7 +282,8 @@ class DraftingServer:
                 message = pb.ClientMessage.FromString(data)
             except DecodeError as error:
                 raise RequestInvalid(
-                    f"these {len(data)} bytes are not a message of moa.v1; check the client."
+                    f"a message of {len(data)} bytes does not follow the protocol moa.v1; check "
+                    "the client."
                 ) from error
             await self._take(stream, message)
         # The client sends nothing more, but may still read the answers.
@@ -310,12 +317,10 @@ class DraftingServer:
                 self.counts.n_failures[_code(error)] += 1
                 session.send_failure(_code(error), str(error), answers=message.sequence)
         else:
-            reason = (
-                "the session is already open"
-                if kind == "open"
-                else "the kind of the message is unknown"
+            reason = "the session is already open" if kind == "open" else "its kind is unknown"
+            session.send_failure(
+                "invalid", f"the message is ignored, because {reason}.", answers=message.sequence
             )
-            session.send_failure("invalid", f"{reason}; it is ignored.", answers=message.sequence)
         if session is not None:
             session.used_s = time.monotonic()
 
@@ -393,7 +398,7 @@ class DraftingServer:
             Whether the session's text must be prefilled again.
         """
         known.check_text(request)
-        known.send_failure("invalid", "another stream has resumed the session.", ends=True)
+        known.send_failure("invalid", "another connection has resumed this session.", ends=True)
         known.detach()
         await known.stopped.wait()
         self.counts.n_resumed += 1
@@ -441,12 +446,14 @@ class DraftingServer:
         ]  # fmt: skip
         if not silent:
             raise Overloaded(
-                f"{len(sessions)} sessions are open, which is the limit; close one, or try again "
-                "later."
+                f"{len(sessions)} sessions are open, which is the limit; close a session, or try "
+                "again later."
             )
         session = min(silent, key=lambda session: (session.stream is not None, session.used_s))
         session.send_failure(
-            "unavailable", "the session was replaced by another one; open it again.", ends=True
+            "unavailable",
+            "the server removed the session to make room for another one; open it again.",
+            ends=True,
         )
         self._forget(session)
 

@@ -262,7 +262,10 @@ class Service:
                         raise too_large
                     parts.append(part)
         except TimeoutError as error:
-            message = f"the body did not arrive within {limits.body_s:g} s; send it at once."
+            message = (
+                f"the body of the request did not arrive within {limits.body_s:g} s; send it "
+                "without pauses."
+            )
             raise ApiError(408, message, None, "timeout") from error
         return b"".join(parts)
 
@@ -303,8 +306,8 @@ class Service:
         # token of the vocabulary.
         if n_chars > self._max_chars:
             message = (
-                f"the prompt has {n_chars} characters, far more than fit into the context; shorten "
-                "it."
+                f"the prompt has {n_chars} characters, far more than the context of the model can "
+                "hold; shorten the prompt."
             )
             raise ApiError(400, message, None, "context_length_exceeded")
         try:
@@ -409,8 +412,8 @@ class Service:
             )
             if not is_token or type(value) not in (int, float) or not -100 <= value <= 100:
                 message = (
-                    "logit_bias takes numbers from -100 to 100 for token ids from 0 to "
-                    f"{n_vocab - 1}."
+                    f"logit_bias must map token ids from 0 to {n_vocab - 1} to numbers from -100 "
+                    "to 100."
                 )
                 raise ApiError(400, message, "logit_bias", "invalid_value")
         return tuple((int(name), value) for name, value in biases.items())
@@ -429,14 +432,14 @@ class Service:
             return min(limit, context - n_prompt)
         if n_prompt + n_new > context:
             message = (
-                f"the prompt has {n_prompt} tokens and {n_new} are requested, but only {context} "
-                "fit in total; shorten the prompt or request fewer."
+                f"the prompt has {n_prompt} tokens and max_tokens is {n_new}, but the context has "
+                f"only {context} tokens for both together; shorten the prompt or lower max_tokens."
             )
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         if n_new > limit:
             message = (
-                f"{n_new} tokens are requested, but an answer has at most {limit}; lower "
-                "max_tokens."
+                f"max_tokens is {n_new}, but this server allows at most {limit} tokens per answer; "
+                "lower max_tokens."
             )
             raise ApiError(400, message, "max_tokens", "invalid_value")
         return n_new

@@ -112,7 +112,7 @@ class RequestLog:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
             # The server is stopping; this task has nothing more to do.
-            facts.error = "broken off: the server ended"
+            facts.error = "cut off: the server shut down before the answer was complete"
             self._metrics.n_broken_off += 1
         except Exception as error:
             facts.status, facts.error = facts.status or 500, facts.error or type(error).__name__

@@ -130,7 +130,9 @@ class ServerRun:
         self._service.is_draining = True
         # Wait only for the current requests, because later requests are refused.
         answering = list(http.server_state.tasks)
-        _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
+        _LOG.info(
+            "shutting down: %d requests are still being answered", self._service.metrics.n_in_flight
+        )
         asyncio.get_running_loop().call_later(self._config.grace_s, self._breaking_off.set)
         work: list[asyncio.Future[None]] = list(answering)
         if self.drafting is not None:
@@ -201,8 +203,8 @@ def check_tls(cert: Path, key: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:
         raise RequestInvalid(
-            f"{cert} and {key} cannot be used for TLS: {error}. Give a certificate chain and its "
-            "key, both PEM."
+            f"--tls-cert {cert} and --tls-key {key} cannot be used for TLS: {error}. Give a "
+            "certificate chain and its private key as PEM files."
         ) from error
 
 

@@ -132,7 +132,8 @@ class DraftingSession:
             or list(request.tokens[:n_both]) != self.tokens[:n_both]
         ):
             raise RequestInvalid(
-                "the session has another prompt, other settings or other tokens; open a new one."
+                "the session cannot be resumed, because its prompt, settings or tokens differ "
+                "from those of the request; open a new session."
             )
 
     def must_rebuild(self, request: Request) -> bool:
@@ -185,16 +186,21 @@ class DraftingSession:
             return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
-                f"the message starts at token {body.start}, but the session has "
-                f"{len(self.tokens)} tokens, {self.request.n_prompt} of them the prompt; open the "
-                "session again with the tokens that you have."
+                f"the message starts at token {body.start}, but it must start between token "
+                f"{self.request.n_prompt} (the end of the prompt) and token {len(self.tokens)} "
+                "(the end of the session's text); open the session again with the tokens that you "
+                "have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(
-                f"{body.mode} is not a mode of a run; request a plain or a speculative run."
+                f"{body.mode} is not a mode of a Run message; use RUN_MODE_PLAIN or "
+                "RUN_MODE_SPECULATE."
             )
         if len(self._pending) >= _MAX_PENDING:
-            raise Overloaded(f"{_MAX_PENDING} messages are pending; wait for their answers.")
+            raise Overloaded(
+                f"{_MAX_PENDING} messages of this session are not answered yet, which is the "
+                "limit; wait for the answers."
+            )
         self._pending.append((sequence, body))
         if self._state is _State.RUNNING:
             self._stop()
@@ -273,7 +279,9 @@ class DraftingSession:
             self._sequence_id = None
             # The details are in the server's log only; clients must not see them.
             self.send_failure(
-                "internal", "this text failed on the server; open the session again.", ends=True
+                "internal",
+                "the server failed while it decoded this session; open the session again.",
+                ends=True,
             )
             self._on_lost(self)  # The callback closes this session.
             return

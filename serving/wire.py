@@ -58,7 +58,8 @@ def check_codec(codec: str) -> None:
     """Raise RequestInvalid for a name that is not in :data:`CODECS`."""
     if codec not in CODECS:
         raise RequestInvalid(
-            f"{codec[:20]!r} is not a codec of contexts; expected one of {', '.join(CODECS)}."
+            f"{codec[:20]!r} is not a codec for contexts (the activations that the server sends); "
+            f"expected one of {', '.join(CODECS)}."
         )
 
 
@@ -105,9 +106,8 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     size = bytes_per_position(codec, width)
     if len(values) != n_positions * size:
         raise ServingError(
-            f"contexts of {n_positions} positions have {n_positions * size} bytes in {codec}, but "
-            f"{len(values)} bytes arrived; "
-            "use the same drafter on both sides."
+            f"contexts of {n_positions} positions take {n_positions * size} bytes with the codec "
+            f"{codec}, but {len(values)} bytes arrived; use the same drafter on client and server."
         )
     if not values:
         return torch.zeros(n_positions, width)

@@ -287,11 +287,11 @@ def check_incomplete(
         error: the error that prevented the check of the first file.
         n_files: number of files that could not be checked.
     """
-    subject = path if n_files == 1 else f"{n_files} files, the first of them {path},"
+    subject = path if n_files == 1 else f"{n_files} files, among them {path},"
     return StorageUnavailable(
-        f"{store}: {subject} could not be checked ({reason(error)}), which says nothing about "
-        "damage, so nothing was deleted. Check the read permissions, the disk or mount, and "
-        "`ulimit -n`, then run the same command again."
+        f"{store}: {subject} could not be checked ({reason(error)}), so it is unknown whether the "
+        "store is damaged. Nothing was deleted. Check the read permissions, the disk or mount, "
+        "and `ulimit -n`, then run the same command again."
     )
 
 

@@ -109,7 +109,7 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     """
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
         raise StoreDamaged(
-            f"chunk of {len(buffer)} bytes is shorter than its own header and checksum"
+            f"a chunk has {len(buffer)} bytes and is shorter than its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
     # Compute the checksum of the whole buffer, which includes the stored checksum, instead of
@@ -118,18 +118,18 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
-        raise StoreDamaged(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
+        raise StoreDamaged(f"the checksum of a chunk is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
     # Check the sizes in the header, because blosc trusts them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
-            f"chunk header gives an encoded size of {n_frame_bytes} bytes and a decoded size of "
-            f"{n_raw_bytes} bytes, expected {n_bytes} and {out.nbytes}"
+            f"the header of a chunk says {n_frame_bytes} encoded and {n_raw_bytes} decoded bytes, "
+            f"expected {n_bytes} encoded and {out.nbytes} decoded bytes"
         )
     try:
         numcodecs.blosc.decompress(buffer, out)
     except (RuntimeError, ValueError) as error:
-        raise StoreDamaged(f"chunk cannot be decompressed: {error}") from error
+        raise StoreDamaged(f"a chunk cannot be decompressed: {error}") from error
 
 
 _HEADER = struct.Struct("<BBBBIII")

@@ -28,10 +28,10 @@ from .paths import StorePath, name_below
 from .plan import MAX_PLAN_BYTES
 
 _COUNTS = ("part", "n_sequences", "n_tokens", "allocated_tokens")
-_REDO = "Run extract again: it redoes that part only."
-_RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
+_REDO = "Run the same `moa-data extract` command again: it rewrites only the damaged part."
+_RESTORE = "Restore the file from a copy, or run `moa-data repair` with --model."
 _WRITE_ANEW = (
-    "Run `moa-data repair`, or the command that made the store. Either one writes the file again."
+    "Run `moa-data repair`, or the command that made the store. Both write the file again."
 )
 Damage = list[tuple[StorePath, StoreDamaged]]
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
@@ -134,8 +134,8 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
             commits[part] = read_part_commit(path, read)
             if commits[part].part != part:
                 raise StoreDamaged(
-                    f"{path} contains the commit of another part, part {commits[part].part}. "
-                    f"Delete this file. {_REDO}"
+                    f"{path} contains the commit of part {commits[part].part}, although its name "
+                    f"is that of another part. Delete this file. {_REDO}"
                 )
     return commits
 
@@ -198,13 +198,21 @@ def find_size_damage(
             status = path.stat()
         except MISSING:
             damage.append(
-                (path, StoreDamaged(f"{path} is missing although it was committed. {_REDO}"))
+                (
+                    path,
+                    StoreDamaged(
+                        f"{path} is missing, although a commit of the store lists it. {_REDO}"
+                    ),
+                )
             )
             continue
         if not stat.S_ISREG(status.st_mode):
             damage.append((path, StoreDamaged(f"{path} is not a regular file. {_REDO}")))
         elif status.st_size != record.bytes:
-            message = f"{path} has {status.st_size} bytes, its commit says {record.bytes}. {_REDO}"
+            message = (
+                f"{path} has {status.st_size} bytes, but its commit lists {record.bytes} bytes. "
+                f"{_REDO}"
+            )
             damage.append((path, StoreDamaged(message)))
     return damage
 
@@ -244,7 +252,10 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
         return find_size_damage(folder, files) or [
             (
                 folder / name,
-                StoreDamaged(f"{folder / name} is not the file that {commit} lists. {_RESTORE}"),
+                StoreDamaged(
+                    f"{folder / name} has changed since it was written: it does not match "
+                    f"{commit}. {_RESTORE}"
+                ),
             )
             for name, record in files.items()
             if file_crc32(folder / name) != record.crc32
@@ -324,7 +335,8 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
                 (
                     commit,
                     StoreDamaged(
-                        f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"
+                        f"{commit} is damaged: it does not list {' and '.join(sorted(lacking))}. "
+                        f"{_RESTORE}"
                     ),
                 )
             ]
@@ -336,7 +348,10 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
             return [
                 (
                     commit,
-                    StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"),
+                    StoreDamaged(
+                        f"{commit} is damaged: it lists {others[0]}, which is not a file of a "
+                        f"store. {_RESTORE}"
+                    ),
                 )
             ]
         damage = []
@@ -347,8 +362,8 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
                 content_of(path, MAX_PLAN_BYTES) or b""
             ) != record:
                 message = (
-                    f"{path} is not the file that was written: its checksum differs from its "
-                    f"commit's. {advice}"
+                    f"{path} is missing or has changed since it was written: its checksum differs "
+                    f"from the one in its commit. {advice}"
                 )
                 damage.append((path, StoreDamaged(message)))
         return damage
@@ -414,8 +429,11 @@ def _reading(path: StorePath) -> Iterator[None]:
         yield
     except ValidationError as error:
         raise StoreDamaged(
-            f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}"
+            f"{path} is not a valid commit file ({schema.first_problem(error)}). Delete this file. "
+            f"{_REDO}"
         ) from error
     except ValueError as error:
         # `read_file` raises ValueError if a file is too long or not a regular file.
-        raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error
+        raise StoreDamaged(
+            f"{path} is not a valid commit file ({error}). Delete this file. {_REDO}"
+        ) from error

@@ -235,7 +235,8 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
         text = read_file(path)
     except MISSING as error:
         raise StoreDamaged(
-            f"{path} is missing. Run extract again: it writes what is missing."
+            f"{path} is missing. Run the same `moa-data extract` command again: it writes missing "
+            "files."
         ) from error
     except ValueError as error:
         raise StoreDamaged(
@@ -245,8 +246,9 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
     n_rows = max(1, array.n_rows(longest_part))
     if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:
         raise StoreDamaged(
-            f"{path} has room for {grid.shape[0]} {unit}s, {grid.part_rows} in each part, but the "
-            f"store has {n_parts} parts, and the longest part has {n_rows} {unit}s. {_RESTORE}"
+            f"{path} describes an array of {grid.shape[0]} {unit}s with {grid.part_rows} in each "
+            f"part. This does not fit the store, which has {n_parts} parts, the longest with "
+            f"{n_rows} {unit}s. {_RESTORE}"
         )
     return grid
 
@@ -306,8 +308,8 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
     for key, value in expected.items():
         if got[key] != value:
             raise StoreDamaged(
-                f"{source}: {key} is {got[key]!r}, expected {value!r} as the manifest declares. "
-                f"{_RESTORE}"
+                f"{source}: {key} is {got[key]!r}, but the manifest (store.json) requires "
+                f"{value!r}. {_RESTORE}"
             )
     if not _is_usable(grid, array.storage_dtype.itemsize):
         shapes = (

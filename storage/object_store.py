@@ -349,8 +349,8 @@ def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
     """Raise StorageUnavailable if the error of a request shows that a retry cannot succeed."""
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         raise StorageUnavailable(
-            f"{url}/{name}: the server refuses access ({_line(error)}). Put credentials with the "
-            "needed permissions into the environment, such as AWS_ACCESS_KEY_ID and "
+            f"{url}/{name}: the server refuses access ({_line(error)}). Set credentials with the "
+            "needed permissions as environment variables, such as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY."
         ) from error
     if isinstance(
@@ -418,5 +418,9 @@ def _watch() -> None:
         time.sleep(NOTICE_S / 10)
         for began_s, url in list(_waiting.values()):
             if time.monotonic() - began_s > NOTICE_S:
-                _log.warning("waiting for the bucket %s: no answer for %.0f s", url, NOTICE_S)
+                _log.warning(
+                    "still waiting for the bucket %s, which has not answered for %.0f s",
+                    url,
+                    NOTICE_S,
+                )
                 return

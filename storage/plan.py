@@ -136,12 +136,12 @@ def _check_sequences(table: pa.Table) -> None:
     missing = [name for name in SEQUENCE_SCHEMA.names if name not in table.column_names]
     if missing:
         raise StoreDamaged(
-            f"The table of sequences lacks the columns {missing}; it has {table.column_names}."
+            f"The table of sequences lacks the columns {missing}; it has only {table.column_names}."
         )
     if table.num_rows == 0:
         raise StoreDamaged(
-            "The dataset gave no sequences to plan. Check the dataset and the counts of rejected "
-            "rows."
+            "The dataset gave no sequences to plan, because no row of it can be used. Check the "
+            "dataset and the counts of rejected rows."
         )
     if (
         any(table[name].null_count for name in table.column_names)
@@ -156,7 +156,7 @@ def _check_sequences(table: pa.Table) -> None:
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
         raise StoreDamaged(
             f"{len(repeated)} sequence ids appear more than once, the first is {repeated[0]}. Drop "
-            "duplicates before planning."
+            "duplicate sequences before planning."
         )
 
 
@@ -202,8 +202,8 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     """
     if not plan.schema.equals(PLAN_SCHEMA):
         raise StoreDamaged(
-            f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got "
-            f"{plan.schema.names}."
+            f"The plan must have the columns {PLAN_SCHEMA.names}, but it has {plan.schema.names}. "
+            "Make the plan with plan_parts."
         )
     _check_sequences(plan)
     part = numbers(plan, "part").astype(np.int64)
@@ -223,9 +223,9 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise StoreDamaged(
-            f"Plan row {row} (part {part[row]}, first_token {first[row]}) overlaps its neighbour, "
-            f"is not at a multiple of {alignment_tokens}, or skips a part. Make the plan with "
-            "plan_parts."
+            f"Plan row {row} (part {part[row]}, first_token {first[row]}) has a wrong position: it "
+            f"overlaps the row before it, does not start at a multiple of {alignment_tokens} "
+            "tokens, or skips a part. Make the plan with plan_parts."
         )
 
 
@@ -250,10 +250,10 @@ def read_plan(path: StorePath) -> pa.Table:
     try:
         content = read_file(path, MAX_PLAN_BYTES)
     except MISSING as error:
-        raise StoreDamaged(f"{path} is missing. Restore it.") from error
+        raise StoreDamaged(f"{path} is missing. Restore it from a copy.") from error
     except ValueError as error:
         raise StoreDamaged(
-            f"{path} cannot be read as the plan of a store: {error}. Restore it."
+            f"{path} cannot be read as the plan of a store: {error}. Restore the file from a copy."
         ) from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
@@ -272,8 +272,8 @@ def read_plan(path: StorePath) -> pa.Table:
             1 << 20
         ):
             raise ValueError(
-                f"it declares {metadata.num_rows} rows and {n_bytes} decompressed bytes, too many "
-                f"for a file of {len(content)} bytes"
+                f"it declares {metadata.num_rows} rows and {n_bytes} decompressed bytes, which is "
+                f"too much for a file of {len(content)} bytes"
             )
         # Read on one thread. A failure to start another thread would look like a damaged file.
         plan = file.read(use_threads=False)
@@ -301,12 +301,12 @@ def read_plan(path: StorePath) -> pa.Table:
     ) as error:
         reason = first_line(error)
         raise StoreDamaged(
-            f"{path} cannot be read as the plan of a store: {reason}. Restore it."
+            f"{path} cannot be read as the plan of a store: {reason}. Restore the file from a copy."
         ) from error
     if not plan.schema.equals(PLAN_SCHEMA):
         raise StoreDamaged(
             f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}. Restore "
-            "the file."
+            "the file from a copy."
         )
     return plan
 

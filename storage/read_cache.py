@@ -222,7 +222,8 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
             raise ValueError
     except ValueError as error:
         raise OptionInvalid(
-            f"{SIZE_VARIABLE} is {text!r}, expected a number of gigabytes above 0."
+            f"{SIZE_VARIABLE} is {text!r}, expected the size of the cache as a number of gigabytes "
+            "above 0."
         ) from error
     return ReadCache(folder, int(n_gb * 1e9))
 

@@ -215,13 +215,13 @@ class FieldSpec:
             or len(self.axes) != 1 + len(self.token_shape)
         ):
             raise ValueError(
-                f"Field {self.name!r}: axes {self.axes} must be 'token' and one name for each axis "
-                f"of token_shape {self.token_shape}."
+                f"Field {self.name!r} has the axes {self.axes}, but they must be 'token' and one "
+                f"name for each axis of token_shape {self.token_shape}."
             )
         if math.prod(self.token_shape) > MAX_TOKEN_VALUES:
             raise ValueError(
-                f"Field {self.name!r} has {math.prod(self.token_shape)} values per token; at most "
-                f"{MAX_TOKEN_VALUES} are allowed."
+                f"Field {self.name!r} has {math.prod(self.token_shape)} values per token, but the "
+                f"limit is {MAX_TOKEN_VALUES}."
             )
         if any(size < 1 for size in self.token_shape):
             raise ValueError(
@@ -237,12 +237,11 @@ class FieldSpec:
             self.key_width is not None and not 0 < self.key_width < self.token_shape[-1]
         ):
             raise ValueError(
-                f"Field {self.name!r}: layers or key_width do not fit token_shape "
-                f"{self.token_shape} with axes {self.axes}. layers is {self.layers}: it must be "
-                "None, or one layer number for each index of the layer axis, which must be axis 1. "
-                f"key_width is {self.key_width}: it must be None, unless the axes after 'token' are "
-                "'layer', 'kv_head' and 'width'. Then it must be at least 1, and less than the size "
-                "of 'width'."
+                f"Field {self.name!r}: layers {self.layers} or key_width {self.key_width} do not "
+                f"fit token_shape {self.token_shape} with axes {self.axes}. layers needs one "
+                "number for each index of axis 1, which must be 'layer'. key_width needs the axes "
+                "'layer', 'kv_head', 'width' and a value from 1 to less than the size of 'width'. "
+                "Otherwise, each of them must be None."
             )
 
     @property
@@ -482,9 +481,9 @@ class StoreManifest:
                 LATENTS.get(key),
             ):
                 raise StoreDamaged(
-                    f"Convention {key!r} is {self.conventions[key]!r}, but in schema version "
-                    f"{self.schema_version} it is {value!r}. Read this store with the release that "
-                    "wrote it."
+                    f"The manifest says {self.conventions[key]!r} for the convention {key!r}, but "
+                    f"in schema version {self.schema_version} it is {value!r}. Read this store "
+                    "with the release that wrote it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
         if self.n_parts > max(1, self.n_sequences):
@@ -494,7 +493,10 @@ class StoreManifest:
             )
         names = [spec.name for spec in self.fields]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise StoreDamaged(f"Fields appear twice: {', '.join(repeated)}. Name each field once.")
+            raise StoreDamaged(
+                f"The manifest has these fields more than once: {', '.join(repeated)}. Name each "
+                "field once."
+            )
 
     def to_json(self) -> str:
         """Return the text of store.json: sorted keys, indent of two spaces, final newline."""
@@ -535,7 +537,7 @@ class StoreManifest:
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
             raise SchemaVersionError(
-                f"{source} has schema version {version!r}; this release reads version "
+                f"{source} has schema version {version!r}, but this release reads only version "
                 f"{SCHEMA_VERSION}. Install a release of moa-data that reads version {version!r}, "
                 "or extract again with this one."
             )
@@ -546,7 +548,8 @@ class StoreManifest:
             return cls(**(document | {"fields": specs}))
         except ValidationError as error:
             raise StoreDamaged(
-                f"{source} does not fit its schema version: {first_problem(error)}."
+                f"{source} has an invalid entry: {first_problem(error)}. Restore the file from a "
+                "copy."
             ) from error
         except ValueError as error:
             if isinstance(error, StoreDamaged):
@@ -603,7 +606,7 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
     name = STORAGE_DTYPES.get(logical_dtype)
     if name is None:
         raise ValueError(
-            f"Cannot store dtype {logical_dtype!r}. Use one of: "
+            f"Values of dtype {logical_dtype!r} cannot be stored. Use one of: "
             f"{', '.join(sorted(STORAGE_DTYPES))}."
         )
     return np.dtype(name).newbyteorder("<")
@@ -616,7 +619,10 @@ def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
     """
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:
-        raise ValueError(f"{logical_dtype} is stored as {expected}, got an array of {array.dtype}.")
+        raise ValueError(
+            f"Values of {logical_dtype} are stored as {expected}, but the array has dtype "
+            f"{array.dtype}."
+        )
     if logical_dtype == "bfloat16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(np.float32)

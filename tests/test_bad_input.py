@@ -238,7 +238,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "a flipped bit": (
         lambda room: flip(room / "store/target/frozen.safetensors", -1),
         {
-            TRAINING: ("frozen.safetensors is not the file that",),
+            TRAINING: ("frozen.safetensors has changed since",),
             "repair store --drop --model m": ("not both",),
         },
     ),
@@ -246,7 +246,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         raise_version,
         dict.fromkeys(
             (STORE[name] for name in ("inspect", "verify", "audit", "train")),
-            ("schema version 99; this release reads version 2",),
+            ("schema version 99, but this release reads only version 2",),
         ),
     ),
     "no part": (drop_parts, {
@@ -258,11 +258,11 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         shrink_vocabulary,
         {
             f"{TRAINING} --out ../run":
-                ("lie outside the vocabulary of 60", "sequence ", "source row "),
+                ("the vocabulary has only 60 tokens", "sequence ", "source row "),
         }
         | dict.fromkeys(
             (STORE[name] for name in ("inspect", "recode", "export", "audit", "add")),
-            ("lie outside the vocabulary of 60",),
+            ("the vocabulary has only 60 tokens",),
         ),
     ),
     "another target's drafter": (
@@ -286,7 +286,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         ),
         ("out/target is a symbolic link",),
     )),
-    "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("Run extract again",)}),
+    "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("rewrites only the damaged part",)}),
     "long prompts": (ask_much, {
         EVAL: ("give shorter prompts",),
         f"generate {DECODE} --prompt '{'word ' * 512}'": ("the target has 512 positions",),
@@ -377,7 +377,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{TRAINING} --devices banana":
             ("devices is 'banana', expected auto or a positive number",),
         f"{TRAINING} --set drafter.layer_attention_heads=0": (f"layer_attention_heads {IS_ZERO}",),
-        f"{TRAINING} --set data.prefetch_batches": ("expected KEY=VALUE",),
+        f"{TRAINING} --set data.prefetch_batches": ("does not have the form KEY=VALUE",),
         f"{TRAINING} --set prefetch_batch=0":
             ("'prefetch_batch' (did you mean 'prefetch_batches'?)",),
         f"{TRAINING} --set drafter.medusa_heads=2":
@@ -516,11 +516,11 @@ def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.Monkey
     refused(
         run("verify", "store"),
         line,
-        "which says nothing about damage",
+        "it is unknown whether the store is damaged",
         "run the same command again",
     )
     for options in ((), ("--drop",), ("--model", "model")):
-        refused(run("repair", "store", *options), line, "so nothing was deleted")
+        refused(run("repair", "store", *options), line, "Nothing was deleted")
     monkeypatch.undo()
     assert everything(work) == before
 
@@ -563,7 +563,7 @@ def test_other_inputs_for_a_store_are_named_in_a_line_that_can_be_read(work: Pat
     refused(
         done,
         "store was made from other inputs (identities.dataset",
-        "more, which `moa-data --debug` lists",
+        "more, which the same command lists as",
     )
     assert len(done.stderr.strip().splitlines()[-1]) < 600
 
@@ -571,7 +571,7 @@ def test_other_inputs_for_a_store_are_named_in_a_line_that_can_be_read(work: Pat
 def test_training_asks_for_room_first(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(work)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    refused(run(*shlex.split(TRAINING)), "out needs about")
+    refused(run(*shlex.split(TRAINING)), "out takes about")
     assert not (work / "out").exists()
 
 

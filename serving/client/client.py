@@ -115,7 +115,7 @@ class SavedAnswer:
         except OSError as error:
             reason = error.strerror or error
             raise RequestInvalid(
-                f"the session cannot be saved in {path}: {reason}; give another file."
+                f"the conversation cannot be saved in {path}: {reason}. Choose another file."
             ) from error
 
     @classmethod
@@ -126,11 +126,14 @@ class SavedAnswer:
             if saved.n_prompt > len(saved.tokens):
                 raise ValueError("n_prompt is larger than the number of tokens")
         except OSError as error:
-            raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
+            raise RequestInvalid(
+                f"the saved conversation {path} cannot be read: {error.strerror}."
+            ) from error
         # Pydantic and SamplingConfig raise ValueError for invalid values.
         except ValueError as error:
             raise RequestInvalid(
-                f"{path} is not a saved session of this version; start a new one."
+                f"{path} is not a conversation that this release of moa-data has saved. Start a "
+                "new one."
             ) from error
         return saved
 
@@ -180,11 +183,13 @@ class DraftingClient:
         session_file: str | Path | None = None,
     ) -> None:
         if mode not in MODES:
-            raise RequestInvalid(f"{mode!r} is not a mode; expected one of {', '.join(MODES)}.")
+            raise RequestInvalid(
+                f"{mode!r} is not a drafting mode; expected one of {', '.join(MODES)}."
+            )
         if max_offline < 0 or not 0 <= offline_below < 1:
             raise RequestInvalid(
-                f"max_offline is {max_offline} and offline_below is {offline_below}; give a "
-                "max_offline of 0 or more, and an offline_below of at least 0 and below 1."
+                f"max_offline must be 0 or more (it is {max_offline}), and offline_below must be "
+                f"at least 0 and below 1 (it is {offline_below})."
             )
         check_codec(codec)
         self.mode = mode
@@ -256,8 +261,7 @@ class DraftingClient:
         """
         if not tokens or max_new_tokens < 1:
             raise RequestInvalid(
-                "the prompt is empty, or max_new_tokens is below 1; give at least one token, and a "
-                "max_new_tokens of at least 1."
+                "the prompt must have at least one token, and max_new_tokens must be at least 1."
             )
         saved = SavedAnswer(
             "", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages)
@@ -271,8 +275,8 @@ class DraftingClient:
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
         if SamplingConfig(**sent) != saved.sampling:
             raise RequestInvalid(
-                f"drafting sessions support only the sampling settings {', '.join(sent)}; leave "
-                "other settings out."
+                f"only the sampling settings {', '.join(sent)} can be sent to a drafting server; "
+                "leave out all other settings."
             )
         settings = AnswerSettings(
             saved.max_new_tokens, saved.sampling, saved.seed,
@@ -329,7 +333,7 @@ class _Turn:
         self._contexts_due_s = 0.0
         # The time at which the first new tokens arrived, and the number of these tokens.
         self._first_token: tuple[float, int] | None = None
-        self._error: ServingError = Disconnected(f"{self._link.address} did not answer.")
+        self._error: ServingError = Disconnected(f"the server {self._link.address} did not answer.")
         # Moving averages of three durations in seconds: a round trip, a target call with its
         # waiting time, and drafting one token. None before the first measurement.
         self._round_trip_s: float | None = None
@@ -458,12 +462,15 @@ class _Turn:
         if silent_s > timeouts.dead_s:
             self._reconnect(
                 Disconnected(
-                    f"no message came from {self._link.address} for {timeouts.dead_s:g} s."
+                    f"no message came from the server {self._link.address} for {timeouts.dead_s:g} "
+                    "s."
                 )
             )
             return
         if silent_s > timeouts.silence_s + 2 * (self._round_trip_s or 0.0):
-            session.stall(f"no message came from {self._link.address} for {silent_s:.1f} s.")
+            session.stall(
+                f"no message came from the server {self._link.address} for {silent_s:.1f} s."
+            )
         if now - self._pinged_s > _PING_EVERY_S and session.is_opened:
             self._n_pings += 1
             self._pings[self._n_pings], self._pinged_s = now, now

@@ -114,7 +114,8 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
             if (bundle_folder / FROZEN_FILE).is_file():
                 return bundle_folder
         raise RequestInvalid(
-            f"{base_folder} has no {FROZEN_FILE}; give a store, or its folder target/."
+            f"{base_folder} has no file {FROZEN_FILE} with the target's frozen weights. Give a "
+            "store, or its folder target/, as --bundle."
         )
     run = Path(folder).expanduser()
     for base_folder in (run, run.parent):
@@ -126,11 +127,12 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
             if (bundle_folder / FROZEN_FILE).is_file():
                 return bundle_folder
             raise RequestInvalid(
-                f"{base_folder} was trained from {bundle_folder.parent}, which does not exist "
-                "here; give --bundle."
+                f"{base_folder} was trained from the store {bundle_folder.parent}, whose folder "
+                "target/ is missing on this machine. Give a copy of that folder with --bundle."
             )
     raise RequestInvalid(
-        f"{run} is not a training run, so its store is not known; give --bundle STORE/target."
+        f"{run} is not a run of `moa-data train`, so the store that it was trained from is not "
+        "known. Give that store, or its folder target/, with --bundle."
     )
 
 

@@ -154,7 +154,7 @@ class Link:
         """Disconnect, as if the network were down, until :meth:`restore`."""
         with self._changed:
             self._is_cut = True
-            self._reason = "the network was cut on this side."
+            self._reason = "this client has cut the network."
             self._drop()
 
     def restore(self) -> None:
@@ -218,7 +218,7 @@ class Link:
         if state is _FAILED:
             raise self._refusal(channel)
         raise Disconnected(
-            self._reason or f"{self.address} did not answer within {_CONNECT_S:g} s."
+            self._reason or f"the server {self.address} did not answer within {_CONNECT_S:g} s."
         )
 
     def _refusal(self, channel: grpc.Channel) -> ServingError:
@@ -228,19 +228,20 @@ class Link:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
             if "WRONG_VERSION_NUMBER" in reason:
                 return ProtocolMismatch(
-                    f"{self.address} does not use TLS; leave out --ca, or give the server a "
-                    "certificate."
+                    f"{self.address} does not use TLS. Leave out --ca and https://, or start the "
+                    "server with --tls-cert and --tls-key."
                 )
             if "certificate" in reason.lower():
                 return ProtocolMismatch(
-                    f"{self.address} has no certificate of the given authority; give its --ca."
+                    f"the certificate of {self.address} is not from a trusted authority. Give the "
+                    "certificate file of its authority with --ca."
                 )
             if "HTTP/2" in reason or "ALPN" in reason:
                 return ProtocolMismatch(f"{self.address} is not a gRPC port; {_GRPC_PORT}.")
-            return Disconnected(f"{self.address} cannot be reached ({reason[:200]}).")
+            return Disconnected(f"the server {self.address} cannot be reached ({reason[:200]}).")
         except (StopIteration, ValueError):
             pass
-        return Disconnected(self._reason or f"{self.address} cannot be reached.")
+        return Disconnected(self._reason or f"the server {self.address} cannot be reached.")
 
     def _run_stream(self, channel: grpc.Channel) -> bool:
         """Run a stream until it ends, and return whether this client ended it on purpose."""
@@ -254,7 +255,7 @@ class Link:
             stream = self._stream = self._n_streams
             events = self._events
         events.put(LinkEvent(stream))
-        error: ServingError = Disconnected(f"{self.address} ended the stream.")
+        error: ServingError = Disconnected(f"the server {self.address} closed the connection.")
         try:
             for message in self._call:
                 self.bytes_down += message.ByteSize() + _FRAME_BYTES
@@ -275,7 +276,9 @@ class Link:
         if self._reason:
             return Disconnected(self._reason)
         if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return ProtocolMismatch(f"{self.address} does not speak moa.v1; {_GRPC_PORT}.")
+            return ProtocolMismatch(
+                f"{self.address} does not offer the drafting protocol moa.v1; {_GRPC_PORT}."
+            )
         details = " ".join(str(failure.details() or failure.code()).split())
         return _ERRORS.get(failure.code(), Disconnected)(details)
 
@@ -312,9 +315,10 @@ def _credentials(ca: str | Path | None) -> grpc.ChannelCredentials:
     try:
         certificates = Path(ca).expanduser().read_bytes()
     except OSError as error:
-        raise RequestInvalid(
-            f"the certificate authority {ca} cannot be read: {error.strerror}."
-        ) from error
+        raise RequestInvalid(f"--ca {ca} cannot be read: {error.strerror}.") from error
     if b"-----BEGIN CERTIFICATE-----" not in certificates:
-        raise RequestInvalid(f"{ca} has no certificate in PEM; give the file of the authority.")
+        raise RequestInvalid(
+            f"--ca {ca} contains no certificate in PEM format. Give the certificate file of the "
+            "authority that signed the server's certificate."
+        )
     return grpc.ssl_channel_credentials(root_certificates=certificates)

@@ -300,12 +300,12 @@ class Session:
         elif kind == "failure":
             text = (
                 message.failure.message
-                or f"the server failed without a reason ({message.failure.code})."
+                or f"the server reported the error {message.failure.code} without a reason."
             )
             raise ERRORS.get(message.failure.code, Disconnected)(text)
         elif not self.is_opened:
             raise Disconnected(
-                f"the server sent {kind or 'an empty message'} before it opened the session."
+                f"the server sent {kind or 'an empty message'} before it had opened the session."
             )
         if self.is_offline and self.is_opened:
             self.is_offline = False
@@ -391,13 +391,13 @@ class Session:
         tokens = list(message.tokens)
         if known < 0:
             raise Disconnected(
-                f"the server sent tokens from index {message.start} on, but only the first "
-                f"{len(self.tokens)} tokens are known."
+                f"the server skipped tokens: its message starts at index {message.start}, but the "
+                f"client has received only {len(self.tokens)} tokens."
             )
         if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
             raise Disconnected(
-                f"the server sent tokens from index {message.start} on that differ from the tokens "
-                "that it sent before."
+                "the server changed tokens that it had sent before: its message that starts at "
+                f"index {message.start} differs from them."
             )
         if message.answers and message.answers == self._awaited:
             if self.n_asked:
@@ -422,9 +422,10 @@ class Session:
         n_known = self.n_context - context.start
         if n_known < 0 or context.start + context.n_positions > len(self.tokens):
             raise Disconnected(
-                f"the server sent contexts of {context.n_positions} positions from position "
-                f"{context.start} on, but the client has {self.n_context} contexts and "
-                f"{len(self.tokens)} tokens."
+                f"the server sent contexts for {context.n_positions} positions from position "
+                f"{context.start} on, which do not fit the client's {self.n_context} contexts and "
+                f"{len(self.tokens)} tokens. Contexts must follow each other without a gap, one "
+                "for each known token."
             )
         if n_known < context.n_positions:
             self.contexts.append((context, n_known))
@@ -486,11 +487,11 @@ class Session:
         elif n_drafts >= self.settings.max_offline:
             why = "the limit of unverified tokens is reached"
         elif self._is_stuck:
-            why = "the drafter needs contexts from the server"
+            why = "the drafter needs activations of the target from the server"
         else:
             why = "the drafter is too unsure of the next token"
         self._events.append(
-            ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}")
+            ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}: {why}")
         )
 
     def _emit_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:

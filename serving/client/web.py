@@ -114,7 +114,8 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             self._listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise OptionInvalid(
-                f"The page cannot use port {port}: {error.strerror}. Give --web another port."
+                f"The web page cannot use port {port}: {error.strerror}. Choose another port with "
+                "--web."
             ) from error
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
@@ -158,7 +159,9 @@ class ChatPage(AbstractContextManager["ChatPage"]):
                 origin is None or origin.removeprefix("http://") in hosts
             )
             response = (
-                await serve(request) if is_own else _refuse(403, "This page is for 127.0.0.1 only.")
+                await serve(request)
+                if is_own
+                else _refuse(403, "This page can only be opened on the same machine, at 127.0.0.1.")
             )
             response.headers.update(_HEADERS)
             return response
@@ -175,7 +178,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         @app.post("/ask", status_code=202)
         def ask(body: _Ask) -> Response:
             if not self._asking.acquire(blocking=False):
-                return _refuse(409, "An answer is in progress. Wait for its end.")
+                return _refuse(409, "An answer is in progress. Wait until it ends.")
             self._log.begin({"type": "Began", "prompt": body.prompt}, self._network())
             threading.Thread(
                 target=self._ask, args=(body.prompt,), name="answer", daemon=True

@@ -545,8 +545,8 @@ def _ragged_works(
             )
     except Exception as error:  # noqa: BLE001 - a kernel may raise anything
         text = (
-            "served texts are padded for attention, because torch's varlen_attn fails here: "
-            f"{first_line(error):.200}"
+            "torch's varlen_attn does not work here, so the texts of a batch are padded for "
+            f"attention, which is slower: {first_line(error):.200}"
         )
         warnings.warn(text, stacklevel=2)
         return False

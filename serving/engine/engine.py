@@ -119,7 +119,8 @@ class Engine:
                 f"{target.config.model_type} can't be served: "
                 + (
                     target.decoding_problem
-                    or "its layers carry a state. `moa-data generate` decodes it with chains"
+                    or "its layers carry a state from token to token, which the server does not "
+                    "support. `moa-data generate` decodes it with chains of drafts"
                 )
                 + "."
             )
@@ -128,9 +129,9 @@ class Engine:
                 target.config, "kv_lora_rank"
             ):
                 raise TargetError(
-                    f"drafter {name!r} can't be served: it reads latents of "
-                    f"{target.config.model_type}, which the engine does not keep. `moa-data "
-                    "generate` can use this drafter."
+                    f"drafter {name!r} can't be served: it reads latents (compressed keys and "
+                    f"values) of {target.config.model_type}, which the server does not keep. "
+                    "`moa-data generate` can use this drafter."
                 )
         sizes = target.sizes | attention_sizes(target.config)
         groups = () if target.has_uniform_kv else kv_groups(target.config)
@@ -292,8 +293,8 @@ class Engine:
             (not 1 <= n_prompt <= n_tokens, "the prompt is empty; give at least one token."),
             (
                 n_prompt >= n_positions,
-                f"the prompt has {n_prompt} tokens, but the model has {n_positions} positions; "
-                "shorten the prompt.",
+                f"the prompt has {n_prompt} tokens, but the context of the model has only "
+                f"{n_positions} tokens for prompt and answer together; shorten the prompt.",
             ),
             (
                 request.max_new_tokens < 1,
@@ -301,8 +302,8 @@ class Engine:
             ),
             (
                 n_tokens > limit,
-                f"prompt and answer have {n_tokens} tokens already, more than the limit of {limit} "
-                "for this request; send fewer tokens.",
+                f"prompt and answer already have {n_tokens} tokens, but the limit for this request "
+                f"is {limit}; send fewer tokens.",
             ),
             (
                 limit > self.max_positions,
@@ -312,22 +313,25 @@ class Engine:
             ),
             (
                 request.n_context > n_tokens,
-                f"n_context is {request.n_context}, but prompt and answer have only {n_tokens} "
-                "tokens; correct n_context.",
+                f"n_context is {request.n_context}, but it must not exceed the {n_tokens} tokens "
+                "of prompt and answer; send the number of tokens whose contexts the client has.",
             ),
             (
                 name is not None and drafter is None,
-                f"{name!r} is not a drafter of this server; loaded: "
+                f"{name!r} is not a drafter of this server; its drafters: "
                 f"{', '.join(self.drafters) or 'none'}.",
             ),
             (
                 request.wants_context and name is None,
-                "contexts are requested without a drafter; name the drafter that reads them.",
+                (
+                    "the request asks for contexts (activations of the target for a drafter) but "
+                    "names no drafter; name the drafter that reads them."
+                ),
             ),
             (
                 request.wants_context and drafter is not None and drafter.context_width is None,
-                f"the drafter {name!r} cannot draft away from the target; use one of a kind that "
-                f"can: {', '.join(REMOTE_KINDS)}.",
+                f"the drafter {name!r} can only draft on the server; to draft on the client, use a "
+                f"drafter of one of these kinds: {', '.join(REMOTE_KINDS)}.",
             ),
         )
         for is_wrong, message in problems:

@@ -75,14 +75,14 @@ class Pool:
             # Linux grants any allocation and kills the process later, when it writes to memory
             # that does not exist. So compare with the free memory first.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
-                raise RuntimeError(f"{format_bytes(n_free)} are free")
+                raise RuntimeError(f"only {format_bytes(n_free)} are free")
             # Writing zeros makes the system provide the memory now, not while requests arrive.
             # [2, L, H_kv, S, d], keys after RoPE
             self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise NotEnoughMemory(
-                f"the keys and values of {n_tokens:,} tokens take {format_bytes(n_bytes)}, which "
-                f"{device.type} memory cannot hold ({first_line(error)}).",
+                f"a KV cache of {n_tokens:,} tokens takes {format_bytes(n_bytes)}, more than the "
+                f"memory of the {device.type} device can hold ({first_line(error)}).",
                 "Give a smaller --kv-tokens.",
             ) from error
         self._held: list[PooledKV] = []  # Sequences that hold blocks, in the order of the blocks.

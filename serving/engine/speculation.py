@@ -209,12 +209,17 @@ class Speculation:
         texts = f"{fewest} to {2 * fewest - 1} sequences" if fewest > 1 else "1 sequence"
         if policy.is_off:
             _LOG.info(
-                "drafter %s makes no drafts in calls over %s: they cost more time than they save",
+                "drafter %s makes no drafts while the target processes %s at once, because "
+                "they cost more time than they save",
                 self._name,
                 texts,
             )
         else:
-            _LOG.info("drafter %s makes drafts again in calls over %s", self._name, texts)
+            _LOG.info(
+                "drafter %s makes drafts again while the target processes %s at once",
+                self._name,
+                texts,
+            )
 
     def _keep(self, ids: list[int]) -> None:
         if not ids:

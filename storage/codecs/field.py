@@ -145,8 +145,8 @@ class FieldCodec:
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
             raise StoreError(
-                f"Field {self.spec.name!r} has NaN or infinite values. Only codec lossless can "
-                "store them. Use this codec, or drop the sequence."
+                f"Field {self.spec.name!r} has NaN or infinite values, which only the codec "
+                "lossless can store. Use this codec, or leave out the sequence."
             )
 
 

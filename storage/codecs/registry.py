@@ -28,7 +28,7 @@ NEXT_BASIS_NAME = "next-basis.safetensors"
 _MAX_BASIS_BYTES = 16 << 30
 _LAYER = "hidden/layer_"
 _LAST_LAYER = 1 << 20
-_RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
+_RESTORE = "Restore the file from a copy, or run `moa-data repair` with --model."
 
 
 class StoreCodec:
@@ -66,7 +66,8 @@ class StoreCodec:
             if codec.needs_tokens and not has_tokens:
                 raise CodecUnknown(
                     f"Codec {name!r} predicts {field!r} from token ids, but the store has no field "
-                    f"{TOKENS!r} with one int32 number per token. Leave out `,tokens`."
+                    f"{TOKENS!r} with one int32 number per token. Leave out `,tokens` in the name "
+                    "of the codec."
                 )
 
     @classmethod
@@ -235,7 +236,9 @@ class StoreCodec:
             arrays = safetensors.numpy.load(content)
         # safetensors raises KeyError for a dtype that NumPy does not have.
         except (safetensors.SafetensorError, KeyError) as error:
-            raise ValueError(f"not a safetensors file: {error}") from error
+            raise ValueError(
+                f"it is not a valid safetensors file ({error}). Restore it from a copy."
+            ) from error
         # Load the sources of a field before the field: their number of features determines the
         # shapes of the field's regressions.
         for name in (name for name in self.in_order if name in self.learned):
@@ -257,12 +260,12 @@ class StoreCodec:
                     break
         else:
             problem = (
-                f"has sha256 {got}, expected {expected_sha256} as in store.json"
+                f"does not fit store.json: its sha256 is {got}, expected {expected_sha256}"
                 if got
                 else "is missing"
             )
             raise StoreDamaged(
-                f"{path} {problem}. Nothing can be decoded without this file. {_RESTORE}"
+                f"{path} {problem}. The store cannot be decoded without this file. {_RESTORE}"
             )
         try:
             self.load(content)
@@ -283,8 +286,8 @@ class StoreCodec:
             if not kv:
                 raise CodecUnknown(
                     f"Codec {self.name!r} predicts {name!r} from keys and values, but the store "
-                    "has no field 'kv' that is transform coded. Leave out `,from-kv`, or store kv "
-                    "too."
+                    "has no field 'kv' with a transform codec. Leave out `,from-kv` in the name "
+                    "of the codec, or store kv too."
                 )
             sources[name] = list(kv)
         for above, below in zip(self.joint[1:], self.joint, strict=False):
@@ -301,7 +304,8 @@ class StoreCodec:
         sources = [self.learned[name] for name in names if name in self.learned]
         if codec is None or codec.is_kv or len(sources) < len(names):
             raise CodecUnknown(
-                f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}."
+                f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}: only "
+                "a hidden state can be predicted, and only from fields with a transform codec."
             )
         if any(codec in source.with_sources() for source in sources):
             raise CodecUnknown(f"Field {field!r} would be predicted from itself.")

@@ -129,8 +129,8 @@ class TransformSettings:
         for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
             if not 0.05 <= bits <= MAX_BITS:
                 raise ValueError(
-                    f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use codec "
-                    "lossless for more bits."
+                    f"Codec {name!r}: the number of bits per value must be from 0.05 to 10, not "
+                    f"{bits:g}. For more bits, use the codec lossless."
                 )
         group_layers = {None: None, "all": 0, "layer": 1}.get(
             match["scope"], int(match["layers"] or 0)
@@ -166,9 +166,9 @@ class TransformSettings:
         size = min(self.group_layers, n_layers)
         if size > max_layers:
             raise ValueError(
-                f"a basis for {size} layers, whose keys have {layer_width:,} numbers per layer, "
-                f"would be {size * layer_width:,} numbers wide; at most {MAX_BASIS_WIDTH:,} are "
-                f"allowed. Use a scope of at most @group{max_layers}."
+                f"a group of {size} layers is too large for one basis: its keys have "
+                f"{layer_width:,} numbers per layer, {size * layer_width:,} in all, but the limit "
+                f"is {MAX_BASIS_WIDTH:,}. Use at most @group{max_layers}."
             )
         return size
 
@@ -300,13 +300,13 @@ class TransformCodec(FieldCodec):
         super().__init__(spec, settings.bits(spec))
         if spec.layers is not None:
             raise ValueError(
-                f"transform codecs do not support groups of layers such as {spec.name!r}. Use "
-                "lossless or int8."
+                "transform codecs do not support fields with the keys and values of only some "
+                f"layers, such as {spec.name!r}. Use the codec lossless or int8."
             )
         if not self.is_kv and len(spec.token_shape) != 1:
             raise ValueError(
-                f"Transform codecs support kv and hidden states, not {spec.name!r} with axes "
-                f"{spec.axes}."
+                f"transform codecs support only kv and hidden states, but {spec.name!r} has the "
+                f"axes {spec.axes}. Use the codec lossless."
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None
@@ -330,8 +330,9 @@ class TransformCodec(FieldCodec):
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise ValueError(
-                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, more "
-                f"than a basis can have ({MAX_BASIS_WIDTH:,}). Use lossless or int8."
+                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, but "
+                f"transform codecs support at most {MAX_BASIS_WIDTH:,}. Use the codec lossless or "
+                "int8."
             )
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
@@ -450,10 +451,10 @@ class TransformCodec(FieldCodec):
                 for group, layers in enumerate(self.groups)
             ]
             if not any(len(fit.columns.part) for fit in fits):
-                raise ValueError("the state has no columns of codes")
+                raise ValueError("it contains no codes")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
-                f"The learned state of field {self.spec.name!r} does not fit the field ({error}). "
+                f"The learned state of the codec does not fit field {self.spec.name!r} ({error}). "
                 "Restore the store's codec/ folder from a copy."
             ) from error
         self.take_over(fits, features)
@@ -493,10 +494,7 @@ class TransformCodec(FieldCodec):
         )
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
-            raise ValueError(
-                f"array {group}/columns has an invalid index of a part, component or run, or an "
-                "invalid number of levels"
-            )
+            raise ValueError(f"array {group}/columns has an entry that is out of range")
         if not np.isfinite(table).all():
             raise ValueError(f"array {group}/columns has NaN or infinite values")
         regressions = (
@@ -555,8 +553,8 @@ class TransformCodec(FieldCodec):
         elif features is None:
             names = " and ".join(repr(source.spec.name) for source in self.sources)
             raise ValueError(
-                f"Field {self.spec.name!r} is predicted from {names}. Encode these fields together "
-                "with StoreCodec.encode."
+                f"Field {self.spec.name!r} is predicted from {names}. Encode these fields in one "
+                "call of StoreCodec.encode."
             )
         # One dictionary can hold the codes of all groups, because the name of each array contains
         # the number of its group.
@@ -758,7 +756,8 @@ class TransformCodec(FieldCodec):
     def _learned(self) -> list[GroupTransform]:
         if not self._groups:
             raise ValueError(
-                f"The codec of field {self.spec.name!r} has not learned yet; calibrate it first."
+                f"The codec of field {self.spec.name!r} has not learned from a sample yet; "
+                "calibrate it first."
             )
         return self._groups
 
@@ -811,8 +810,8 @@ class Observation(Sample):
         codec = self._codec
         if not self.lengths:
             raise StoreError(
-                f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got "
-                "none."
+                f"Field {codec.spec.name!r}: a transform codec must learn from at least one "
+                "sequence, but it got none."
             )
         table = None
         sample_features = features if codec.sources else None

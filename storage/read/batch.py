@@ -53,7 +53,10 @@ MAX_SHARDS = 4096
 
 An index takes 16 bytes per inner chunk, which is 128 KiB for a shard of 2 GiB.
 """
-_REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."
+_REPAIR = (
+    "Delete the commit file of this part in commits/ and run the same `moa-data extract` command "
+    "again: it rewrites only this part."
+)
 
 
 class ShardReader:
@@ -94,15 +97,17 @@ class ShardReader:
         data_bytes = file_bytes - index_bytes - CRC_BYTES
         if data_bytes < 0:
             raise StoreDamaged(
-                f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}"
+                f"{self.path} is truncated: it has {file_bytes} bytes, too few for its index. "
+                f"{_REPAIR}"
             )
         tail = np.empty(index_bytes + CRC_BYTES, np.uint8)
         if self._read_into(data_bytes, tail) < len(tail):
-            raise StoreDamaged(f"{self.path} ends inside its index. {_REPAIR}")
+            raise StoreDamaged(f"{self.path} is truncated: it ends inside its index. {_REPAIR}")
         expected = int.from_bytes(tail[index_bytes:].tobytes(), "little")
         if (got := crc32c(tail[:index_bytes])) != expected:
             raise StoreDamaged(
-                f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}"
+                f"{self.path} is damaged: the checksum of its index is {got:#010x}, expected "
+                f"{expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
         # Check offset and size separately before their sum, because the sum of two uint64 values
@@ -113,8 +118,8 @@ class ShardReader:
             (offset + n_bytes > data_bytes).any()
         ):
             raise StoreDamaged(
-                f"{self.path}: the index lists chunks that are missing or outside the file. "
-                f"{_REPAIR}"
+                f"{self.path} is damaged: its index lists chunks that are missing or outside the "
+                f"file. {_REPAIR}"
             )
         return index.astype(np.int64)
 
@@ -132,7 +137,8 @@ class ShardReader:
         raw = scratch_bytes("raw", n_bytes)
         if (n_read := self._read_into(offset, raw)) < n_bytes:
             raise StoreDamaged(
-                f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}"
+                f"{self.path} is truncated: it ends at byte {offset + n_read}, inside a chunk. "
+                f"{_REPAIR}"
             )
         return raw
 
@@ -149,9 +155,11 @@ class ShardReader:
             decode_chunk(data, out)
         except StoreDamaged as error:
             grid = self.grid
-            layers = f", layers from {column * grid.chunk_layers}" if len(grid.shape) > 2 else ""
-            position = f"tokens from {row * grid.chunk_tokens} of the shard{layers}"
-            raise StoreDamaged(f"{self.path}: {error} ({position}). {_REPAIR}") from error
+            layers = f", layer {column * grid.chunk_layers}" if len(grid.shape) > 2 else ""
+            position = f"the chunk starts at token {row * grid.chunk_tokens} of the shard{layers}"
+            raise StoreDamaged(
+                f"{self.path} is damaged: {error} ({position}). {_REPAIR}"
+            ) from error
 
 
 class PartShards:
@@ -234,7 +242,10 @@ def _open(
     n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
     file = f"{name}/{grid.shard_key(part, number)}"
     if (record := commit.files.get(file)) is None:
-        raise StoreDamaged(f"{folder / file} is not listed by the commit of part {part}. {_REPAIR}")
+        raise StoreDamaged(
+            f"{folder / file} belongs to part {part}, but the commit of this part does not list "
+            f"it. {_REPAIR}"
+        )
     return ShardReader(folder / file, grid, n_rows, record, cache)
 
 
@@ -478,7 +489,7 @@ def _fetch_ahead(reads: list[_Read]) -> None:
             )
         except FileNotFoundError as error:
             raise StoreDamaged(
-                f"{error} was deleted after the store was opened. Restore the file."
+                f"{error} was deleted after the store was opened. Restore the file from a copy."
             ) from error
         for (read, _), data in zip(remote, fetched, strict=True):
             read.data = np.frombuffer(data, np.uint8)

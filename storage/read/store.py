@@ -112,10 +112,11 @@ class ActivationStore:
             # plan, so a damaged plan could lead to arrays of many gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
                 raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} plans {expected} tokens (with padding) for part "
-                    f"{part}, but the commit of this part lists {commit.allocated_tokens}. Restore "
-                    f"{PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} and run "
-                    "extract again: it redoes that part."
+                    f"According to {self.path / PLAN_NAME}, part {part} has {expected} tokens with "
+                    f"padding, but according to its commit it has {commit.allocated_tokens}. "
+                    f"Restore {PLAN_NAME} from a copy. Or delete "
+                    f"{commit_path(Path(), part).as_posix()} and run the same `moa-data extract` "
+                    "command again: it rewrites only this part."
                 )
             for _, error in find_size_damage(
                 self.path / PARTS_NAME, commit.files if checks_sizes else {}, listed
@@ -124,9 +125,9 @@ class ActivationStore:
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
             raise StoreError(
-                f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have "
-                f"no commit, the first is part {pending[0]}. Run the same extract command again to "
-                "write them."
+                f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts are "
+                f"not written yet, the first of them is part {pending[0]}. Run the same `moa-data "
+                "extract` command again to write them."
             )
         committed = np.isin(
             numbers(plan, "part"), np.fromiter(self.commits, np.int32, len(self.commits))
@@ -202,8 +203,8 @@ class ActivationStore:
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
-                f"{self.path} has keys and values in several fields, one for each group of layers. "
-                f"Leave out {what}."
+                f"{self.path} has no single field of keys and values, but several fields, one for "
+                f"each group of layers. This is not supported here. Leave out {what}."
             )
 
     def read(
@@ -274,7 +275,8 @@ class ActivationStore:
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
         if step != 1:
             raise SelectionInvalid(
-                f"Token slices must have step 1, got {step}. Slice the result instead."
+                f"The token slice has step {step}, but only step 1 is supported. Slice the result "
+                "instead."
             )
         # A lossy codec can only decode ranges that start at a multiple of 64 tokens. A field that
         # is stored unchanged can be read from any token on.
@@ -384,9 +386,9 @@ class ActivationStore:
             if ids.min() < 0 or ids.max() >= vocab_size:
                 raise StoreDamaged(
                     f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
-                    f"{self.sequences['source_row'][i]}) has token ids {ids.min()} to {ids.max()}, "
-                    f"which lie outside the vocabulary of {vocab_size}. Run `moa-data verify`, and "
-                    "extract again."
+                    f"{self.sequences['source_row'][i]}) has token ids from {ids.min()} to "
+                    f"{ids.max()}, but the vocabulary has only {vocab_size} tokens. Run `moa-data "
+                    "verify`, and extract again."
                 )
 
     def close(self) -> None:
@@ -402,7 +404,7 @@ class ActivationStore:
     def _field(self, name: str) -> FieldSpec:
         if name not in self.fields:
             raise SelectionInvalid(
-                f"{self.path} has no field {name!r}; it has {', '.join(self.fields)}."
+                f"{self.path} has no field {name!r}; its fields are {', '.join(self.fields)}."
             )
         return self.fields[name]
 
@@ -470,11 +472,12 @@ def read_manifest(store: StorePath) -> StoreManifest:
         if isinstance(error, NotADirectoryError) and isinstance(store, Path):
             reason = f"it is {kind_of(store)}"
         raise StoreNotFound(
-            f"{store} is not an activation store: {reason}. Make one with extract."
+            f"{store} is not an activation store: {reason}. Make a store with `moa-data extract`."
         ) from error
     except ValueError as error:
         raise StoreDamaged(
-            f"{path} is not the manifest of an activation store: {error}. Restore the file."
+            f"{path} is not the manifest of an activation store: {error}. Restore the file from a "
+            "copy."
         ) from error
     return StoreManifest.from_json(text, str(path))
 
@@ -505,7 +508,10 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
     if layers is None:
         return None
     if spec.layer_axis != 1:
-        raise SelectionInvalid(f"Field {spec.name!r} has no layer axis. Leave out `layers`.")
+        raise SelectionInvalid(
+            f"Field {spec.name!r} has no layer axis, so layers cannot be selected. Leave out "
+            "`layers`."
+        )
     n_layers = spec.token_shape[0]
     try:
         chosen = (
@@ -520,7 +526,8 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
     for layer in chosen:
         if not -n_layers <= layer < n_layers:
             raise SelectionInvalid(
-                f"Field {spec.name!r} has {n_layers} layers, and {layer} is not one of them."
+                f"Field {spec.name!r} has {n_layers} layers, counted from 0, and {layer} is not "
+                "one of them."
             )
     chosen = [layer % n_layers for layer in chosen]
     return None if chosen == list(range(n_layers)) else chosen
@@ -591,7 +598,7 @@ def batch_buffer(
         return np.empty(shape, dtype)
     if name not in out:
         raise SelectionInvalid(
-            f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}."
+            f"`out` has no buffer for {name!r}; it has buffers for {', '.join(out) or 'none'}."
         )
     buffer = out[name]
     fits = (
@@ -599,7 +606,8 @@ def batch_buffer(
     )
     if not fits or buffer.shape[1] < shape[1] or buffer.dtype != dtype:
         raise SelectionInvalid(
-            f"The batch of {name!r} needs a buffer of {dtype.name} with shape "
-            f"{[shape[0], f'>={shape[1]}', *shape[2:]]}, got {buffer.dtype} {list(buffer.shape)}."
+            f"The batch of {name!r} needs a buffer of dtype {dtype.name} with the shape "
+            f"{[shape[0], f'>={shape[1]}', *shape[2:]]}, but the buffer in `out` has dtype "
+            f"{buffer.dtype} and shape {list(buffer.shape)}."
         )
     return buffer

@@ -179,7 +179,7 @@ def verify_store(
     )
     for key, counted in plan_counts(plan).items():
         if counted != (expected := getattr(manifest, key)):
-            message = f"{schema.PLAN_NAME} has {key} {counted}, store.json says {expected}"
+            message = f"{schema.PLAN_NAME} has {key} {counted}, but store.json says {expected}"
             report.damages.insert(0, Finding(None, schema.PLAN_NAME, message))
     with backend.check_guard(store):
         report.lacks_target = lacks_target(store, manifest)
@@ -233,7 +233,7 @@ class _Verification:
         for name in backend.names_in(self.store / schema.COMMITS_NAME):
             if name.startswith("part-") and name.endswith(".json") and name not in known:
                 path = self.store / schema.COMMITS_NAME / name
-                self._damage(None, path, "a commit of a part that the plan does not have")
+                self._damage(None, path, "it is the commit of a part that the plan does not have")
         target_commit = schema.target_commit_path(self.store)
         with self._checking(None, target_commit), suppress(*backend.MISSING):
             folder = self.store / schema.TARGET_NAME
@@ -278,7 +278,7 @@ class _Verification:
                 for key, got in commit.counts.items():
                     if got != (expected := planned[part][key]):
                         self._damage(
-                            part, path, f"the commit says {key} {got}, the plan has {expected}"
+                            part, path, f"the commit says {key} {got}, but the plan says {expected}"
                         )
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
@@ -336,7 +336,10 @@ class _Verification:
                 return []
             return [
                 Finding(
-                    part, path, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}"
+                    part,
+                    path,
+                    f"the checksum of the file is {got:#010x}, but its commit says "
+                    f"{record.crc32:#010x}",
                 )
             ]
 

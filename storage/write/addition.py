@@ -99,8 +99,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(
-            f"{path} belongs to an unfinished addition of other fields. Finish that addition "
-            "first, or delete the file if no process works on it any more."
+            f"{path} belongs to an unfinished `moa-data add` of other fields. Finish that command "
+            "first. If no process runs it any more, you can delete the file instead."
         )
 
 
@@ -144,7 +144,7 @@ class StoreAddition:
         """
         if not self._lacking.get(part):
             raise StoreError(
-                f"Part {part} already has all fields, or is not committed. Write only the parts "
+                f"Part {part} already has all fields, or has no commit yet. Write only the parts "
                 "that pending_parts() returns."
             )
         # Write the Zarr metadata of the new arrays when the first part is opened. Until then the

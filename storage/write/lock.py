@@ -106,8 +106,8 @@ class StoreLock:
             except LockHeld as held:
                 if not waits or (held.note != _OPENING and time.monotonic() - began_s > _GRACE_S):
                     raise StoreLocked(
-                        f"{self._store} is being written by {held.holder}. Wait until it ends, or "
-                        "choose another output folder."
+                        f"{self._store} is being written by {held.holder}. Wait until that process "
+                        "ends, or choose another output folder."
                     ) from held
                 time.sleep(_RETRY_S)
 

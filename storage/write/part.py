@@ -242,14 +242,15 @@ class ArrayWriter:
             or values.ndim < 1
         ):
             raise StoreError(
-                f"{array.name!r} takes {array.storage_dtype.name} arrays of shape "
-                f"[n, {', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got "
-                f"{values.dtype} {list(values.shape)}."
+                f"{array.name!r} takes arrays of dtype {array.storage_dtype.name} (for values of "
+                f"{array.logical_dtype}) and shape [n, {', '.join(map(str, array.row_shape))}], "
+                f"but the array has dtype {values.dtype} and shape {list(values.shape)}."
             )
         if self.written and first_row < self.written[-1][1]:
             raise StoreError(
-                f"{array.name!r}: cannot write {unit} {first_row}, because the {unit}s "
-                f"before {self.written[-1][1]} are written already. Write them in increasing order."
+                f"{array.name!r}: {unit} {first_row} cannot be written, because the {unit}s before "
+                f"{self.written[-1][1]} are written already. Write the {unit}s in increasing "
+                "order."
             )
         if end > self._n_rows:
             raise StoreError(
@@ -393,9 +394,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         names = [array.name for array in codec.arrays]
         if n_tokens is None or isinstance(values, np.ndarray) or values.keys() != set(names):
             raise StoreError(
-                f"{field!r} is stored as {', '.join(names)}. Write the rows of one planned "
-                "sequence per call, as StoreCodec.encode returns them. The plan has "
-                f"{n_tokens or 'no'} tokens for a sequence that starts at token {first_token}."
+                f"{field!r} is stored as the arrays {', '.join(names)}. Pass the rows of all of "
+                "them for one planned sequence per call, as StoreCodec.encode returns them. The "
+                f"plan has {n_tokens or 'no'} tokens for a sequence that starts at token "
+                f"{first_token}."
             )
         for array in codec.arrays:
             rows = values[array.name]
@@ -408,7 +410,9 @@ class PartWriter(AbstractContextManager["PartWriter"]):
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
+            raise StoreError(
+                f"Part {self.part} is closed already; open it again with StoreWriter.part."
+            )
 
     def settle(self) -> None:
         """Wait until all values passed to :meth:`write` are encoded.

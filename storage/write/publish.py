@@ -258,8 +258,8 @@ class PartFiles:
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
             raise StorageUnavailable(
                 f"{path}: more than {COMMIT_WITHIN_S / 3600:.0f} hours have passed since the first "
-                "upload of this part, so its files may have been deleted. Run the same command "
-                "again. For a new store, choose a smaller --part-tokens."
+                "upload of this part, so another process may have deleted its files as leftovers. "
+                "Run the same command again. For a new store, choose a smaller --part-tokens."
             )
         old = replace(commit, files=self.existing).to_json() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
@@ -491,8 +491,8 @@ def _store(path: Path, target: StorePath) -> None:
     got = target.stat().st_size
     if got != expected:
         raise StorageUnavailable(
-            f"{target} has {got} bytes after an upload of {expected} bytes. Run the same command "
-            "again."
+            f"{target} has {got} bytes, although {expected} bytes were uploaded. Run the same "
+            "command again."
         )
 
 
@@ -526,9 +526,9 @@ def refuse_links(store: StorePath) -> None:
                     continue
                 if entry.is_symlink():
                     raise StoreDamaged(
-                        f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, and "
-                        "nothing inside a store is written through a link. Put the files "
-                        "themselves in its place, or link the whole store."
+                        f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, but a "
+                        "store is never written through links inside it. Replace the link by the "
+                        "files themselves, or make the whole store a link instead."
                     )
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
@@ -537,6 +537,6 @@ def refuse_links(store: StorePath) -> None:
 def changed_meanwhile(path: StorePath) -> StoreLocked:
     """Return the error to raise if another process has changed a file since it was read."""
     return StoreLocked(
-        f"{path} was changed by another process meanwhile. Wait until it ends, then run the same "
-        "command again."
+        f"{path} was changed by another process in the meantime. Wait until that process ends, "
+        "then run the same command again."
     )

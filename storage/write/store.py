@@ -176,7 +176,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         for key, value in plan_counts(plan).items():
             if getattr(manifest, key) != value:
                 raise StoreDamaged(
-                    f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}."
+                    f"The manifest has {key} {getattr(manifest, key)}, but the plan has {key} "
+                    f"{value}. Both must be made from the same sequences."
                 )
         with backend.check_guard(store), disk_full_guard(store):
             _check_unoccupied(store)
@@ -216,8 +217,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             if has_parts(self.path) or all(key.startswith("codec.") for key in error.changes):
                 raise
             raise StoreLocked(
-                f"{self.path} was begun from other inputs by a process that is still writing to "
-                "it. Wait until it ends, or choose another output folder."
+                f"Another process is still writing {self.path}, and it started from other inputs. "
+                "Wait until it ends, or choose another output folder."
             ) from error
 
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
@@ -353,7 +354,10 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             StoreError: the plan does not contain this part, or the part is already committed.
         """
         if not 0 <= part < self.n_parts:
-            raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
+            raise StoreError(
+                f"The plan has only the parts 0 to {self.n_parts - 1}, so part {part} does not "
+                "exist."
+            )
         if part in self._committed:
             raise StoreError(
                 f"Part {part} is committed already; write only the parts that pending_parts() "
@@ -531,8 +535,8 @@ def _check_unoccupied(store: StorePath) -> None:
         existing = next(path for path in (store, *store.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise OutputOccupied(
-                f"{store}: {existing} is {kind_of(existing)}, not a folder. Choose another output "
-                "folder."
+                f"{store} cannot be created, because {existing} is {kind_of(existing)}, not a "
+                "folder. Choose another output folder."
             )
         if existing is not store:
             return
@@ -550,13 +554,15 @@ def _check_unoccupied(store: StorePath) -> None:
             # the damage. Without commits/store.json, store.json may be a file of another program.
             if not has_commit:
                 raise OutputOccupied(
-                    f"{store} holds files other than a store: {error} Choose another output folder."
+                    f"{store} contains a file that is not valid in a store: {error} If the folder "
+                    "belongs to another program, choose another output folder."
                 ) from error
         return
     if has_parts(store) and not has_commit:
         raise OutputOccupied(
-            f"{store} has committed parts but no {MANIFEST_NAME}, so it is unknown which inputs "
-            f"they came from. Restore {MANIFEST_NAME}, or choose another output folder."
+            f"{store} has committed parts, but {MANIFEST_NAME} is missing, so it is unknown from "
+            f"which inputs they were made. Restore {MANIFEST_NAME} from a copy, or choose another "
+            "output folder."
         )
     names = backend.names_in(store)
     foreign = sorted(name for name in names if not is_known(name))
@@ -565,8 +571,8 @@ def _check_unoccupied(store: StorePath) -> None:
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
-            f"{store} is not empty and not an activation store (it holds {shown}). "
-            "Choose another output folder, or empty this one."
+            f"{store} is not empty, and it is not an activation store (it holds {shown}). Choose "
+            "another output folder, or empty this one."
         )
 
 

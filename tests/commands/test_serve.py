@@ -196,7 +196,7 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tls: tuple[Path, li
     *lines, last = stderr.splitlines()
     assert last == "stopped; all answers had ended."
     messages = Counter(json.loads(line)["message"].partition(":")[0] for line in lines)
-    assert messages == {"127.0.0.1 sent bytes that are not HTTP": 20, "draining": 1}
+    assert messages == {"127.0.0.1 sent bytes that are not HTTP": 20, "shutting down": 1}
 
 
 def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         for options, text in {
-            "--tls-cert cert.pem": "tls_cert and tls_key belong together",
+            "--tls-cert cert.pem": "--tls-cert and --tls-key must be given together",
             "--tls-cert cert.pem --tls-key key.pem": "cannot be used for TLS",
             f"--token-file {tmp_path / 'none'}": "cannot be read",
             "--tree nonsense": "is not a shape of drafts",

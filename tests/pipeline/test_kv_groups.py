@@ -114,7 +114,7 @@ def test_stores_are_sound_and_alike_however_they_are_made(
         for field in GROUPS[name]
     }
     assert all(int(worst[field]) in layers for field, (layers, _) in GROUPS[name].items())
-    with pytest.raises(OptionInvalid, match="do not support groups of layers such as 'kv/"):
+    with pytest.raises(OptionInvalid, match="of only some layers, such as 'kv/"):
         recode(folder / "store", "transform:2", tmp_path / "small")
     with pytest.raises(OptionInvalid, match="--source vllm does not support"):
         build_plan(config_of(folder, source="vllm", device="auto"))

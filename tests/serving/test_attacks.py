@@ -253,7 +253,7 @@ def test_a_body_with_many_wrong_items_is_refused_at_the_first(wrong: dict[str, A
 @pytest.mark.parametrize("prompt", [[0.5] * 9, [1, None], [{}], [[[]]], [["a"]], [True]], ids=str)
 def test_prompts_are_texts_or_token_ids(prompt: list[Any]) -> None:
     body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
-    with pytest.raises(api_module.ApiError, match="a text or a list of token ids"):
+    with pytest.raises(api_module.ApiError, match="a text, a list of token ids"):
         _ = api_module.CompletionRequest.parse(body).prompts
 
 

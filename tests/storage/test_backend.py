@@ -54,7 +54,7 @@ class BackendContract:
             assert (place / name).stat().st_size == len(data)
         put(place / "b/c", b"another")
         assert read_file(place / "b/c", 7) == b"another"
-        with pytest.raises(ValueError, match="7 bytes, at most 6 are read"):
+        with pytest.raises(ValueError, match="7 bytes, but the limit is 6 bytes"):
             read_file(place / "b/c", 6)
         sizes = {"a": 0, "b/c": 7, "b/c.d/e f+ü": 256}
         assert {name: (place / name).stat().st_size for name in names_below(place)} == sizes

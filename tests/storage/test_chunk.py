@@ -34,12 +34,12 @@ def test_flips_truncation_and_wrong_sizes_are_noticed() -> None:
     for at in range(0, len(data), 37):
         damaged = data.copy()
         damaged[at] ^= 1
-        with pytest.raises(StoreDamaged, match="chunk checksum is"):
+        with pytest.raises(StoreDamaged, match="the checksum of a chunk is"):
             decode_chunk(damaged, out)
     for cut, room, what in (
         (data[:-1], out, "checksum"),
         (data[:10], out, "shorter than its own header"),
-        (data, out[:32], r"size of 2048 bytes, expected \d+ and 1024"),
+        (data, out[:32], r"and 2048 decoded bytes, expected \d+ encoded and 1024 "),
     ):
         with pytest.raises(StoreDamaged, match=what):
             decode_chunk(cut, room)

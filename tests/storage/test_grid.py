@@ -130,7 +130,7 @@ def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
         (b'"little"', b'"big"'),
         (b"sharding_indexed", b"sharding"),
     ]:
-        with pytest.raises(StoreDamaged, match="the manifest declares"):
+        with pytest.raises(StoreDamaged, match=r"the manifest \(store\.json\) requires"):
             grid_from_metadata(text.replace(old, new, 1), array, "kv")
     with pytest.raises(StoreDamaged, match="row_shape"):
         grid_from_metadata(text, stored(kv_field(4, 2, 4)), "kv")

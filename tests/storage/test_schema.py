@@ -52,14 +52,14 @@ def test_round_trip(recipe: Recipe) -> None:
         (
             {"conventions": CONVENTIONS | {"kv_keys": "before RoPE"}},
             StoreDamaged,
-            "'kv_keys' is 'before RoPE'",
+            "'before RoPE' for the convention 'kv_keys'",
         ),
         (
             {"fields": [asdict(kv_field(1, 1, 2)) | {"dtype": "int77"}]},
             StoreDamaged,
             "dtype 'int77'",
         ),
-        ({"fields": [asdict(kv_field(1, 1, 2))] * 2}, StoreDamaged, "Fields appear twice: kv"),
+        ({"fields": [asdict(kv_field(1, 1, 2))] * 2}, StoreDamaged, "fields more than once: kv"),
         *(
             (
                 {"fields": [asdict(kv_group_field("kv/latent", (3,), 1, 4, 2)) | wrong]},
@@ -69,13 +69,13 @@ def test_round_trip(recipe: Recipe) -> None:
             for wrong, message in (
                 ({"layers": 3}, "fields.0.layers: Input should be a valid array"),
                 ({"layers": ["x"]}, "fields.0.layers.0: Input should be a valid integer"),
-                ({"layers": [0, 1]}, "layers or key_width do not fit"),
-                ({"key_width": 6}, "layers or key_width do not fit"),
-                ({"key_width": None}, "layers or key_width do not fit"),
+                ({"layers": [0, 1]}, "layers .* or key_width .* do not fit"),
+                ({"key_width": 6}, "layers .* or key_width .* do not fit"),
+                ({"key_width": None}, "layers .* or key_width .* do not fit"),
             )
         ),
         ("{", StoreDamaged, "store.json is not valid JSON"),
-        ("[]", StoreDamaged, "a JSON list, expected an object"),
+        ("[]", StoreDamaged, "a JSON list, but a JSON object"),
     ],
 )
 def test_what_would_be_misread_is_refused(
@@ -97,11 +97,16 @@ def test_fields_check_themselves() -> None:
     for name, dtype, shape, message in (
         ("x", "int32", (3,), "must be 'token' and one name for each axis"),
         ("../x", "int32", (), "not a relative path"),
-        ("x", "complex64", (), r"Cannot store dtype 'complex64'. Use one of: bfloat16"),
+        (
+            "x",
+            "complex64",
+            (),
+            r"Values of dtype 'complex64' cannot be stored. Use one of: bfloat16",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             FieldSpec(name, dtype, shape, ("token",))
-    with pytest.raises(ValueError, match="bfloat16 is stored as uint16, got an array of float32"):
+    with pytest.raises(ValueError, match=r"bfloat16 are stored as uint16, but .* float32"):
         to_float32(np.zeros(2, np.float32), "bfloat16")
 
 

@@ -259,7 +259,7 @@ def test_requests_that_make_no_sense(server: Server) -> None:
         for tokens, n_most in (([], 5), ([5], 0), ([99999], 5)):
             with pytest.raises(RequestInvalid):
                 connected.complete(tokens, max_new_tokens=n_most)
-        with pytest.raises(RequestInvalid, match="leave other settings out"):
+        with pytest.raises(RequestInvalid, match="leave out all other settings"):
             connected.complete([5], sampling=SamplingConfig(1.0, min_p=0.1))
         assert list(connected.complete(PROMPTS[0], max_new_tokens=5).tokens) == plain(PROMPTS[0], 5)
 

@@ -176,7 +176,7 @@ def test_a_page_that_lost_its_connection_goes_on_where_it_was(page: ChatPage) ->
 def test_one_answer_at_a_time_and_another_after_it(page: ChatPage) -> None:
     ask(page)
     refused = request(page, "POST", "ask", {"prompt": "And?"})
-    assert (refused.status_code, "Wait for its end" in refused.text) == (409, True)
+    assert (refused.status_code, "Wait until it ends" in refused.text) == (409, True)
     for is_up in (False, True):
         request(page, "POST", "network", {"up": is_up})
     with events_of(page) as events:

@@ -192,7 +192,8 @@ class CodecContract:
         assert read_tree(self.write(tmp_path / "again", learned(self.name))) == read_tree(written)
         other = StoreCodec("int8" if self.name != "int8" else "lossless", FIELDS)
         with pytest.raises(
-            StoreMismatch, match=rf"codec\.name: store has '{self.name}', given '{other.name}'"
+            StoreMismatch,
+            match=rf"codec\.name: the store has '{self.name}', this command has '{other.name}'",
         ):
             self.write(tmp_path / "again", other)
 
@@ -241,7 +242,7 @@ class CodecContract:
         for name in self.unknown:
             with pytest.raises(
                 CodecUnknown,
-                match=r"Use one of: lossless|not have the form transform:|outside 0\.05 to 10",
+                match=r"Use one of: lossless|not have the form transform:|must be from 0\.05 to 10",
             ):
                 StoreCodec(name, FIELDS)
 

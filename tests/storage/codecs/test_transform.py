@@ -306,8 +306,8 @@ def test_layers_share_as_few_bases_as_the_width_allows() -> None:
     [
         ("transform:1,tokens@group20", kv_field(32, 8, 128), "20,480 .*@group16"),
         ("transform:0.5,hidden=2@group32", kv_field(32, 32, 128), "@group4"),
-        ("transform:1", kv_field(2, 200, 128), "Use lossless or int8"),
-        ("transform:1", hidden_field("last", 20_000), "Use lossless or int8"),
+        ("transform:1", kv_field(2, 200, 128), "Use the codec lossless or int8"),
+        ("transform:1", hidden_field("last", 20_000), "Use the codec lossless or int8"),
     ],
 )
 def test_a_basis_that_is_too_wide_is_refused_when_it_is_named(

@@ -106,7 +106,7 @@ def len_of(layers: Any) -> int:
         (lambda reader: reader.read_batch([0, 12], "kv"), "12 is not a valid index"),
         (
             lambda reader: reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300))}),
-            "'kv'; it has tokens",
+            "'kv'; it has buffers for tokens",
         ),
         (
             lambda reader: reader.read_batch(

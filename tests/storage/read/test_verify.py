@@ -56,15 +56,15 @@ def test_damaged_commits_are_found(store: Path) -> None:
     document = json.loads(good)
     commit.write_text(canonical(document | {"n_tokens": 1, "part": 3}))
     messages = [damage.message for damage in verify_store(store).damages]
-    assert any("the commit says n_tokens 1, the plan has" in message for message in messages)
-    assert any("the commit says part 3, the plan has 0" in message for message in messages)
+    assert any("the commit says n_tokens 1, but the plan says" in message for message in messages)
+    assert any("the commit says part 3, but the plan says 0" in message for message in messages)
     commit.write_text("{}")
     (damage,) = verify_store(store).damages
     assert (damage.part, damage.path) == (0, "commits/part-00000.json")
     commit.write_text(good)
     (store / "commits/part-00099.json").write_text(good)
     (damage,) = verify_store(store).damages
-    assert damage.message == "a commit of a part that the plan does not have"
+    assert damage.message == "it is the commit of a part that the plan does not have"
 
 
 @pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
@@ -91,7 +91,7 @@ def test_nan_and_infinity_name_sequence_and_layer(
     ("field", "value", "message"),
     [
         ("response_mask", 0, "the response mask has 0 response tokens, but the plan says 35"),
-        ("tokens", 100, "lie outside the vocabulary of 100"),
+        ("tokens", 100, "the vocabulary has only 100 tokens"),
     ],
 )
 def test_masks_and_tokens_are_held_to_the_plan(
@@ -108,11 +108,11 @@ def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe: Recipe) 
     (store / "store.json").write_text(replace(recipe.manifest, n_tokens=3).to_json())
     (damage,) = verify_store(store).damages
     assert (damage.part, damage.path) == (None, "store.json")
-    assert "is not the file that was written" in damage.message
+    assert "has changed since it was written" in damage.message
     (store / "commits/store.json").unlink()  # Older stores have no seal.
     assert StoreManifest.from_json((store / "store.json").read_text()).n_tokens == 3
     (damage,) = verify_store(store).damages
-    assert damage.message == "plan.parquet has n_tokens 881, store.json says 3"
+    assert damage.message == "plan.parquet has n_tokens 881, but store.json says 3"
 
 
 def test_summary_counts_what_is_committed(store: Path, recipe: Recipe) -> None:

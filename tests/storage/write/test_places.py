@@ -101,9 +101,11 @@ class PlaceContract:
     def test_other_inputs_are_refused(self, place: StorePath, recipe: Recipe) -> None:
         recipe.write(place)
         other = recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"})
-        with pytest.raises(StoreMismatch, match=r"extraction\.max_length: store has 256, given 1"):
+        with pytest.raises(
+            StoreMismatch, match=r"extraction\.max_length: the store has 256, this command has 1"
+        ):
             other.write(place)
-        with pytest.raises(StoreMismatch, match="plan: store has"):
+        with pytest.raises(StoreMismatch, match="plan: the store has"):
             replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:])).plan).write(place)
 
     def test_a_place_with_something_else_is_left_alone(
@@ -152,14 +154,14 @@ class TestBucket(PlaceContract):
         reader = ActivationStore(place)
         i = reader.sequences["part"].to_pylist().index(1)
         put(shard, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-        with pytest.raises(StoreDamaged, match=f"{shard}: chunk checksum"):
+        with pytest.raises(StoreDamaged, match=f"{shard} is damaged: the checksum of a chunk"):
             reader.read(i, "kv")
         assert [damage.path for damage in verify_store(place, values=False).damages] == [
             "parts/kv/c.1.0.0.0.0"
         ]
         put(shard, whole[:-50])
         reader.close()
-        with pytest.raises(StoreDamaged, match=f"{shard} ends inside its index"):
+        with pytest.raises(StoreDamaged, match=f"{shard} is truncated: it ends inside its index"):
             reader.read(i, "kv")
         for _ in range(2):  # The shard is cut first, and then removed.
             with pytest.raises(StoreDamaged, match=str(shard)):
@@ -223,7 +225,7 @@ class TestBucket(PlaceContract):
                 wider.write_part(addition, part)
         additions[0].finish()
         with pytest.raises(
-            StoreLocked, match=r"store\.json was changed by another process meanwhile"
+            StoreLocked, match=r"store\.json was changed by another process in the meantime"
         ):
             additions[1].finish()
         for writer in writers:
