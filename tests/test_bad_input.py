@@ -269,7 +269,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         put_stranger,
         {
             "generate --model model --drafter strange --prompt Hi":
-                ("trained for a target with weights 0",),
+                ("weights have the hash 0",),
         },
     ),
     "a link in the store": (link_parts, dict.fromkeys(
@@ -289,7 +289,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("Run extract again",)}),
     "long prompts": (ask_much, {
         EVAL: ("give shorter prompts",),
-        f"generate {DECODE} --prompt '{'word ' * 512}'": ("the target has 512 positions",),
+        f"generate {DECODE} --prompt '{'word ' * 512}'": ("it must have fewer than 512",),
     }),
     "control tokens": (ask_for_control, dict.fromkeys(
         (EVAL, f"{EVAL} --disconnect 4"),
@@ -308,7 +308,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out")),
     ) for folder, commands in {"model": WITH_MODEL, "store/target": WITH_STORE}.items()},
     "code beside drafters and chats": (put_code_elsewhere, {
-        f"{GENERATE} --drafter evil": ("none of the formats",),
+        f"{GENERATE} --drafter evil": ("has an unknown format",),
         f"{PLAN} --dataset evil/chats": ("holds no .jsonl",),
     }),
     "a gzip bomb": (put_bomb, {
@@ -389,7 +389,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{BARE} --top-p 0": ("--top-p is '0', expected above 0",),
         f"{BARE} --tree big":
             ("'big' is not a shape of drafts; expected a chain's length such as 5",),
-        f"{BARE} --tree 6x8x4": ("4 nodes cannot make a draft tree 6 levels deep",),
+        f"{BARE} --tree 6x8x4": ("a draft tree of depth 6 needs at least one node per level",),
         f"{BARE} --tree -1": ("'-1' is not a shape of drafts",),
         f"{BARE} --seed 99999999999999999999": ("--seed is '99999999999999999999', expected",),
         f"{BARE} --prompt ' '": ("the prompt is empty",),

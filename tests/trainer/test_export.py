@@ -148,7 +148,7 @@ def test_what_cannot_be_exported_is_named(
         DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
     with pytest.raises(
-        DrafterError, match="holds drafters of kind moa, but this drafter is of kind eagle"
+        DrafterError, match="is for drafters of kind moa, but this drafter is of kind eagle"
     ):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with pytest.raises(DrafterError, match="does not exist"):
