@@ -328,7 +328,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ),
     "an adapter": (
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
-        {GENERATE: ("adapter_config.json: an adapter would change the weights",)},
+        {GENERATE: ("adapter_config.json: the folder contains an adapter",)},
     ),
     # These settings would override the attention implementation that the command asks for. Kernels
     # of the Hub would be downloaded and run.
@@ -341,8 +341,8 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ) for changes, text in (
         ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
         ({"num_key_value_heads": 3}, "2 query heads are not a multiple of 3 KV heads"),
-        ({"head_dim": 6}, "is of another target than its store: it has head_dim 6 and not 8"),
-        ({"vocab_size": 1000}, "is of another target than its store: it has vocab_size 1000"),
+        ({"head_dim": 6}, "belongs to another target than its store: it has head_dim 6 instead of 8"),
+        ({"vocab_size": 1000}, "belongs to another target than its store: it has vocab_size 1000"),
         ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),
         (
             {"num_hidden_layers": 10**9},

@@ -129,8 +129,8 @@ def _why_no_drafter(folder: Path) -> str:
     if (folder / "run.yaml").is_file():
         resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
         return (
-            f"{folder} is a training run that was stopped before it wrote a drafter. Run the same "
-            f"`moa-data train` command again{resume}."
+            f"{folder} is a training run that was stopped before it wrote a drafter. "
+            f"Run the same command again{resume}."
         )
     if (folder / "plan.parquet").is_file():
         return f"{folder} is a store, which holds no drafter; `moa-data train {folder}` trains one."

@@ -108,11 +108,13 @@ class RejectReason(StrEnum):
         "tool_calls is not a list of calls with a name and an object of arguments"
     )
     MALFORMED_SYSTEM = "the system column is not text"
-    CONTENT_NOT_READ = "the chat has content that is not read, such as reasoning beside an answer"
+    CONTENT_NOT_READ = (
+        "the chat has content that moa-data does not read, such as reasoning next to an answer"
+    )
     MARKED_UNTRAINED = "an answer is marked as not to be trained on"
     TWO_SYSTEM_TEXTS = "the system column and the system message differ"
     NO_UNICODE = "a text holds half a surrogate pair, which no tokenizer takes"
-    TOO_LONG = "the chat has more characters than any context holds"
+    TOO_LONG = "the chat has more characters than fit into any context"
     SPECIAL_TOKEN_IN_CONTENT = "a message contains a special token of the tokenizer"
     TEMPLATE_FAILED = "the chat template refuses the chat"
     NOT_SHOWN = "the chat template leaves out a part of the chat, or writes it twice"
