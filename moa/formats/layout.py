@@ -218,8 +218,7 @@ def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
     found = list(weights[name].shape)
     if found != shape:
         raise DrafterError(
-            f"the tensor {name} has the shape {found}, expected {shape}; restore the file of "
-            "weights."
+            f"the tensor {name} has shape {found}, expected {shape}; restore the file of weights."
         )
 
 

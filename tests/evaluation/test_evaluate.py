@@ -118,7 +118,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": ("chain",)}, "plain first"),
+        ({"method": ("chain",)}, "plain as the first one"),
         ({"method": ("plain", "bush")}, "bush"),
         ({"drafter": ()}, "drafter"),
         ({"drafter": (), "method": ("plain",), "disconnect": 3}, "drafter"),
