@@ -40,7 +40,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "prompts.",
         *_drafter_table(report),
         *_pair_table(report),
-        *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
+        *(f"\n{name}: {text}." for name, text in report.auto.items()),
         *_cost_table(report),
         *_break_even_part(report),
         *_category_table(report),
