@@ -95,7 +95,7 @@ class Conformance:
                 f"token {first.here} here, token {first.there} there (the logits of differing "
                 f"tokens are at most {max(parting.gap for parting in self.partings):.2g} apart)"
             ]
-            known = self.causes or ["none of the known ones explains all rounds"]
+            known = self.causes or ["not found: none of the known ones explains all rounds"]
             lines += [f"cause        {cause}" for cause in known]
         else:
             lines.append(

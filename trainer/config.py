@@ -86,10 +86,10 @@ class PositionSettings(Config):
     """Weights of the drafts of a round or block in the loss."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
-    """How the loss weighs the drafts of a round or block by their position. decay: the published
-    weights. Blocks use position_decay, EAGLE-3 uses 0.8 per step, and Mixture of Attentions weighs
-    all drafts equally. d-pace: each draft is weighed by its contribution to the current expected
-    acceptance length."""
+    """How the loss weighs the drafts of a round or block by their position. decay: the weights
+    published with each kind of drafter. Blocks use position_decay, EAGLE-3 multiplies the weight by
+    0.8 with each step, and Mixture of Attentions weighs all drafts equally. d-pace: each draft is
+    weighed by its contribution to the current expected acceptance length."""
     d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Only with position_weights d-pace: the smoothing s, from 0 to 1. The probability q of a draft
     is replaced by (1 - s) q + s. A lower s gives later drafts less weight while earlier drafts are
@@ -326,7 +326,8 @@ class DSparkSettings(BlockSettings):
     gated, rnn: the heads published with DSpark. product: the product of a slot's hidden state and
     the previous token's embedding, as in DFlash 2."""
     markov_rank: Count = 256
-    """Rank of the low-rank matrices in the Markov head."""
+    """Rank of the low-rank matrices in the Markov head, the head that makes each draft depend on
+    the previous one. A higher rank makes the head more expressive and drafts more expensive."""
     confidence_head: bool = True
     """Train an additional head that predicts how likely each draft is to be accepted. Decoding can
     use it to end a chain of drafts early (--tree 7c0.3)."""
@@ -374,7 +375,7 @@ class MedusaSettings(DrafterSettings):
     """Number of Medusa heads. Head k predicts the k-th token of a draft, so this is also the
     maximum number of tokens that are drafted in a row."""
     medusa_layers: Count = 1
-    """Number of residual layers in each Medusa head."""
+    """Number of residual layers in each Medusa head. More layers make drafts more expensive."""
 
 
 class IndependentSettings(DrafterSettings):
@@ -443,7 +444,8 @@ class OptimizerSettings(Config):
     """Final learning rate of Muon, which trains the matrices. It rises and falls like
     --learning-rate. Default: 2e-3."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, as in AdamW."""
+    """Decoupled weight decay, as in AdamW: each step shrinks the weights by the learning rate times
+    this value. 0 turns it off."""
     gradient_clip: NonNegative = 1.0
     """Maximum norm of the whole gradient; larger gradients are scaled down. 0 turns this off."""
 
@@ -461,7 +463,8 @@ class BatchSettings(Config):
     """Number of threads that read and decode activations from the store. Default: the number of CPU
     cores divided by the number of devices, at most 16."""
     prefetch_batches: Count = 4
-    """Maximum number of micro-batches that are read ahead."""
+    """Maximum number of micro-batches that are read ahead, so that training need not wait for the
+    store."""
     prefetch_mb: Count = 1024
     """Maximum size in MiB of the activations that are read ahead of training, in host memory. At
     least one micro-batch is read ahead, whatever its size."""
@@ -496,7 +499,8 @@ class RecordSettings(Config):
     log_every: Count | None = None
     """Number of steps between two rows of the log. Default: a twentieth of the run, at most 10."""
     checkpoint_every: Count = 100
-    """Number of steps between two checkpoints of the current state."""
+    """Number of steps between two checkpoints of the current state, from which --resume
+    continues."""
     logger: Literal["wandb", "mlflow"] | None = None
     """Also log to Weights & Biases (wandb) or MLflow (mlflow). Accounts and servers come from the
     environment variables of these tools. Default: neither."""

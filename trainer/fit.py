@@ -577,7 +577,9 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
     last = out / LAST
     if config.resume:
         if not last.exists():
-            raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
+            raise TrainingError(
+                f"there is nothing to resume, because {last} does not exist; run without --resume."
+            )
         checkpoints.read_step(last)
         now = {name: value for name, value in config.named().items() if name not in _FREE_TO_CHANGE}
         if changed := _changes(_recorded_config(out).named(), now):
