@@ -144,7 +144,7 @@ def _read_prompt(text: str) -> str:
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
             f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert "
-            "it."
+            "it to UTF-8."
         ) from error
     if not text.strip():
         raise StageFailure(

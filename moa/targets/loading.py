@@ -193,7 +193,7 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     known = {file.name for file in weights} | {index.name}
     if wrong := [name for name in names if name not in known]:
         raise TargetError(
-            f"{folder}: according to its index or config.json, weights are said to be in "
+            f"{folder}: in its index or config.json, weights are said to be in "
             f"{str(wrong[0])[:60]!r}, which is not a *.safetensors file of the folder. Download "
             "the folder again."
         )
