@@ -136,7 +136,10 @@ def chat(
       moa-data chat --server gpu-box:8001 --drafter runs/moa --web 8080
     """
     if prompt is not None and (resume or web is not None):
-        raise click.UsageError("--prompt answers one prompt; leave it out with --resume and --web.")
+        raise click.UsageError(
+            "--prompt answers a single prompt, so it works with neither --resume nor --web; leave "
+            "it out."
+        )
     import torch
 
     from ..moa.targets.live import pick_device

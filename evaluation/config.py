@@ -20,10 +20,12 @@ class DecodingConfig(TargetSettings):
     max_new_tokens: Common[Count] = 128
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "6x8x62"
-    """Shape of the drafts of method tree, as LEVELSxBREADTHxNODES. BREADTH nodes of each level get
-    BREADTH children each, and the best NODES of all nodes are verified. LENGTH@PROBABILITY gives a
-    chain that ends when the probability of all its drafts together falls below PROBABILITY. The
-    default is the tree of EAGLE-2; its authors count one more level, the root."""
+    """Shape of the draft trees of method tree, as LEVELSxBREADTHxNODES: on each level, the best
+    BREADTH nodes get BREADTH children each, and the target verifies the best NODES nodes of all
+    levels. Larger trees get more tokens accepted per target call, but each call takes longer.
+    LENGTH@PROBABILITY gives a chain instead, which ends when the probability that all its drafts
+    are accepted falls below PROBABILITY. The default is the tree of EAGLE-2, whose authors also
+    count the root as a level."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
     """Use CUDA graphs on a GPU: all kernels of a target call, or of a greedy chain of drafts, are
@@ -48,14 +50,16 @@ class DisconnectionSettings(Config):
     """Settings for measuring how drafters continue an answer without their target."""
 
     disconnect: Common[Natural] = 0
-    """Measure how well drafters continue without the target: answers of the target are cut, and
-    each drafter writes this many tokens after each cut. 0 skips this measurement."""
+    """Measure how well drafters continue without the target, as after a loss of the network:
+    answers of the target are cut, and each drafter writes this many tokens after each cut. 0 skips
+    this measurement."""
     cuts: Count = 3
-    """Number of positions at which each answer is cut. They are evenly spaced."""
+    """Only with --disconnect, which cuts answers to measure how drafters continue them: number of
+    positions at which each answer is cut. They are evenly spaced."""
     scorer: str | None = None
-    """Python function that scores the answers continued by a drafter, as module:function or
-    file.py:function. It gets two texts, the prompt and the whole answer, and returns a number.
-    Default: none."""
+    """Only with --disconnect: Python function that scores the answers continued by a drafter, as
+    module:function or file.py:function. It gets two texts, the prompt and the whole answer, and
+    returns a number. Default: no scores."""
 
 
 class EvalConfig(DecodingConfig):
@@ -85,14 +89,16 @@ class EvalConfig(DecodingConfig):
     """Number of prompts to use: the first chats, or Spec-Bench questions from each category in
     turn. Default: all."""
     draft_length: Count = 5
-    """Number of tokens drafted per target call by the methods chain and prompt-lookup."""
+    """Number of tokens drafted per target call by the methods chain and prompt-lookup. The method
+    tree has its own option, --tree."""
     batch_size: Count = 1
     """Number of prompts that are decoded together in one batch."""
     repeats: Count = 1
-    """Number of times that each method decodes each prompt. The report has the median of the
-    times."""
+    """Number of times that each method decodes each prompt. The report has the median of the times,
+    so more repeats make it less dependent on other load of the machine."""
     warmup: Natural = 2
-    """Number of prompts that each method decodes before the measurement begins."""
+    """Number of prompts that each method decodes before the measurement begins, so that one-time
+    costs of the first prompts are not measured."""
     disconnection: DisconnectionSettings = Field(default_factory=DisconnectionSettings)
 
     @property
@@ -105,7 +111,8 @@ class EvalConfig(DecodingConfig):
         problems = super().problems()
         if self.method[:1] != ("plain",):
             problems.append(
-                f"method is {','.join(self.method) or 'empty'}, expected plain first (the baseline)"
+                f"method is {','.join(self.method) or 'empty'}, expected plain as the first one, "
+                "because it is the baseline"
             )
         if self.needs_drafters and not self.drafter:
             user = next(

@@ -90,12 +90,12 @@ class Conformance:
         if self.partings:
             first = self.partings[0]
             lines += [
-                f"differs      {len(self.partings)} of {rounds}; first after token "
-                f"{first.n_tokens} of prompt {first.prompt + 1}, draft {first.draft + 1}: token "
-                f"{first.here} here, {first.there} there "
-                f"(logits {max(parting.gap for parting in self.partings):.2g} apart at most)"
+                f"differs      in {len(self.partings)} of {rounds}; first after token "
+                f"{first.n_tokens} of prompt {first.prompt + 1}, in draft {first.draft + 1}: "
+                f"token {first.here} here, token {first.there} there (the logits of differing "
+                f"tokens are at most {max(parting.gap for parting in self.partings):.2g} apart)"
             ]
-            known = self.causes or ["none of the known ones explains all rounds"]
+            known = self.causes or ["not found: none of the known ones explains all rounds"]
             lines += [f"cause        {cause}" for cause in known]
         else:
             lines.append(
@@ -177,8 +177,8 @@ def conform(
         answers = ask_engine(job, python, Path(folder))
     if not any(answer["rounds"] for answer in answers):
         raise OptionInvalid(
-            f"{engine} drafted nothing after these prompts; allow longer answers (max_new_tokens), "
-            "or give other prompts."
+            f"{engine} drafted nothing after these prompts; allow longer answers "
+            "(--max-new-tokens), or give other prompts (--prompts)."
         )
     return compare(loaded, target, texts, answers, max_new_tokens, progress)
 
@@ -220,7 +220,10 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
                 words, stdout=sink, stderr=sink, env=environment, timeout=_TIMEOUT_S
             ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise OptionInvalid(f"{python} did not run {job['engine']}: {error}.") from error
+            raise OptionInvalid(
+                f"{python} did not run {job['engine']} ({error}); give the Python interpreter of "
+                "its environment with --python."
+            ) from error
     if code or not written.is_file():
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise OptionInvalid(

@@ -511,10 +511,10 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
             raise ValueError(f"{score} is not a finite number")
     except Exception as error:  # The user's function may raise anything.
         reason = (
-            f"with an answer to prompt {cut.row.prompt_id}, failed "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"on an answer to prompt {cut.row.prompt_id} ({type(error).__name__}: "
+            f"{first_line(error)})"
         )
         raise OptionInvalid(
-            f"the function of --scorer, called {reason}; correct the function."
+            f"the function of --scorer failed {reason}; correct the function."
         ) from error
     return float(score)

@@ -65,11 +65,11 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
             if rows[-1][0] != rows[0][0]:
                 raise DatasetError(
                     f"{where} does not have the format of the rows before it, {rows[0][0]}; put "
-                    "the two formats into separate files."
+                    "rows of different formats into separate files."
                 )
     except OSError as error:
         raise DatasetError(
-            f"{path}: {error.strerror or error}; give a jsonl file of chats or of Spec-Bench "
+            f"{path}: {error.strerror or error}; give a JSONL file of chats or of Spec-Bench "
             "questions."
         ) from error
     if not rows:

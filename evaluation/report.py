@@ -409,8 +409,8 @@ def check_output(path: str | Path) -> Path:
         )
         if not is_ours:
             raise OptionInvalid(
-                f"--out {path} would replace {notes}, which does not belong to a report; move it, "
-                "or choose another --out."
+                f"--out {path} would replace {notes}, which does not belong to a report; move "
+                "that file, or choose another --out."
             )
         probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:

@@ -78,8 +78,8 @@ def evaluate(
     )  # fmt: skip
     if not measurement.rows:
         raise OptionInvalid(
-            f"none of the {len(file.prompts)} prompts leaves a position of the target to generate "
-            "into; give shorter prompts."
+            f"none of the {len(file.prompts)} prompts leaves room for an answer in the target's "
+            "context; give shorter prompts."
         )
     counts = {
         "n_in_file": file.n_in_file,
@@ -209,7 +209,9 @@ def generate(
             outside the target's vocabulary.
     """
     if not isinstance(drafter, Drafter):
-        raise DrafterError(f"the drafter is {drafter!r:.60}, expected the result of load_drafter.")
+        raise DrafterError(
+            f"the argument drafter is {drafter!r:.60}, expected the result of load_drafter."
+        )
     if isinstance(tree, str):
         tree = TreeShape.parse(tree)
     if isinstance(prompt, str):
@@ -228,8 +230,8 @@ def generate(
             raise ValueError("no chat")
     except (TypeError, ValueError) as error:
         raise DrafterError(
-            f"the prompt is {prompt!r:.60}, expected a text, messages with role and content, or "
-            "token ids."
+            f"the argument prompt is {prompt!r:.60}, expected a text, messages with role and "
+            "content, or token ids."
         ) from error
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})

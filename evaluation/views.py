@@ -40,7 +40,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "prompts.",
         *_drafter_table(report),
         *_pair_table(report),
-        *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
+        *(f"\n{name}: {text}." for name, text in report.auto.items()),
         *_cost_table(report),
         *_break_even_part(report),
         *_category_table(report),
@@ -50,8 +50,8 @@ def markdown_report(report: EvaluationReport) -> str:
     if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
         lines += [
             "",
-            f"{n_turns} turns were skipped: they, or turns before them, are longer than the "
-            "target's positions.",
+            f"{n_turns} turns were skipped, because they, or turns before them, are longer than "
+            "the target's context.",
         ]
     if n_turns := sum(turn.n_prompt_tokens == 0 for turn in skipped):
         lines += [
@@ -158,7 +158,12 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
         rows.append(cells)
     lines = _table(titles, rows)
     if report.warnings:
-        lines += ["", "Not trained alike, so the drafters are not the only difference:", ""]
+        lines += [
+            "",
+            "The drafters were not trained alike, which may also explain the differences between "
+            "them:",
+            "",
+        ]
         lines += [f"- {warning}" for warning in report.warnings]
     elif several:
         lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]

@@ -269,7 +269,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         put_stranger,
         {
             "generate --model model --drafter strange --prompt Hi":
-                ("trained for a target with weights 0",),
+                ("weights have the hash 0",),
         },
     ),
     "a link in the store": (link_parts, dict.fromkeys(
@@ -289,7 +289,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("rewrites only the damaged part",)}),
     "long prompts": (ask_much, {
         EVAL: ("give shorter prompts",),
-        f"generate {DECODE} --prompt '{'word ' * 512}'": ("the target has 512 positions",),
+        f"generate {DECODE} --prompt '{'word ' * 512}'": ("it must have fewer than 512",),
     }),
     "control tokens": (ask_for_control, dict.fromkeys(
         (EVAL, f"{EVAL} --disconnect 4"),
@@ -308,7 +308,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out")),
     ) for folder, commands in {"model": WITH_MODEL, "store/target": WITH_STORE}.items()},
     "code beside drafters and chats": (put_code_elsewhere, {
-        f"{GENERATE} --drafter evil": ("none of the formats",),
+        f"{GENERATE} --drafter evil": ("has an unknown format",),
         f"{PLAN} --dataset evil/chats": ("holds no .jsonl",),
     }),
     "a gzip bomb": (put_bomb, {
@@ -328,7 +328,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ),
     "an adapter": (
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
-        {GENERATE: ("adapter_config.json: an adapter would change the weights",)},
+        {GENERATE: ("adapter_config.json: the folder contains an adapter",)},
     ),
     # These settings would override the attention implementation that the command asks for. Kernels
     # of the Hub would be downloaded and run.
@@ -341,8 +341,8 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ) for changes, text in (
         ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
         ({"num_key_value_heads": 3}, "2 query heads are not a multiple of 3 KV heads"),
-        ({"head_dim": 6}, "is of another target than its store: it has head_dim 6 and not 8"),
-        ({"vocab_size": 1000}, "is of another target than its store: it has vocab_size 1000"),
+        ({"head_dim": 6}, "belongs to another target than its store: it has head_dim 6 instead of 8"),
+        ({"vocab_size": 1000}, "belongs to another target than its store: it has vocab_size 1000"),
         ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),
         (
             {"num_hidden_layers": 10**9},
@@ -389,7 +389,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{BARE} --top-p 0": ("--top-p is '0', expected above 0",),
         f"{BARE} --tree big":
             ("'big' is not a shape of drafts; expected a chain's length such as 5",),
-        f"{BARE} --tree 6x8x4": ("4 nodes cannot make a draft tree 6 levels deep",),
+        f"{BARE} --tree 6x8x4": ("a draft tree of depth 6 needs at least one node per level",),
         f"{BARE} --tree -1": ("'-1' is not a shape of drafts",),
         f"{BARE} --seed 99999999999999999999": ("--seed is '99999999999999999999', expected",),
         f"{BARE} --prompt ' '": ("the prompt is empty",),

@@ -242,8 +242,8 @@ class MicroBatches(L.Callback):
             write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
         if not chosen.fits:
             text = (
-                f"a micro-batch of {sizes[-1]} of the longest sequences does not fit into the free "
-                "memory; what helps: "
+                f"a micro-batch of only {sizes[-1]} of the longest sequences does not fit into "
+                "the free memory; what helps: "
             )
             warnings.warn(text + WHAT_HELPS, RunWarning, stacklevel=2)
 

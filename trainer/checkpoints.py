@@ -200,8 +200,8 @@ def initial_drafter(
     check_target_fits(other.config, target, fresh.config.target)
     if other.kind != fresh.kind:
         raise TrainingError(
-            f"{source} holds a drafter of kind {other.kind}, this run trains {fresh.kind}. Give "
-            f"--drafter {other.kind}."
+            f"{source} holds a drafter of kind {other.kind}, but this run trains a drafter of "
+            f"kind {fresh.kind}. Give --drafter {other.kind}, or choose another --init-from."
         )
     needed = []
     for name in type(settings).model_fields:
@@ -212,7 +212,8 @@ def initial_drafter(
             needed.append(f"--set drafter.{name}={text.lower()}")
     if needed:
         raise TrainingError(
-            f"the drafter of {source} was trained with other settings. Give {' '.join(needed)}."
+            f"the drafter of {source} was trained with other settings than those of this run. "
+            f"Give {' '.join(needed)}."
         )
     flags = [item.name for item in fields(fresh.config) if item.default is False]
     if foreign := [

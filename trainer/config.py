@@ -54,7 +54,8 @@ class DrafterSettings(Config):
 
     forward_kl_weight: NonNegative = 0.1
     """Weight of the distillation loss, which compares the drafter's next-token distribution with
-    the target's. --set divergence=... selects this loss."""
+    the target's. This loss is the KL divergence, unless the setting divergence names another one. 0
+    turns it off."""
     divergence: Literal["kl", "lk", "lk-hybrid", "tv"] = "kl"
     """The distillation loss. kl: KL divergence (Kullback-Leibler) from the target's distribution to
     the drafter's. tv: 0.1 of kl plus 0.9 of the total variation distance, which is the probability
@@ -77,18 +78,18 @@ class FeatureLossSettings(DrafterSettings):
     """Settings of drafters whose features are trained to match the target's hidden states."""
 
     feature_weight: NonNegative = 1.0
-    """Weight of the smooth-L1 loss between the drafter's features and the target's hidden
-    states."""
+    """Weight of the smooth-L1 loss between the drafter's features and the target's hidden states. 0
+    turns it off."""
 
 
 class PositionSettings(Config):
     """Weights of the drafts of a round or block in the loss."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
-    """How the loss weighs the drafts of a round or block by their position. decay: the published
-    weights. Blocks use position_decay, EAGLE-3 uses 0.8 per step, and Mixture of Attentions weighs
-    all drafts equally. d-pace: each draft is weighed by its contribution to the current expected
-    acceptance length."""
+    """How the loss weighs the drafts of a round or block by their position. decay: the weights
+    published with each kind of drafter. Blocks use position_decay, EAGLE-3 multiplies the weight by
+    0.8 with each step, and Mixture of Attentions weighs all drafts equally. d-pace: each draft is
+    weighed by its contribution to the current expected acceptance length."""
     d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Only with position_weights d-pace: the smoothing s, from 0 to 1. The probability q of a draft
     is replaced by (1 - s) q + s. A lower s gives later drafts less weight while earlier drafts are
@@ -122,8 +123,8 @@ class RoundSettings(Config):
     on_policy: bool = True
     """Train in draft rounds: a draft sees the target's activations only up to the start of its
     round, as in decoding. If false, each position sees the target's activations of all earlier
-    positions, as in the standard training of the MoA paper. The settings step_bound and staircase
-    then have no effect."""
+    positions, as in the standard training of the MoA paper; step_bound (the limit on the length of
+    rounds) and staircase (the curriculum) then have no effect."""
     teacher_forced_weight: NonNegative = 1.0
     """Loss weight of a second, teacher-forced pass over each batch. In this pass every position is
     trained as the first draft of a round. 0 turns it off, as in the MoA paper
@@ -163,17 +164,17 @@ class MemorySettings(Config):
     """Combine the keys and values of all layers by attention over the layers (layer
     self-attention). If false, only the keys and values of the last layer are read and encoded."""
     layer_attention_heads: Count | None = None
-    """Number of query heads in layer self-attention, the attention over the target's layers.
-    It must divide the KV width, the total size of all keys and values (of all heads) of one token
-    in a target layer. Default: the largest such number that is at most the target's number of
-    heads."""
+    """Number of query heads in layer self-attention, the attention over the target's layers. It
+    must divide the KV width, which is the number of values in the keys and values of one token in
+    one target layer, over all heads. Default: the largest such number that is at most the target's
+    number of heads."""
     layer_attention_kv_heads: Count | None = None
     """Number of key and value heads in layer self-attention, the attention over the target's
     layers. Default: as many as the target has."""
     layer_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) in layer self-attention, the attention over the
-    target's layers. Default: 1.5 times the KV width, the total size of all keys and values (of all
-    heads) of one token in a target layer."""
+    target's layers. Default: 1.5 times the KV width, which is the number of values in the keys and
+    values of one token in one target layer, over all heads."""
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
@@ -208,8 +209,9 @@ class EagleSettings(LayerSettings, FeatureLossSettings):
     kind: Literal["eagle"] = "eagle"
     """EAGLE."""
     feature_noise: NonNegative = 0.2
-    """Width of the uniform random noise that is added to the target's hidden states in training: a
-    width of 0.2 adds numbers between -0.1 and 0.1."""
+    """Width of the uniform random noise that is added to the target's hidden states in training, so
+    that the drafter learns to cope with inexact states: a width of 0.2 adds numbers between -0.1
+    and 0.1."""
     eagle_layers: Count = 1
     """Number of decoder layers in the EAGLE drafter."""
     eagle_input_norm: bool = True
@@ -254,7 +256,8 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
 
     forward_kl_weight: NonNegative = 1.0
     """Weight of the distillation loss, which compares the drafter's next-token distribution with
-    the target's. --set divergence=... selects this loss. The published DSpark uses 0."""
+    the target's. This loss is the KL divergence, unless the setting divergence names another one. 0
+    turns it off, as in the published DSpark."""
     cross_entropy_weight: NonNegative = 0.0
     """Weight of the cross-entropy loss, whose labels are the tokens of the training text. The
     published DSpark uses 0.1."""
@@ -263,9 +266,10 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     which is twice their total variation distance. The published DSpark uses 0.9."""
     anchors: Count = 512
     """Maximum number of blocks per sequence that are trained in one step. Each step draws new
-    random positions for them."""
+    random positions for them. Fewer blocks take less memory and time per step."""
     block_size: Count = 7
-    """Number of slots (token positions) in a block. A block is drafted in one forward pass."""
+    """Number of slots (token positions) in a block. A block is drafted in one forward pass, so this
+    also limits the number of tokens drafted per target call."""
     sample_from_anchor: bool = True
     """If true, the first slot of a block (the anchor, a known token) predicts the token after it.
     If false, each later slot is masked and predicts its own token."""
@@ -322,7 +326,8 @@ class DSparkSettings(BlockSettings):
     gated, rnn: the heads published with DSpark. product: the product of a slot's hidden state and
     the previous token's embedding, as in DFlash 2."""
     markov_rank: Count = 256
-    """Rank of the low-rank matrices in the Markov head."""
+    """Rank of the low-rank matrices in the Markov head, the head that makes each draft depend on
+    the previous one. A higher rank makes the head more expressive and drafts more expensive."""
     confidence_head: bool = True
     """Train an additional head that predicts how likely each draft is to be accepted. Decoding can
     use it to end a chain of drafts early (--tree 7c0.3)."""
@@ -339,11 +344,13 @@ class DFlashSettings(BlockSettings):
     """DFlash."""
     forward_kl_weight: NonNegative = 0.0
     """Weight of the distillation loss, which compares the drafter's next-token distribution with
-    the target's. --set divergence=... selects this loss."""
+    the target's. This loss is the KL divergence, unless the setting divergence names another one.
+    0, the default, turns it off."""
     cross_entropy_weight: NonNegative = 1.0
     """Weight of the cross-entropy loss, whose labels are the tokens of the training text."""
     block_size: Count = 16
-    """Number of slots (token positions) in a block. A block is drafted in one forward pass."""
+    """Number of slots (token positions) in a block. A block is drafted in one forward pass, so this
+    also limits the number of tokens drafted per target call."""
     sample_from_anchor: bool = False
     """If true, the first slot of a block (the anchor, a known token) predicts the token after it.
     If false, each later slot is masked and predicts its own token."""
@@ -368,7 +375,7 @@ class MedusaSettings(DrafterSettings):
     """Number of Medusa heads. Head k predicts the k-th token of a draft, so this is also the
     maximum number of tokens that are drafted in a row."""
     medusa_layers: Count = 1
-    """Number of residual layers in each Medusa head."""
+    """Number of residual layers in each Medusa head. More layers make drafts more expensive."""
 
 
 class IndependentSettings(DrafterSettings):
@@ -437,7 +444,8 @@ class OptimizerSettings(Config):
     """Final learning rate of Muon, which trains the matrices. It rises and falls like
     --learning-rate. Default: 2e-3."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, as in AdamW."""
+    """Decoupled weight decay, as in AdamW: each step shrinks the weights by the learning rate times
+    this value. 0 turns it off."""
     gradient_clip: NonNegative = 1.0
     """Maximum norm of the whole gradient; larger gradients are scaled down. 0 turns this off."""
 
@@ -450,15 +458,16 @@ class BatchSettings(Config):
     more for longer runs."""
     micro_batch_size: Count | None = None
     """Number of sequences per forward pass of a device. Gradients are accumulated until the batch
-    is complete. Default: as many as fit into memory; on a CPU also at most 2,048 tokens."""
+    is complete. Default: as many as fit into memory; on a CPU at most 2,048 tokens in all."""
     reader_threads: Count | None = None
     """Number of threads that read and decode activations from the store. Default: the number of CPU
     cores divided by the number of devices, at most 16."""
     prefetch_batches: Count = 4
-    """Maximum number of micro-batches that are read ahead."""
+    """Maximum number of micro-batches that are read ahead, so that training need not wait for the
+    store."""
     prefetch_mb: Count = 1024
-    """Maximum size in MiB of the activations that are read ahead. At least one micro-batch is read
-    ahead, whatever its size."""
+    """Maximum size in MiB of the activations that are read ahead of training, in host memory. At
+    least one micro-batch is read ahead, whatever its size."""
     cache_dir: str | None = None
     """Local folder that caches the data of a store in a bucket, so that later epochs and runs need
     not download it again. Several processes and stores can share it. Default: the environment
@@ -490,7 +499,8 @@ class RecordSettings(Config):
     log_every: Count | None = None
     """Number of steps between two rows of the log. Default: a twentieth of the run, at most 10."""
     checkpoint_every: Count = 100
-    """Number of steps between two checkpoints of the current state."""
+    """Number of steps between two checkpoints of the current state, from which --resume
+    continues."""
     logger: Literal["wandb", "mlflow"] | None = None
     """Also log to Weights & Biases (wandb) or MLflow (mlflow). Accounts and servers come from the
     environment variables of these tools. Default: neither."""
@@ -520,7 +530,9 @@ class MachineSettings(Config):
     def problems(self) -> list[str]:
         problems = []
         if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
-            problems.append(f"devices is {self.devices!r}, expected auto or a positive number")
+            problems.append(
+                f"devices is {self.devices!r}, expected auto or a positive number of devices"
+            )
         if self.precision == "bf16-true":
             problems.append(
                 "precision bf16-true would leave norms untrained: bfloat16 weights near 1 lose "
@@ -661,7 +673,7 @@ class DrafterExportConfig(Config):
     ]
     """File format to write. docs/interop.md lists the programs that load each format."""
     out: str
-    """Folder to write. It must be empty or not exist."""
+    """Folder to write. It must be empty, or it must not exist yet."""
     model: str | None = None
     """The drafter's target: a folder, a GGUF file, a Hub id or a store. Some formats include parts
     of it: moa and moa-eagle its config.json, eagle and speculators-eagle3 its embeddings, dspark

@@ -327,8 +327,8 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     n_last = config.target_layer_inference
     if n_last >= n_layers:
         raise TrainingError(
-            f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; "
-            "lower it."
+            f"target_layer_inference is {n_last}, but it must be below the number of the target's "
+            f"layers, {n_layers}; lower --target-layer-inference."
         )
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
@@ -345,14 +345,15 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         }
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        advice = f"add with {add_command(str(store.path), missing, n_last)}"
+        advice = f"add them with {add_command(str(store.path), missing, n_last)}"
         if origin := store.manifest.extraction.get("imported_from"):
             advice = (
-                f"nothing can be added to a store that was imported from {origin}, so extract one "
-                "with all fields"
+                f"nothing can be added to a store that was imported from {origin}, so extract a "
+                "new store with these fields"
             )
         raise SelectionInvalid(
-            f"{store.path} lacks {', '.join(missing)}; {advice}, or train another drafter."
+            f"{store.path} lacks the fields {', '.join(missing)}, which this drafter reads; "
+            f"{advice}, or train another --drafter."
         )
     return needed
 
@@ -673,7 +674,8 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
         raise TrainingError(
-            f"--batch-size {config.data.batch_size} is not a multiple of the {n_ranks} devices."
+            f"--batch-size {config.data.batch_size} is not a multiple of the {n_ranks} devices. "
+            "Choose a multiple of this number."
         )
     if share % (config.data.micro_batch_size or share):
         raise TrainingError(
@@ -929,7 +931,7 @@ class StoreDataModule(L.LightningDataModule):
         if len(train) < batch_size:
             raise TrainingError(
                 f"{store.path} has {len(train)} committed training sequences, too few for a batch "
-                f"of {batch_size}; extract more or lower --batch-size."
+                f"of {batch_size}; extract more sequences, or lower --batch-size."
             )
         needed_fields(store, config)
         self.steps_per_epoch = len(train) // batch_size

@@ -180,13 +180,13 @@ def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
         )
     if decays and decay_end <= warmup < n_steps:
         messages.append(
-            f"the decay would end at step {decay_end}, within the warm-up, so the learning rate "
-            f"drops to its final value after step {warmup}; give --decay-steps -1"
+            f"with these settings the decay would end at step {decay_end}, within the warm-up, so "
+            f"the learning rate drops to its final value after step {warmup}; give --decay-steps "
+            "-1, which decays until the end of the run"
         )
     if decays and decay_end > n_steps:
         messages.append(
-            f"the run ends at step {n_steps}, before the learning rate has fallen at step "
-            f"{decay_end}; give "
-            "--decay-steps -1"
+            f"the run ends at step {n_steps}, but the learning rate falls until step {decay_end}; "
+            "give --decay-steps -1, which decays until the end of the run"
         )
     return messages

@@ -52,7 +52,8 @@ class DrafterExportReport:
         """Return the report as text."""
         line = (
             f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), "
-            f"{self.n_tensors} tensors, {self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
+            f"{self.n_tensors} tensors, {self.written_bytes / 1e6:,.1f} MB; reading it again gave "
+            "equal weights"
         )
         return "\n".join((line, *(f"note: {note}" for note in self.notes)))
 
@@ -90,8 +91,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     notes = tuple(layout.notes(drafter.config))
     if n_drafted := len(drafter.config.draft_tokens):
         notes += (
-            f"{layout.reader} drafts from the whole vocabulary, with the target's LM head; here "
-            f"only {n_drafted:,} tokens can be drafted",
+            f"{layout.reader} drafts from the whole vocabulary, with the target's LM head, but "
+            f"here the drafter can draft only {n_drafted:,} tokens",
         )
     return DrafterExportReport(
         folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes
@@ -163,7 +164,7 @@ def _check_embeddings(layout: Layout, target_config: Any) -> None:
         raise DrafterError(
             f"{target_config.model_type} scales its embeddings, but {layout.reader} would feed "
             f"unscaled ones to the drafter, because the format {layout.name} holds no embeddings. "
-            f"Choose one of: {fitting}."
+            f"Choose one of the formats {fitting}."
         )
 
 
@@ -187,7 +188,7 @@ def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any
             if name in read_header(file, TargetError):
                 with safe_open(file, framework="pt") as tensors:
                     return tensors.get_tensor(name)
-    raise TargetError(f"{folder} has no tensor {names[0]}. {_GIVE}")
+    raise TargetError(f"{folder} lacks the tensor {names[0]}, which the format needs. {_GIVE}")
 
 
 def _is_store(place: str) -> bool:

@@ -390,9 +390,9 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     max_depth = drafter.config.max_depth
     if max_depth is not None and config.validation.draft_length > max_depth:
         raise TrainingError(
-            f"--draft-length {config.validation.draft_length} is more than the {max_depth} levels "
-            f"that this {build.config_class.kind} drafter drafts; lower it, or give the drafter "
-            "more levels."
+            f"--draft-length {config.validation.draft_length} is more than the {max_depth} tokens "
+            f"that this {build.config_class.kind} drafter can draft in a row; lower "
+            "--draft-length, or raise the drafter's block_size or medusa_heads."
         )
     # Use a separate generator, so that the initial weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
@@ -497,8 +497,8 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
     if launched != n_devices:
         raise TrainingError(
             f"{launched} processes were launched for the {n_devices} devices of --devices "
-            f"{machine.devices} --num-nodes {machine.num_nodes}; launch one process per device; "
-            "--devices is the number of devices of one machine."
+            f"{machine.devices} and --num-nodes {machine.num_nodes}. Launch one process per "
+            "device; --devices is the number of devices of one machine."
         )
 
 
@@ -577,11 +577,16 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
     last = out / LAST
     if config.resume:
         if not last.exists():
-            raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
+            raise TrainingError(
+                f"there is nothing to resume, because {last} does not exist; run without --resume."
+            )
         checkpoints.read_step(last)
         now = {name: value for name, value in config.named().items() if name not in _FREE_TO_CHANGE}
         if changed := _changes(_recorded_config(out).named(), now):
-            raise OutputOccupied(f"cannot resume {out} with other settings: {changed}.")
+            raise OutputOccupied(
+                f"cannot resume {out} with other settings: {changed}. Give the earlier settings, "
+                "or choose another --out without --resume."
+            )
     elif out.exists() and not out.is_dir():
         raise OutputOccupied(
             f"{out} is {kind_of(out)}, expected a folder or nothing; choose another --out."
@@ -597,7 +602,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
     elif out.is_dir() and any(
         entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()
     ):
-        raise OutputOccupied(f"{out} is not empty and holds no run; choose another --out.")
+        raise OutputOccupied(f"{out} is not empty and holds no training run; choose another --out.")
 
 
 def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
@@ -676,7 +681,10 @@ def _check_resumed(
         # codec.
         facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
         if changed := _changes(recorded, facts):
-            raise OutputOccupied(f"cannot resume {out} with another store: {changed}.")
+            raise OutputOccupied(
+                f"cannot resume {out} with another store: {changed}. Give the store that the run "
+                "was trained from, or choose another --out without --resume."
+            )
     step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(
@@ -687,9 +695,9 @@ def _check_resumed(
     now = config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
         raise OutputOccupied(
-            f"the learning rate of the run in {out} falls until step {before}, not {now} as "
-            f"requested now, and {step} steps have been taken. Give --decay-steps {before} to "
-            f"continue with the final rate, or start a new run from its weights with --init-from "
+            f"the learning rate of the run in {out} falls until step {before}, but would now fall "
+            f"until step {now}, and {step} steps have been taken. Give --decay-steps {before} to "
+            "continue with the final rate, or start a new run from its weights with --init-from "
             f"{out}."
         )
 

@@ -55,14 +55,14 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
     if not reads.kv:
         raise TrainingError(
-            f"a drafter of kind {drafter.kind} with these settings reads no keys and values; "
-            "choose a --drafter that does."
+            f"the drafter of kind {drafter.kind} reads no keys and values with its settings, so "
+            "it cannot show which of them matter; choose a --drafter that reads them."
         )
     if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
         raise SelectionInvalid(
-            f"{store.path} lacks {', '.join(missing)}, which the drafter reads; add with "
-            f"{add_command(str(store.path), missing)}, or choose a drafter that was trained from "
-            "this store."
+            f"{store.path} lacks the fields {', '.join(missing)}, which the drafter reads; add "
+            f"them with {add_command(str(store.path), missing)}, or choose a drafter that was "
+            "trained from this store."
         )
     return reads
 
@@ -218,7 +218,8 @@ def _drawn_feature_gradients(
         log_p = drafter.draft_logits(frozen, rows).float().log_softmax(dim=-1)
         if log_p.isnan().any():
             raise TrainingError(
-                "the drafter computes NaN on this store. Choose a drafter whose training succeeded."
+                "the drafter computes NaN on the activations of this store. Choose a drafter "
+                "whose training succeeded."
             )
         drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
         gradients += torch.autograd.grad(log_p.gather(-1, drawn).sum(), rows)

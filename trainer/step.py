@@ -221,8 +221,8 @@ class DrafterModule(L.LightningModule):
         if not are_finite:
             raise TrainingError(
                 "the store holds NaN or infinity in a sequence that was read for step "
-                f"{self.global_step}. `moa-data verify {self.config.store}` lists what is damaged; "
-                "extract it again."
+                f"{self.global_step}. `moa-data verify {self.config.store}` lists what is "
+                "damaged; extract these parts again."
             )
 
     def configure_gradient_clipping(
@@ -264,8 +264,8 @@ class DrafterModule(L.LightningModule):
         # sets the gradients to 0.
         if bad:
             raise TrainingError(
-                f"the gradient of {bad[0]} is not finite at step {self.global_step} (in all, those "
-                f"of {len(bad)} weights are not); lower --learning-rate, use --precision 32-true, "
+                f"the gradient of {bad[0]} is not finite at step {self.global_step} (this is so "
+                f"for {len(bad)} weights in all); lower --learning-rate, use --precision 32-true, "
                 "or look for NaN in the store with `moa-data verify`."
             )
 

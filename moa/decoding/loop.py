@@ -143,12 +143,17 @@ def generate_batch(
             settings are invalid.
     """
     if on_tokens is not None and len(prompts) > 1:
-        raise DrafterError("on_tokens works only with a single prompt; leave it out for a batch.")
+        raise DrafterError(
+            "the argument on_tokens works only with a single prompt; leave it out for a batch of "
+            "prompts."
+        )
     if proposer is None:
         proposer = PLAIN
         tree = None
     elif tree is None:
-        raise DrafterError("`proposer` is given without the shape of its drafts; give `tree` too.")
+        raise DrafterError(
+            "the argument `proposer` also needs the shape of its drafts; give `tree` too."
+        )
     if not prompts:
         return []
     started = time.perf_counter()
@@ -339,15 +344,15 @@ class _Row:
             raise DrafterError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
         if len(prompt_tokens) >= target.max_positions:
             raise DrafterError(
-                f"the prompt has {len(prompt_tokens)} tokens, the target has "
-                f"{target.max_positions} positions; shorten the prompt."
+                f"the prompt has {len(prompt_tokens)} tokens, but it must have fewer than "
+                f"{target.max_positions}, the length of the target's context; shorten the prompt."
             )
         vocab_size = target.sizes["vocab_size"]
         if (
             unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
         ) is not None:
             raise DrafterError(
-                f"the prompt has the token {unknown}, but the target's tokens are 0 to "
+                f"the prompt has the token id {unknown}, but the target's token ids go from 0 to "
                 f"{vocab_size - 1}; encode the prompt with the target's tokenizer."
             )
         self._ends = ends

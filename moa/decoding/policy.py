@@ -145,5 +145,6 @@ class AutoPolicy(ShapePolicy):
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)
         return (
-            f"chains {self._shape} in {n_drafted:,} of {n_calls:,} target calls, else plain steps"
+            f"{n_drafted:,} of {n_calls:,} target calls verified chains of drafts of the shape "
+            f"{self._shape}, the other calls had no drafts"
         )

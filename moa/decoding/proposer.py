@@ -116,9 +116,10 @@ class Chain:
         confidence = self._drafter.confidence(self._path[-1][1][:, 0])
         if confidence is None:
             raise DrafterError(
-                "a shape LENGTHcCONFIDENCE needs a drafter with a confidence head, but this "
-                f"{self._drafter.kind} drafter has none; give a chain's length such as 7, or a "
-                "shape LENGTH@PROBABILITY such as 10@0.2."
+                "--tree LENGTHcCONFIDENCE needs a drafter with a confidence head, but this "
+                f"{self._drafter.kind} drafter has none. Give a fixed length such as --tree 7, or "
+                "--tree LENGTH@PROBABILITY such as 10@0.2, which stops when the drafts become "
+                "unlikely."
             )
         return confidence.float()
 
@@ -155,8 +156,8 @@ class DrafterProposer(Proposer):
         weight = frozen.lm_head_weight
         if drafter.dtype != weight.dtype:
             raise DrafterError(
-                f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; "
-                "load both in one dtype."
+                f"the drafter has the dtype {drafter.dtype}, but the target's weights have the "
+                f"dtype {weight.dtype}; load both with the same dtype."
             )
         self.frozen = frozen
         self.drafter = drafter

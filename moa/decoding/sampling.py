@@ -117,8 +117,8 @@ class SamplingConfig:
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"chains of the shape {shape} stop when their drafts become unlikely, which works "
-                f"only in greedy decoding; give a chain's length such as {shape.depth}, or a "
-                "temperature of 0."
+                f"only in greedy decoding; give a fixed length such as --tree {shape.depth}, or "
+                "--temperature 0."
             )
 
 

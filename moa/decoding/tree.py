@@ -63,18 +63,19 @@ class TreeShape:
             (self.stop_below or self.cut_below) and not self.is_chain
         ):
             raise DrafterError(
-                "only a chain can set stop_below or cut_below, and it can set only one of them."
+                "stop_below and cut_below are only for chains, and a chain can have only one of "
+                "them; leave out the other."
             )
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
-                f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; "
-                f"give at least {self.depth} nodes."
+                f"a draft tree of depth {self.depth} needs at least one node per level, but has "
+                f"only {self.n_nodes} nodes; give at least {self.depth} nodes."
             )
         if self.n_candidates > _MAX_CANDIDATES:
             raise DrafterError(
                 f"a draft tree of depth {self.depth} and breadth {self.breadth} has "
-                f"{self.n_candidates:,} candidates a round, at most {_MAX_CANDIDATES:,} "
-                "make sense; give a smaller depth or breadth."
+                f"{self.n_candidates:,} candidates per round, but at most {_MAX_CANDIDATES:,} are "
+                "allowed; give a smaller depth or breadth."
             )
 
     @classmethod

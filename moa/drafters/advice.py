@@ -41,22 +41,24 @@ def advise(
         Advice(
             "activations",
             "--activations hidden:last",
-            f"eagle reads nothing else; with kv {times}.",
+            f"eagle reads no other activations; with kv {times}.",
         ),
     ]
     if not has_kv:
         advice[0] = Advice("drafter", "train --drafter eagle", _NO_KV)
-        advice[1] = Advice("activations", "--activations hidden:last", "eagle reads nothing else.")
+        advice[1] = Advice(
+            "activations", "--activations hidden:last", "eagle reads no other activations."
+        )
     elif n_tokens >= FEW_TOKENS and not is_on_cpu:
         advice[0] = Advice("drafter", "train --drafter moa, the default", _MANY)
         advice[1] = Advice(
             "activations",
             "--activations kv,hidden:last, the default",
-            f"moa reads both; {times} of hidden:last alone.",
+            f"moa reads both; {times} that hidden:last alone takes.",
         )
     advice.append(Advice("settings", "none", _SETTINGS))
     if n_tokens < FEW_TOKENS:
-        advice.append(Advice("chats", "as many as there are", _CHATS))
+        advice.append(Advice("chats", "as many as you have", _CHATS))
     return advice
 
 
@@ -70,23 +72,25 @@ def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
 
 
 _ON_CPU = (
-    "moa takes 2.8 times the processor time to train, and its drafts cost more; on SmolLM2-135M "
+    "training moa takes 2.8 times the processor time, and its drafts cost more; on SmolLM2-135M "
     "both had the same acceptance length after 0.27 million training tokens (1.65 and 1.64)."
 )
-_NO_KV = "the target caches no keys and values, which moa reads."
+_NO_KV = "moa reads keys and values, which this target does not cache."
 _FEW = (
-    "after 2.0 million training tokens its acceptance length was 1.01 of moa's (target of 17 "
-    "million weights), and moa takes 3.3 times as long to train on an H100."
+    "after 2.0 million training tokens its acceptance length was 1.01 times that of moa (on a "
+    "target of 17 million weights), and moa takes 3.3 times as long to train on an H100."
 )
 _MANY = (
-    "after 8.0 million training tokens eagle had 0.95 of its acceptance length (target of 17 "
-    "million weights; nothing was measured at 7B); eagle trains 3.3 times as fast on an H100."
+    "after 8.0 million training tokens the acceptance length of eagle was 0.95 times that of moa "
+    "(on a target of 17 million weights; nothing was measured at 7B), but eagle trains 3.3 times "
+    "as fast on an H100."
 )
 _SETTINGS = (
-    "`train` chooses batch, rates and length from the target's size and the number of tokens, and "
-    "says why."
+    "`train` chooses batch size, learning rates and length from the target's size and the number "
+    "of tokens, and says why."
 )
 _CHATS = (
-    "acceptance length still rises steeply: 2.2 after 0.15 million training tokens, 3.4 after "
-    "0.57 and 4.0 after 2.0 (moa, target of 17 million weights)."
+    "with more chats the acceptance length still rises steeply: 2.2 after 0.15 million training "
+    "tokens, 3.4 after 0.57 million and 4.0 after 2.0 million (moa, on a target of 17 million "
+    "weights)."
 )

@@ -351,8 +351,9 @@ class Drafter(nn.Module, ABC):
         next_position = cache.lengths[0]
         if context.ndim != 2 or context.shape[1] != width or start != next_position:
             raise DrafterError(
-                f"contexts {list(context.shape)} from position {start} do not fit: expected "
-                f"[n, {width}] from position {next_position}."
+                f"the contexts have the shape {list(context.shape)} and begin at position "
+                f"{start}, expected the shape [n, {width}] and position {next_position}; pass the "
+                "contexts in order."
             )
         weight = next(self.parameters())
         self._take_context(state, cache, context.to(weight.device, weight.dtype))

@@ -101,18 +101,28 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         if self.context == "memory":
             yield from self.encoder_problems()
         if self.context == "kv" and kv_heads != n_kv_heads:
-            yield f"self_attention_kv_heads ({kv_heads}) must be the {n_kv_heads} of the target"
+            yield (
+                f"self_attention_kv_heads ({kv_heads}) must equal the target's number of KV heads "
+                f"({n_kv_heads}) with the context kv"
+            )
         if self.context == "kv" and (
             n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)
         ):
             yield (
-                f"{self.n_heads} query heads cannot be divided evenly among the {n_kv_heads} KV "
-                f"heads of {n_seen} target layers, which each layer sees: give other fused_layers"
+                f"with the context kv, each drafter layer sees {n_seen} target layers with "
+                f"{n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
+                "divided evenly among all these KV heads: give another number of fused_layers"
             )
         if self.n_drafts < 1:
-            yield "a block of 1 slot has only the anchor and drafts nothing: give a block_size >= 2"
+            yield (
+                "a block_size of 1 leaves only the anchor, which is a known token, so nothing is "
+                "drafted: give a block_size of at least 2"
+            )
         if not 0 <= self.mask_token < self.vocab_size:
-            yield f"mask_token ({self.mask_token}) must be one of the {self.vocab_size} tokens"
+            yield (
+                f"mask_token ({self.mask_token}) must be a token id below the size of the "
+                f"target's vocabulary ({self.vocab_size})"
+            )
 
     @property
     def n_seen_layers(self) -> int:
@@ -190,7 +200,9 @@ def check_context(settings: Any, n_layers: int) -> None:
     context = settings.context
     layers = tuple(settings.fused_layers or ())
     if context not in CONTEXTS:
-        raise DrafterError(f"context is {context!r}, expected one of {', '.join(CONTEXTS)}.")
+        raise DrafterError(
+            f"the drafter's context is {context!r}, expected one of {', '.join(CONTEXTS)}."
+        )
     if context == "memory":
         if layers:
             raise DrafterError(
@@ -202,10 +214,10 @@ def check_context(settings: Any, n_layers: int) -> None:
     if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
         layer_names = ",".join(map(str, layers))
         raise DrafterError(
-            f"fused_layers is {layer_names}, but with the context 'kv' each of the "
-            f"{settings.block_layers} block_layers sees the keys and values of the same number of "
-            "target layers; give layers from 0 up whose number is a multiple of "
-            f"{settings.block_layers}."
+            f"fused_layers is {layer_names}. With the context 'kv', the drafter's "
+            f"{settings.block_layers} layers divide these target layers evenly among themselves, "
+            f"so give a number of layers that is a multiple of {settings.block_layers}, without "
+            "the embedding (-1)."
         )
 
 

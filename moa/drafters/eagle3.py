@@ -246,9 +246,9 @@ class Eagle3Drafter(FeatureDrafter):
         marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
-                f"d2t yields token ids from {int(ids.min())} to {int(ids.max())}, but the target's "
-                f"ids go from 0 to {len(marked) - 1}; d2t must hold offsets (target id - draft "
-                "id), not target ids."
+                f"the drafter's tensor d2t yields token ids from {int(ids.min())} to "
+                f"{int(ids.max())}, but the target's ids go from 0 to {len(marked) - 1}. d2t must "
+                "hold offsets (target id - draft id), not target ids; correct it."
             )
         if (
             len(ids.unique()) < len(ids)
@@ -256,8 +256,9 @@ class Eagle3Drafter(FeatureDrafter):
             or not bool(marked[ids].all())
         ):
             raise DrafterError(
-                f"d2t has {len(ids)} entries for {len(ids.unique())} different tokens, and t2d "
-                f"marks {int(marked.sum())} tokens; both must name the same tokens, each once."
+                f"the drafter's tensor d2t has {len(ids)} entries for {len(ids.unique())} "
+                f"different tokens, and its tensor t2d marks {int(marked.sum())} tokens. Both "
+                "must name the same tokens, each once; restore the drafter's weights."
             )
 
     @override

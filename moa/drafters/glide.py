@@ -90,7 +90,10 @@ class GlideSizes(LayerSizes):
             1, self.n_layers
         )
         if not (is_whole and is_held):
-            yield "target_kv must be a layer, its heads, and the widths of a key and a value"
+            yield (
+                "target_kv must have four numbers: a layer of the target, its number of KV heads, "
+                "and the widths of a key and a value"
+            )
         if self.n_heads % max(1, n_heads):
             yield f"the target's {n_heads} KV heads must divide its {self.n_heads} query heads"
 

@@ -91,7 +91,10 @@ class KVEncoderSizes(DrafterSizes):
         n_groups = len(self.kv_group_widths)
         n_encoded = len(strided_layers(n_layers, self.layer_stride))
         if min(self.kv_width, heads, kv_heads, head_dim, mlp_width) < 1:
-            yield "kv_width and the sizes of layer_attention must be at least 1"
+            yield (
+                "kv_width and the sizes layer_attention_heads, _kv_heads, _head_dim and "
+                "_mlp_width must be at least 1"
+            )
         if heads % max(1, kv_heads):
             yield (
                 f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})"
@@ -99,19 +102,22 @@ class KVEncoderSizes(DrafterSizes):
         if head_dim % 2:
             yield f"layer_attention_head_dim ({head_dim}) must be even"
         if self.layer_stride > max(1, n_layers):
-            yield f"layer_stride ({self.layer_stride}) must be between 1 and the {n_layers} layers"
+            yield (
+                f"layer_stride ({self.layer_stride}) must be from 1 to the number of target "
+                f"layers ({n_layers})"
+            )
         if (
             not set(self.kv_groups) <= set(range(n_groups))
             or max(self.kv_group_widths, default=0) > self.kv_width
         ):
             yield (
-                "kv_groups must be groups of kv_group_widths, of at most kv_width "
-                f"({self.kv_width}) numbers"
+                "kv_groups must be indexes into kv_group_widths, and none of these widths may be "
+                f"above kv_width ({self.kv_width})"
             )
         if self.layer_groups > max(1, n_encoded):
             yield (
-                f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers "
-                "that are encoded"
+                f"layer_groups ({self.layer_groups}) must be from 1 to the number of encoded "
+                f"layers ({n_encoded})"
             )
 
     @staticmethod
@@ -134,8 +140,9 @@ class KVEncoderSizes(DrafterSizes):
         # number does not divide the KV width, the head dim is rounded down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
-                f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
-                f"{_layer_attention_heads(kv_width, facts['n_heads'])}."
+                f"layer_attention_heads is {heads}, which does not divide the KV width {kv_width} "
+                "(the size of all keys and values of a token in a target layer); give "
+                f"--layer-attention-heads {_layer_attention_heads(kv_width, facts['n_heads'])}."
             )
         if given.get("unrotated_keys"):
             check_rotation(config)

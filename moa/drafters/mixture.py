@@ -86,8 +86,8 @@ class MoASizes(KVEncoderSizes):
         n_layers = self.n_layers
         if n_last > n_layers:
             yield (
-                f"target_layer_inference ({n_last}) must be between 0 and the target's {n_layers} "
-                "layers"
+                f"target_layer_inference ({n_last}) must be from 0 to the target's number of "
+                f"layers ({n_layers})"
             )
 
     @classmethod

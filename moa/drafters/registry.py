@@ -30,5 +30,7 @@ REMOTE_KINDS = tuple(kind for kind, drafter in DRAFTERS.items() if drafter.draft
 def drafter_class(kind: str) -> type[Drafter]:
     """Return the drafter class of a kind; raise DrafterError if the kind is unknown."""
     if kind not in DRAFTERS:
-        raise DrafterError(f"{kind!r} is not a drafter; expected one of {', '.join(DRAFTERS)}.")
+        raise DrafterError(
+            f"{kind!r} is not a kind of drafter; expected one of {', '.join(DRAFTERS)}."
+        )
     return DRAFTERS[kind]

@@ -58,8 +58,8 @@ class DrafterSizes:
             value = getattr(self, item.name)
             if not self._is_valid(value, item):
                 raise DrafterError(
-                    f"{item.name} of the drafter is {str(value)[:60]!r}, which is not a valid "
-                    "value. Restore its drafter.json or config.json."
+                    f"the drafter has {item.name} {str(value)[:60]!r}, which is not a valid "
+                    "value. Restore the drafter's drafter.json or config.json."
                 )
             # Convert lists to tuples, because JSON has only lists.
             if isinstance(value, list):
@@ -67,11 +67,14 @@ class DrafterSizes:
         problems = list(self.problems())
         if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
             problems.append(
-                f"draft_vocabulary and draft_tokens must be within the target's {self.vocab_size} "
-                "tokens"
+                "draft_vocabulary and draft_tokens must be within the target's vocabulary of "
+                f"{self.vocab_size} tokens"
             )
         if problems:
-            raise DrafterError(f"drafter sizes do not fit: {'; '.join(problems)}.")
+            raise DrafterError(
+                f"the sizes of the drafter do not fit together: {'; '.join(problems)}. Correct "
+                "these settings, or restore the drafter's files."
+            )
 
     def problems(self) -> Iterator[str]:
         """Yield descriptions of sizes that do not fit together.
@@ -94,9 +97,9 @@ class DrafterSizes:
         """Check a number of draft levels; raise DrafterError if it exceeds ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
-                f"this {self.kind} drafter drafts at most {self.max_depth} levels, but the shape "
-                f"of the drafts has {depth} levels; give a shape of at most {self.max_depth} "
-                "levels, or a drafter that was trained for more."
+                f"this {self.kind} drafter can draft at most {self.max_depth} tokens in a row, "
+                f"but {depth} were asked for; give a shape of drafts (--tree) with at most "
+                f"{self.max_depth} levels, or a drafter that was trained for more."
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
@@ -150,13 +153,13 @@ class DrafterSizes:
         known = {item.name for item in fields(cls)}
         if unknown := sorted(set(values) - known - {"kind"}):
             raise DrafterError(
-                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer "
-                "release?"
+                f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
+                "a newer release of moa-data; install that release, or restore the file."
             )
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
         except TypeError as error:
-            raise DrafterError(f"drafter.json is incomplete, restore it: {error}") from error
+            raise DrafterError(f"drafter.json is incomplete ({error}); restore it.") from error
 
     @classmethod
     def _is_valid(cls, value: Any, item: Field[Any]) -> bool:
@@ -241,10 +244,10 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
     is_ascending = bool(layers) and list(layers) == sorted(set(layers))
     if not is_ascending or layers[0] < first or layers[-1] >= n_layers or tuple(layers) == (-1,):
         layer_names = ",".join(map(str, layers))
-        also = ", where -1, the embedding, may come first" if embedding else ""
+        also = "; the first may be -1, the embedding" if embedding else ""
         raise DrafterError(
-            "fused_layers must be ascending decoder layers between 0 and "
-            f"{n_layers - 1}{also}, got {layer_names or 'none'}."
+            f"fused_layers is {layer_names or 'none'}, expected decoder layers of the target "
+            f"from 0 to {n_layers - 1} in ascending order{also}."
         )
 
 
@@ -276,6 +279,7 @@ def check_target_fits(
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetError(
-            f"the drafter was trained for a target with weights {expected[:12]}, but this target "
-            f"has weights {got[:12]}. Pass the target that the drafter's store was extracted from."
+            f"the drafter was trained for a target whose weights have the hash {expected[:12]}, "
+            f"but the weights of this target have the hash {got[:12]}. Pass the target that the "
+            "drafter's store was extracted from."
         )

@@ -100,7 +100,8 @@ def choose_draft_vocabulary(
 
     if not may_be_reduced(vocab_size):
         return DraftVocabulary(
-            0, f"the LM head of {vocab_size:,} tokens is a small part of a draft"
+            0,
+            f"the LM head with its {vocab_size:,} rows is only a small part of the cost of a draft",
         )
     sizes = [
         1 << bits
@@ -115,13 +116,14 @@ def choose_draft_vocabulary(
     if gains.get(best, 1.0) < _LEAST_GAIN:
         return DraftVocabulary(
             0,
-            f"fewer tokens would commit {gains.get(best, 1.0):.2f} times the tokens per weight "
-            "read",
+            f"with fewer tokens, {gains.get(best, 1.0):.2f} times as many tokens would be "
+            "committed per weight that is read",
         )
     share = coverage(halves, best)
     before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (upper_bound, best))
     return DraftVocabulary(
         best,
-        f"about {share:.1%} of the tokens of further responses; a round of {N_DRAFTS} drafts reads "
-        f"{after} weights, not {before}: {gains[best]:.2f} times the tokens per weight read",
+        f"they cover about {share:.1%} of the tokens of new responses; a round of {N_DRAFTS} "
+        f"drafts reads {after} weights instead of {before}, so {gains[best]:.2f} times as many "
+        "tokens are committed per weight that is read",
     )

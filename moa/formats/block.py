@@ -49,7 +49,7 @@ def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
 
 def _reads_embedding(sizes: BlockDrafterSizes) -> list[str]:
     return [
-        "fused_layers has -1, the embedding, but only outputs of decoder layers can be read"
+        "fused_layers has -1, the embedding, but it can read only outputs of decoder layers"
     ] * (-1 in sizes.fused_layers)
 
 
@@ -74,7 +74,8 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     # ModelOpt and vLLM write these keys into config.json.
     if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
-            "config.json: causal is true, but the slots of these drafters attend to each other."
+            "config.json has causal true, which is not supported: in drafters of this format, all "
+            "slots of a block attend to each other. Choose another drafter."
         )
     if type(block) is not int or type(mask) is not int:
         raise DrafterError(

@@ -129,14 +129,14 @@ def _why_no_drafter(folder: Path) -> str:
     if (folder / "run.yaml").is_file():
         resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
         return (
-            f"{folder} is a run that was stopped before it wrote a drafter. "
+            f"{folder} is a training run that was stopped before it wrote a drafter. "
             f"Run the same command again{resume}."
         )
     if (folder / "plan.parquet").is_file():
         return f"{folder} is a store, which holds no drafter; `moa-data train {folder}` trains one."
     return (
-        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of "
-        f"the formats {', '.join(LAYOUTS)}."
+        f"{folder} holds no drafter: expected a training run, a folder with {CONFIG_FILE}, or a "
+        f"folder with {_LAYOUT_CONFIG} in one of the formats {', '.join(LAYOUTS)}."
     )
 
 
@@ -191,7 +191,10 @@ def build_drafter(
     with torch.device("meta"):
         state = build(config).state_dict()
     if problem := find_problems(weights, state):
-        raise DrafterError(f"{source} does not fit its sizes: {problem}.")
+        raise DrafterError(
+            f"{source}: the weights do not fit the sizes of the drafter: {problem}. Restore the "
+            "drafter's files."
+        )
     drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
     drafter.check_weights()
@@ -245,13 +248,15 @@ def write_layout(
             or "none"
         )
         raise DrafterError(
-            f"the format {layout.name} holds drafters of kind {layout.kind}, but this drafter is "
-            f"of kind {drafter.kind}; formats for it: {fitting}."
+            f"the format {layout.name} is for drafters of kind {layout.kind}, but this drafter is "
+            f"of kind {drafter.kind}, which has these formats: {fitting}. Choose one of them with "
+            "--format."
         )
     if refusals := layout.refusals(sizes):
         raise DrafterError(
             f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. "
-            "Train a drafter with the sizes that are named here: --set drafter.NAME=VALUE."
+            "Train a drafter with other sizes (--set drafter.NAME=VALUE), or choose another "
+            "--format."
         )
     state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(state, sizes).items()}
@@ -293,8 +298,8 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             ", ".join(sorted(tensors)[:3]) if record is None else f"{_OWN_KEY} {str(record)[:60]}"
         )
         raise DrafterError(
-            f"the drafter in {folder} (with {description}, ...) has none of the formats "
-            f"{', '.join(LAYOUTS)}."
+            f"the drafter in {folder} has an unknown format (its files have {description}, ...). "
+            f"Give a drafter in one of the formats {', '.join(LAYOUTS)}."
         )
     weights = {
         name: value
@@ -313,7 +318,8 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
         return sizes, unpacked
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         raise DrafterError(
-            f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}"
+            f"{folder} holds a {layout.kind} drafter for {layout.reader} that cannot be used: "
+            f"{error}"
         ) from error
 
 
@@ -324,8 +330,8 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
         own_name = rename(name)
         if own_name in renamed:
             raise DrafterError(
-                f"{folder}: {name} {list(value.shape)} and another tensor are both read as "
-                f"{own_name}. Remove the one that is not part of the drafter."
+                f"{folder}: the tensor {name} {list(value.shape)} and another tensor are both "
+                f"read as {own_name}. Remove the tensor that is not part of the drafter."
             )
         renamed[own_name] = value
     return renamed
@@ -343,8 +349,8 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
     for key in sorted(_SIZE_KEYS & found.keys() & written.keys()):
         if found[key] != written[key]:
             raise DrafterError(
-                f"config.json has {key} {str(found[key])[:60]}, but {_OWN_KEY} in it implies "
-                f"{written[key]}; export it again."
+                f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
+                f"{written[key]}; export the drafter again, or restore config.json."
             )
 
 

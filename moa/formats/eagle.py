@@ -95,7 +95,8 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
         layout.check_shape(unpacked, "fc.bias", [sizes.hidden_size])
         if unpacked.pop("fc.bias").any():
             raise DrafterError(
-                "fc.bias is not zero, but this drafter has no such bias; export the drafter again."
+                "the tensor fc.bias is not zero, but config.json says that this drafter has no "
+                "such bias; export the drafter again."
             )
     if not sizes.eagle_input_norm:
         return unpacked
@@ -107,8 +108,8 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
     for name, value in _pack(own, sizes).items():
         if name.startswith("layers.0.") and not torch.equal(weights[name], value):
             raise DrafterError(
-                f"{name} {list(weights[name].shape)} differs from that of a layer that returns its "
-                "input; export it again."
+                f"the tensor {name} {list(weights[name].shape)} has been changed, but the first "
+                "layer of this format must return its input unchanged; export the drafter again."
             )
     return own
 
@@ -139,9 +140,9 @@ def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
 
 def _eagle_notes(sizes: EagleSizes) -> list[str]:
     return [
-        "the format has no norm before the first layer: the folder holds an additional first "
-        "layer, which returns its input and costs about as much as any other (train with --set "
-        "drafter.eagle_input_norm=false to avoid it)"
+        "the format has no norm before the first layer, so the folder holds an additional first "
+        "layer, which returns its input and costs about as much as any other layer. Train with "
+        "--set drafter.eagle_input_norm=false to avoid it"
     ] * sizes.eagle_input_norm
 
 
@@ -242,7 +243,7 @@ MOA_EAGLE = Layout(
     needs=("config",),
     requires={"eagle_input_norm": (True,), "eagle_fc_bias": (False,)},
     notes=lambda sizes: [
-        f"moa_spec's settings must give the drafter's sizes: {sizes.eagle_layers} layers, "
+        f"give the drafter's sizes in the settings of moa_spec: {sizes.eagle_layers} layers, "
         f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, "
         "default_layer false"
     ],
@@ -298,7 +299,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     }.items():
         if (value := eagle_config.get(name, config.get(name, plain))) not in (plain, None):
             raise DrafterError(
-                f"config.json: {name} is {value!r}, but only {plain!r} is supported for EAGLE-3."
+                f"config.json has {name} {value!r}, but only {plain!r} is supported for EAGLE-3. "
+                "Choose another drafter."
             )
     draft_vocabulary = layout.rows(weights, layout.LM_HEAD)
     layout.check_size(config, "draft_vocab_size", draft_vocabulary, weights, layout.LM_HEAD)
@@ -340,7 +342,7 @@ EAGLE3 = Layout(
     ignored=(layout.EMBEDDINGS,),
     requires={"qkv_bias": (False,), "query_key_norm": (False,)},
     unfit=lambda sizes: (
-        ["the engines fuse exactly 3 layers: set fused_layers to three layers"]
+        ["the engines read exactly 3 layers of the target: set fused_layers to three layers"]
         * (len(sizes.fused_layers) != 3)
     ),
     config=_eagle3_config,

@@ -135,8 +135,8 @@ def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
     """Yield a reason against the layout if the head dim is not width / number of heads."""
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
         yield (
-            f"the head dim is {sizes.head_dim}, but must be width / heads, "
-            f"{sizes.hidden_size} / {sizes.n_heads}"
+            f"the head dim is {sizes.head_dim}, but must be the width divided by the number of "
+            f"heads, {sizes.hidden_size} / {sizes.n_heads}"
         )
 
 
@@ -151,7 +151,10 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             f"config.json lacks {', '.join(missing)}; restore the original config.json."
         )
     if "sliding_attention" in (config.get("layer_types") or ()):
-        raise DrafterError("config.json has layers with a sliding window, which is not supported.")
+        raise DrafterError(
+            "config.json has layers with a sliding window, which is not supported. Choose another "
+            "drafter."
+        )
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
     with parsing("config.json cannot be used", DrafterError, "Restore the original file."):
         known = LlamaConfig(
@@ -214,7 +217,9 @@ def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
     """Refuse a tensor that has another shape than the drafter's sizes imply."""
     found = list(weights[name].shape)
     if found != shape:
-        raise DrafterError(f"{name} has shape {found}, expected {shape}; restore the file.")
+        raise DrafterError(
+            f"the tensor {name} has shape {found}, expected {shape}; restore the file of weights."
+        )
 
 
 def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
@@ -245,7 +250,7 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
 def rows(weights: Weights, name: str) -> int:
     """Return the number of rows of a tensor. Raises an error if the tensor is missing."""
     if name not in weights or not weights[name].dim():
-        raise DrafterError(f"the weights lack {name}.")
+        raise DrafterError(f"the weights lack the tensor {name}; restore the file of weights.")
     return int(weights[name].shape[0])
 
 
@@ -267,7 +272,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
                 raise DrafterError(
                     f"config.json has {str(ids)[:60]!r} as the ids of the target layers to read, "
-                    "expected a list of whole numbers."
+                    "expected a list of whole numbers; restore the original config.json."
                 )
             return tuple(layer - first for layer in ids)
     # Don't guess the layers from the target's number of layers.

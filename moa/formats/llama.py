@@ -35,7 +35,10 @@ def _config(sizes: IndependentSizes, target_config: Any) -> dict[str, Any]:
 
 
 def _read_sizes(*_: object) -> Never:
-    raise DrafterError("a Llama of another program does not name the target that it drafts for.")
+    raise DrafterError(
+        "it was written by another program, which does not record the drafter's target. Give a "
+        "drafter that moa-data has exported."
+    )
 
 
 LLAMA = Layout(

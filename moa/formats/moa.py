@@ -81,13 +81,14 @@ def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
     n_heads = sizes.n_heads
     if (heads, head_dim) != (n_heads, sizes.kv_width // n_heads):
         yield (
-            f"layer self-attention has {heads} heads of {head_dim}, but must have the target's "
-            f"{n_heads} heads of {sizes.kv_width // n_heads}: set layer_attention_heads={n_heads}"
+            f"layer self-attention (over the target's layers) has {heads} heads of size "
+            f"{head_dim}, but must have {n_heads} heads of size {sizes.kv_width // n_heads}, as "
+            f"many as the target: set layer_attention_heads={n_heads}"
         )
     if layout.is_rope_scaled(sizes):
         yield (
-            "the target's RoPE is scaled, but cross-attention and layer self-attention would run "
-            "without the scaling (with the format moa-vllm they run as they were trained)"
+            "the target's RoPE is scaled, but this program would run cross-attention and layer "
+            "self-attention without the scaling (the format moa-vllm keeps it)"
         )
 
 
@@ -98,8 +99,8 @@ def _moa_notes(sizes: MoASizes) -> list[str]:
     )
     n_layers = sizes.target_layer_inference
     return [
-        f"moa_spec's settings must give the drafter's sizes: KV heads {kv_heads} and MLP widths "
-        f"{mlp_widths} of self-, cross- and layer self-attention"
+        f"give the drafter's sizes in the settings of moa_spec: KV heads {kv_heads} and MLP "
+        f"widths {mlp_widths} of self-, cross- and layer self-attention"
         + (f", and target_layer_inference {n_layers}" if n_layers else "")
     ]
 

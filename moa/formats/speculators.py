@@ -58,8 +58,8 @@ def _config(
     folder = Path(target_config.name_or_path)
     if (folder / FROZEN_FILE).is_file():
         raise DrafterError(
-            "speculators reads the target's weight files, which a store does not contain; give the "
-            "target with --model."
+            "the speculators formats refer to the target's weight files, which a store does not "
+            "contain; give the target's folder or Hub id with --model."
         )
     verifier_path = str(folder.resolve() if folder.is_dir() else folder)
     return {
@@ -132,7 +132,10 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     kind = config[_TYPE]
     layer_config = {"model_type": "qwen3"} | layout.nested(config, LAYERS_KEY)
     if kind not in _OWN:
-        raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
+        raise DrafterError(
+            f"config.json has {_TYPE} {str(kind)[:60]!r}, expected one of {', '.join(_OWN)}. "
+            "Choose another drafter."
+        )
     with parsing(f"{LAYERS_KEY} cannot be used", DrafterError, "Restore the original config.json."):
         known = AutoConfig.for_model(layer_config["model_type"]).to_dict().keys() | {
             "rope_theta",
@@ -159,7 +162,8 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         wrong += [name for name, value in values.items() if value and name not in names]
     if wrong:
         raise DrafterError(
-            f"config.json: {wrong[0]} is {str(merged.get(wrong[0]))[:60]}, which is not supported."
+            f"config.json has {wrong[0]} {str(merged.get(wrong[0]))[:60]}, which is not "
+            "supported. Choose another drafter."
         )
     return merged
 
@@ -191,7 +195,7 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
         tokens = offsets + torch.arange(len(offsets))
         if not torch.equal(tokens, unpacked["t2d"].nonzero()[:, 0]):
             raise DrafterError(
-                "the tensors d2t and t2d do not name the same tokens; restore the checkpoint."
+                "the tensors d2t and t2d do not name the same tokens; restore the file of weights."
             )
         if isinstance(sizes, DSparkSizes) and head in unpacked:
             layout.check_shape(weights, head, [len(offsets), sizes.markov_rank])

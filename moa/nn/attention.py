@@ -223,7 +223,8 @@ def _flex_works(
     except Exception as error:  # noqa: BLE001 - a compiler can raise any exception
         text = first_line(error)
         warnings.warn(
-            f"masked attention does not use FlexAttention, because it fails here: {text:.200}",
+            "attention with masks runs without FlexAttention, which may be slower, because "
+            f"FlexAttention fails on this machine: {text:.200}",
             stacklevel=2,
         )
         return False

@@ -84,8 +84,8 @@ class Rotary(nn.Module):
             theta: Any = rope_parameters.get("rope_theta")
             if type(theta) not in (int, float) or not 0 < theta < math.inf:
                 raise DrafterError(
-                    f"rope_theta is {theta!r}, expected a number above 0. "
-                    "Restore the RoPE parameters."
+                    f"rope_theta is {theta!r}, expected a number above 0. Restore rope_theta in "
+                    "config.json."
                 )
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             inv_freq = 1.0 / (float(theta) ** exponent)
@@ -93,9 +93,9 @@ class Rotary(nn.Module):
             from transformers import LlamaConfig
 
             with parsing(
-                f"the rotation {rope_parameters} cannot be made",
+                f"the rotary embedding (RoPE) cannot be made from {rope_parameters}",
                 DrafterError,
-                "Restore its parameters.",
+                "Restore these parameters in config.json.",
             ):
                 config = LlamaConfig(
                     hidden_size=head_dim,
@@ -113,8 +113,8 @@ class Rotary(nn.Module):
             )
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(
-                f"the rotation {rope_parameters} has angles that are not finite. "
-                "Restore its parameters."
+                f"the rotary embedding (RoPE) of {rope_parameters} has angles that are not "
+                "finite. Restore these parameters in config.json."
             )
         inv_freq = inv_freq.float()
         # [d]

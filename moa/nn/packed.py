@@ -116,8 +116,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
     n_bytes = 2 * sum(layer.weight.nbytes for layer in layers)
     if n_free is not None and n_bytes > n_free:
         _LOG.warning(
-            "decoding is slower than it could be: packed copies of the weights need %s of memory, "
-            "and %s are free",
+            "decoding is slower than it could be: copies of the weights in a faster layout need "
+            "%s of memory, but only %s are free",
             format_bytes(n_bytes), format_bytes(n_free),
         )  # fmt: skip
         return
@@ -259,8 +259,8 @@ def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> 
     except (RuntimeError, AttributeError, TypeError) as error:
         problem = first_line(error)
     _LOG.warning(
-        "decoding is slower than it could be: PyTorch %s has no fast products of %s weights here "
-        "(%s)",
+        "decoding is slower than it could be: PyTorch %s has no fast matrix products for %s "
+        "weights on this machine (%s)",
         torch.__version__, str(dtype).removeprefix("torch."), problem,
     )  # fmt: skip
     return False

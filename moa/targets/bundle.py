@@ -53,8 +53,8 @@ def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
             ids = eos if isinstance(eos, list | tuple) else [eos]
             if not all(type(token) is int for token in ids):
                 raise TargetError(
-                    f"eos_token_id is {str(eos)[:60]!r}, expected token ids. "
-                    "Correct generation_config.json."
+                    f"eos_token_id is {str(eos)[:60]!r}, expected token ids. Correct it in "
+                    "generation_config.json or config.json."
                 )
             return frozenset(ids)
     return frozenset()
@@ -73,7 +73,7 @@ def weight_files(folder: Path) -> list[Path]:
     """List a model's safetensors files, sorted by name; raise TargetError if there are none."""
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise TargetError(
-            f"{folder} has no *.safetensors weights; save the model with safe serialization."
+            f"{folder} has no *.safetensors weights; save the model in the safetensors format."
         )
     # A consolidated.safetensors next to other files holds the same weights in another layout, so
     # skip it.
@@ -236,8 +236,9 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
     # Refuse models such as OPT-350m, whose embeddings have another width than the hidden states.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
-            f"the embeddings and the LM head of this {body.config.model_type} are not both of "
-            f"{size[0]:,} tokens by {size[1]:,} numbers, as drafters need. Choose another target."
+            f"this {body.config.model_type} has embeddings or an LM head of another shape than "
+            f"{size[0]:,} tokens by {size[1]:,} numbers, which drafters need. Choose another "
+            "target."
         )
     for index in range(n_layers - n_layers_kept, n_layers):
         weights |= {
@@ -284,7 +285,7 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
     config = families.text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
-            f"the LM head of {config.model_type} is not a plain matrix, or has a bias, which "
+            f"the LM head of {config.model_type} is not a plain matrix, or it has a bias, which "
             "drafters do not support. Choose another target."
         )
     weight = cast(Tensor, head.weight)
@@ -359,25 +360,26 @@ class FrozenTarget(nn.Module):
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():
             raise TargetError(
-                f"{path} has no {FROZEN_FILE}, the target's frozen weights. "
-                "Run extract again: it restores target/."
+                f"{path} has no {FROZEN_FILE}, the file of the target's frozen weights. Run "
+                "extract again with the same options: it restores target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
         config = families.load_target_config(path)
         advice = "Run `moa-data verify`, and `moa-data repair` with --model."
         own_sizes = families.target_sizes(config)
         if wrong := [
-            f"{key} {own_sizes.get(key)} and not {size}"
+            f"{key} {own_sizes.get(key)} instead of {size}"
             for key, size in (sizes or {}).items()
             if own_sizes.get(key, size) != size
         ]:
             raise TargetError(
-                f"{path} is of another target than its store: it has {', '.join(wrong)}. {advice}"
+                f"{path} belongs to another target than its store: it has {', '.join(wrong)}. "
+                f"{advice}"
             )
         if (held := held_layers(path)) < n_layers:
             raise TargetError(
-                f"{path} holds {held} decoder layers, {n_layers} are needed; "
-                f"add them with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
+                f"{path} holds {held} decoder layers, {n_layers} are needed; add the missing ones "
+                f"with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
             )
         expected = frozen_tensors(config, n_layers)
         stored = {name: header for name, header in headers.items() if name in expected}

@@ -394,6 +394,7 @@ def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
         # Skip DeviceLengths: CUDA graphs use them only on the target's machine, so all KV is there.
         if have < stop and not isinstance(stops, DeviceLengths):
             raise DrafterError(
-                f"the contexts of positions {have} to {stop - 1} have not arrived; begin the round "
-                f"at token {have}, and feed the known tokens after it as levels."
+                f"the drafter needs the contexts of positions {have} to {stop - 1}, which have "
+                f"not arrived; begin the round at token {have}, and feed the known tokens after "
+                "it as levels."
             )

@@ -111,18 +111,20 @@ class RejectReason(StrEnum):
         "tool_calls is not a list of calls with a name and an object of arguments"
     )
     MALFORMED_SYSTEM = "the system column is not text"
-    CONTENT_NOT_READ = "the chat has content that is not read, such as reasoning beside an answer"
+    CONTENT_NOT_READ = (
+        "the chat has content that moa-data does not read, such as reasoning next to an answer"
+    )
     MARKED_UNTRAINED = "an answer is marked as not to be trained on"
     TWO_SYSTEM_TEXTS = "the system column and the system message differ"
-    NO_UNICODE = "a text holds half a surrogate pair, which no tokenizer takes"
-    TOO_LONG = "the chat has more characters than any context holds"
+    NO_UNICODE = "a text holds half a surrogate pair, which is not valid Unicode"
+    TOO_LONG = "the chat has more characters than fit into any context"
     SPECIAL_TOKEN_IN_CONTENT = "a message contains a special token of the tokenizer"
-    TEMPLATE_FAILED = "the chat template refuses the chat"
+    TEMPLATE_FAILED = "the chat template refuses to render the chat"
     NOT_SHOWN = "the chat template leaves out a part of the chat, or writes it twice"
     TEMPLATE_REWRITES_RESPONSE = "the chat template rewrites the response"
-    NO_RESPONSE_TOKENS = "no response token"
-    TRUNCATED_AWAY = "every response lies beyond max_length"
-    NO_PROMPT_TOKENS = "every token would be a response"
+    NO_RESPONSE_TOKENS = "no token of the chat belongs to a response"
+    TRUNCATED_AWAY = "every response lies beyond the first max_length tokens"
+    NO_PROMPT_TOKENS = "every token of the chat would be a response, none a prompt"
 
 
 @dataclass(frozen=True)

@@ -241,12 +241,13 @@ def prompt_tokens(
         raise
     except RENDER_ERRORS as error:
         raise TemplateError(
-            f"The chat template refuses the prompt: {first_line(error)}. Change the messages' "
-            "roles."
+            f"The chat template refuses the prompt: {first_line(error)}. Correct the messages, "
+            "for example their roles."
         ) from error
     if hidden and hidden.reason is RejectReason.NOT_SHOWN:
         raise TemplateError(
-            f"{hidden.reason}: {hidden.detail}. Leave it out, or use another target."
+            f"{hidden.reason}: {hidden.detail}. Leave this part out of the chat, or use another "
+            "target."
         )
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -220,8 +220,8 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
     """Return why quantised weights cannot be used; empty if the weights are not quantised."""
     method = quantised_by(values, folder)
     return method and (
-        f"the weights are quantised by {method!r}. Give the folder that they were made from, or "
-        "save them dequantised with transformers"
+        f"the weights are quantised by {method!r}. Give the folder of the weights before "
+        "quantisation, or save them dequantised with transformers"
     )
 
 
@@ -258,11 +258,11 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
     if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
         sees and loads_text
     ):
-        way = "Choose another target, or a transformers that has it"
+        way = "Choose another target, or install a release of transformers that supports it"
         raise TargetError(
-            f"model type {str(model_type)[:60]!r} is not a causal language model of transformers "
-            f"{transformers.__version__} ({source}). "
-            f"{'Save its text model as a causal language model' if sees else way}."
+            f"{source}: transformers {transformers.__version__} has no text-only causal language "
+            f"model for the model type {str(model_type)[:60]!r}. "
+            f"{'Save the text part of this model as a causal language model' if sees else way}."
         )
 
 
@@ -288,8 +288,8 @@ def _check_config(config: Any, source: object) -> None:
     needed = ("hidden_size", "num_hidden_layers", "vocab_size")
     if lacking := [name for name in needed if getattr(config, name, None) is None]:
         raise TargetError(
-            f"{source}: {config.model_type} has no {' and no '.join(lacking)}, which stores and "
-            "drafters need. Choose another target."
+            f"{source}: the config of {config.model_type} has no {' and no '.join(lacking)}, "
+            "which stores and drafters need. Choose another target."
         )
     for layer_config in getattr(config, "per_layer_config", None) or [config]:
         _check_counts({name: getattr(layer_config, name, None) for name in _LARGEST}, source)
@@ -309,10 +309,11 @@ def _check_config(config: Any, source: object) -> None:
         trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
     elif family.keeps_kv and kinds - known_kinds:
         trouble = (
-            f"layer_types are not all {' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
+            "layer_types must contain only "
+            f"{' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
         )
     elif "sliding_attention" in layer_kinds(config) and not getattr(config, "sliding_window", None):
-        trouble = "layers have sliding_attention and sliding_window is missing"
+        trouble = "some layers have sliding_attention, but sliding_window is missing"
     else:
         return
     raise TargetError(f"{source}: {trouble}. Restore the file.")
@@ -384,7 +385,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         with contextlib.suppress(AttributeError):
             return cast(nn.ModuleList, body.get_submodule(name))
     raise TargetError(
-        f"the decoder layers of {type(body).__name__} are not found. Leave out hidden:layer:K."
+        f"moa-data cannot find the decoder layers of {type(body).__name__}, so it cannot store "
+        "the outputs of single layers. Leave hidden:layer:K out of --activations."
     )
 
 
@@ -460,9 +462,9 @@ def check_rotation(config: Any) -> None:
     """
     if not rotates_as_llama(config):
         raise DrafterError(
-            "this drafter needs keys of one shape in all layers, rotated as Llama's, unlike those "
-            f"of {config.model_type}. Train a drafter that accepts any keys, such as moa, or one "
-            "that reads hidden states."
+            "this drafter needs keys that have the same shape in all layers and are rotated "
+            f"(RoPE) as in Llama, but those of {config.model_type} are not. Train a drafter that "
+            "accepts any keys, such as moa, or one that reads hidden states."
         )
 
 
@@ -591,8 +593,8 @@ def layer_sizes(config: Any) -> BlockSizes:
     """
     if not family_of(config).has_llama_layers:
         raise TargetError(
-            f"drafts cannot pass through layers of {config.model_type}. Leave --target-layers and "
-            "--target-layer-inference at 0."
+            f"the layers of {config.model_type} cannot run on the output of a drafter (target "
+            "layer inference). Leave --target-layers and --target-layer-inference at 0."
         )
     if config.hidden_act != "silu":
         raise TargetError(

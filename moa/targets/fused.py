@@ -88,8 +88,8 @@ def fuse(model: nn.Module) -> None:
             vars(layer.get_submodule(name)).pop("packed", None)
     if n_wrong:
         _LOG.warning(
-            "decoding is slower than it could be: %d layers are not fused, because this would "
-            "change their results",
+            "decoding is slower than it could be: the weights of %d layers are not fused, because "
+            "fusing would change the results",
             n_wrong,
         )
 

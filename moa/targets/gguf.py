@@ -25,8 +25,8 @@ from .model_files import check_regular
 
 _LOG = logging.getLogger(__name__)
 _ADVICE = (
-    "Give a whole GGUF file (llama-gguf-split --merge makes one of several), or the model's folder "
-    "in Hugging Face layout."
+    "Give a complete GGUF file (llama-gguf-split --merge joins a split one), or the model's "
+    "folder in Hugging Face layout."
 )
 
 
@@ -47,7 +47,8 @@ def model_folder(path: Path) -> Path:
         return path
     if len(files) > 1:
         raise TargetError(
-            f"{path} holds {', '.join(file.name for file in files)}. Give the path of one of them."
+            f"{path} holds several GGUF files: {', '.join(file.name for file in files)}. Give the "
+            "path of one of them."
         )
     check_regular(files[0])
     folder = cache_folder("gguf") / file_sha256(files[0])
@@ -92,11 +93,11 @@ def _convert(file: Path, folder: Path) -> None:
         # memory than the weights take is required.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
-                f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
+                f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, but only "
                 f"{format_bytes(n_free)} are free. Free some memory."
             )
         check_room(
-            folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk."
+            folder, n_bytes, "Free some space, or set XDG_CACHE_HOME to a folder on a larger disk."
         )
         _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
         # Link the file into an empty folder, because transformers also reads other files in the

@@ -57,13 +57,14 @@ def resolve_model_folder(
     if folder.exists():
         if revision:
             raise TargetError(
-                f"{path_or_id} is a path and has no revision {revision}. Leave out --revision."
+                f"{path_or_id} is a local path, which has no revisions, so --revision {revision} "
+                "cannot be used. Leave out --revision."
             )
         return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(
-            f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF "
-            "file. Check the path."
+            f"{path_or_id} does not exist, and it is neither a folder nor a Hub id of the form "
+            "OWNER/NAME. Check the path."
         )
     from huggingface_hub import snapshot_download
 
@@ -102,7 +103,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         config = families.transformers_config(read_config(folder), folder)
     if packages := _missing_packages(folder):
         raise TargetError(
-            f"{folder} has no tokenizer.json, and its tokenizer.model needs "
+            f"{folder} has no tokenizer.json, and reading its tokenizer.model needs "
             f"{' and '.join(packages)}: pip install {' '.join(packages)}, or put the model's "
             "tokenizer.json into the folder."
         )
@@ -116,8 +117,9 @@ def load_target_tokenizer(folder: Path) -> Any:
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
         raise TargetError(
-            f"{folder} has no fast tokenizer, and only a fast one gives the token offsets that "
-            "response masks need. Save it as a fast tokenizer (tokenizer.json)."
+            f"{folder} has no fast tokenizer. Only a fast one tells which characters each token "
+            "covers, which is needed to find the tokens of responses. Save it as a fast tokenizer "
+            "(tokenizer.json)."
         )
     return tokenizer
 
@@ -306,8 +308,9 @@ class Target:
             return self._static.forward(self, tokens, seen, cache)
         if seen is not None and self.has_states:
             raise TargetError(
-                f"layers of {self.config.model_type} carry a state and cannot verify a tree; "
-                "draft a chain, with --tree 5 or eval --method chain."
+                f"the layers of {self.config.model_type} carry a state from token to token, so "
+                "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
+                "--method chain."
             )
         if seen is not None:
             cache.begin_call(n_tokens, device)
@@ -409,8 +412,8 @@ class Target:
             raise TargetError(f"{self.decoding_problem}.")
         if self.has_states and n_rows > 1:
             raise TargetError(
-                f"layers of {self.config.model_type} carry a state, which padding would change; "
-                "decode one prompt at a time."
+                f"the layers of {self.config.model_type} carry a state from token to token, which "
+                "padding would change; decode one prompt at a time."
             )
         return self.make_cache(n_rows, **shared)
 
@@ -434,8 +437,8 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
         outputs[layer] = output[0] if isinstance(output, tuple | list) else output
         if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
             raise TargetError(
-                f"layers of {model.config.model_type} give several states of a token. "
-                "Leave out hidden:layer:K."
+                f"the layers of {model.config.model_type} give several states of a token, so "
+                "moa-data cannot store their outputs. Leave hidden:layer:K out of --activations."
             )
 
     decoder_layers: Any = families.decoder_layers(model) if layers else []

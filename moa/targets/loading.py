@@ -99,7 +99,8 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
         raise TargetError(
-            f"{folder}: lm_head.weight differs from the embeddings, which it is tied to. {_ADVICE}"
+            f"{folder}: lm_head.weight differs from the embeddings, although config.json ties the "
+            f"two (tie_word_embeddings). {_ADVICE}"
         )
 
 
@@ -140,8 +141,8 @@ def _load_fitting(
                 raise
             n_tensors, name, shape = min(experts)
             raise TargetError(
-                f"{folder}: only {n_tensors:,} tensors {name} are {list(shape)}, so the experts "
-                f"cannot be stacked. {_ADVICE}"
+                f"{folder}: the weights of its experts cannot be stacked, because only "
+                f"{n_tensors:,} tensors {name} have the shape {list(shape)}. {_ADVICE}"
             ) from error
     model, info = loaded
     _check_fit(folder, headers, config, model, info)
@@ -172,8 +173,8 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
         found = read_header(file, TargetError)
         if twice := headers.keys() & found.keys():
             raise TargetError(
-                f"{folder}: {min(twice)} is in two files of weights, and their values may differ. "
-                "Remove the files that are not part of the model."
+                f"{folder}: the tensor {min(twice)} is in two files of weights, which may hold "
+                "different values. Remove the files that are not part of the model."
             )
         headers |= found
     names_in_files: dict[str, str] = {}
@@ -181,9 +182,9 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
         other = names_in_files.setdefault(_PREFIXES.sub("", name), name)
         if other != name:
             raise TargetError(
-                f"{folder}: transformers may read {name} {list(header.shape)} and {other} "
-                f"{list(headers[other].shape)} as the same tensor. Remove the one that is not part "
-                "of the model."
+                f"{folder}: transformers may read the tensors {name} {list(header.shape)} and "
+                f"{other} {list(headers[other].shape)} as the same tensor. Remove the one that is "
+                "not part of the model."
             )
     index = folder / "model.safetensors.index.json"
     weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
@@ -192,8 +193,9 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     known = {file.name for file in weights} | {index.name}
     if wrong := [name for name in names if name not in known]:
         raise TargetError(
-            f"{folder}: the weights are said to be in {str(wrong[0])[:60]!r}, which is not a "
-            "*.safetensors file of the folder. Download it again."
+            f"{folder}: in its index or config.json, weights are said to be in "
+            f"{str(wrong[0])[:60]!r}, which is not a *.safetensors file of the folder. Download "
+            "the folder again."
         )
     return headers
 
@@ -204,8 +206,8 @@ def _count_values(headers: Mapping[str, TensorHeader]) -> int:
 
 def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
     return TargetError(
-        f"{folder}: the weights hold {n_held:,} values, config.json calls for more than "
-        f"{n_needed:,}. {_ADVICE}"
+        f"{folder}: the files of weights hold {n_held:,} values, but config.json calls for more "
+        f"than {n_needed:,}. {_ADVICE}"
     )
 
 
@@ -232,13 +234,13 @@ def _check_memory(
             raise _too_few(folder, n_held, n_values)
         narrow = n_values * torch.bfloat16.itemsize
         advice = (
-            f"In bfloat16 they take {format_bytes(narrow)}."
+            f"With --dtype bfloat16 they take {format_bytes(narrow)}."
             if narrow <= n_free
             else "Free some memory."
         )
         raise TargetError(
             f"the weights of {folder} take {format_bytes(n_bytes)} in "
-            f"{str(dtype).removeprefix('torch.')}, and {format_bytes(n_free)} are free in "
+            f"{str(dtype).removeprefix('torch.')}, but only {format_bytes(n_free)} are free in "
             f"{memory}. {advice}"
         )
 
@@ -280,7 +282,8 @@ def _check_fit(
     ):
         problem = (
             problem
-            or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
+            or f"lm_head.weight {list(head.shape)} differs from the embeddings, to which config.json "
+            "ties it (tie_word_embeddings)"
         )
     if problem:
         # Read the values from a dict, because Gemma 4 refuses to read attributes that differ
@@ -305,8 +308,9 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise TargetError(
-            f"the weights of {folder} do not fit config.json: lm_head.weight {list(head.shape)} is "
-            f"tied to the embeddings {list(embeddings.shape)}. {_ADVICE}"
+            f"the weights of {folder} do not fit config.json: lm_head.weight has the shape "
+            f"{list(head.shape)}, but the embeddings, to which config.json ties it, have the "
+            f"shape {list(embeddings.shape)}. {_ADVICE}"
         )
 
 

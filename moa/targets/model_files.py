@@ -76,7 +76,9 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
     n_bytes = os.fstat(fd).st_size
     os.close(fd)
     if max_bytes is not None and n_bytes > max_bytes:
-        raise ValueError(f"it has {n_bytes:,} bytes, at most {max_bytes:,} are read")
+        raise ValueError(
+            f"it is too large: it has {n_bytes:,} bytes, but at most {max_bytes:,} are allowed"
+        )
     return n_bytes
 
 
@@ -91,7 +93,7 @@ def read_json(
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model folder. Raises TargetError if this is not possible."""
     if not (file := folder / "config.json").is_file():
-        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+        raise TargetError(f"{folder} has no config.json; give the folder of a transformers model.")
     # Allow infinity, because Mamba 2 has an infinite largest time step.
     return read_json(file, TargetError, allows_infinity=True)
 
@@ -114,8 +116,8 @@ def check_model_folder(folder: Path) -> None:
             check_regular(file, _MAX_VOCABULARY_BYTES)
         if file.name == "adapter_config.json":
             raise TargetError(
-                f"{file}: an adapter would change the weights silently. "
-                "Merge it into the weights, or remove the file."
+                f"{file}: the folder contains an adapter, which would change the weights "
+                "silently. Merge it into the weights, or remove the file."
             )
         if file.name.endswith("config.json"):
             for key in (
@@ -184,7 +186,9 @@ def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
         check_regular(file)
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
     if not isinstance(loaded, dict):
-        raise ValueError(f"it holds a {type(loaded).__name__}, expected a state dict of tensors")
+        raise ValueError(
+            f"it holds a {type(loaded).__name__}, expected a dictionary of tensors (a state dict)"
+        )
     return loaded
 
 
@@ -257,12 +261,12 @@ def find_problems(
     The result is empty if all tensors fit.
     """
     problems = [
-        f"missing key {name} {list(expected[name].shape)}"
+        f"missing tensor {name} {list(expected[name].shape)}"
         for name in expected
         if name not in weights
     ]
     problems += [
-        f"unexpected key {name} {list(weights[name].shape)}"
+        f"unexpected tensor {name} {list(weights[name].shape)}"
         for name in weights
         if name not in expected
     ]

@@ -64,8 +64,8 @@ def prove_logits(target: Target) -> None:
         return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
-            f"tokens of this {target.config.model_type} attend to later tokens. Choose another "
-            "target."
+            f"tokens of this {target.config.model_type} attend to later tokens, so the model "
+            "cannot generate text token by token. Choose another target."
         )
     # Cast the states, because Mamba returns them in a wider dtype than that of the weights.
     head_inputs = states[0].to(model.dtype)
@@ -79,8 +79,8 @@ def prove_logits(target: Target) -> None:
         for logits in (trained_logits, target.logits(head_inputs))
     ):
         raise TargetError(
-            f"{target.config.model_type} does something to its logits that moa-data does not know, "
-            "so drafters would learn from wrong logits. Choose another target."
+            f"{target.config.model_type} does something to its logits that moa-data does not "
+            "support, so drafters would learn from wrong logits. Choose another target."
         )
 
 
@@ -121,7 +121,7 @@ def decoding_problem(target: Target) -> str:
     """
     half = _N_TOKENS // 2
     is_right = True
-    why = "calls with its KV cache give other values"
+    why = "calls with its KV cache give other hidden states than one call without it"
     try:
         tokens, hidden = _sample(target)
         cache = target.make_cache()
@@ -163,7 +163,7 @@ def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]],
             states [n, E] of these tokens, and rolls back the drafts.
     """
     half = _N_TOKENS // 2
-    why = "calls of the engine give other values"
+    why = "the calls of the engine give other hidden states than one call over the whole sequence"
     try:
         tokens, hidden = _sample(target)
         text = tokens[0].tolist()

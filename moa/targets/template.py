@@ -83,7 +83,8 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
         return str(tokenizer.get_chat_template(tools=[] if uses_tools else None))
     except ValueError as error:
         raise TemplateError(
-            f"the tokenizer has several chat templates and none is the default: {error}"
+            "the tokenizer has several chat templates, and none of them is the default "
+            f"({error}). Put the one to use into chat_template.jinja."
         ) from error
 
 
@@ -141,7 +142,8 @@ class ChatTemplate:
             self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
                 raise TemplateError(
-                    "the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json)."
+                    "the tokenizer does not tell which characters each token covers (offsets). "
+                    "Save it as a fast tokenizer (tokenizer.json)."
                 )
             self._check_program()
         except TemplateError as error:
@@ -309,7 +311,8 @@ class ChatTemplate:
             _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
             raise TemplateError(
-                f"the chat template is not a Jinja template ({first_line(error)}). Restore it."
+                f"the chat template is not a valid Jinja template ({first_line(error)}). Restore "
+                "the template."
             ) from error
         by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
         by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
@@ -513,7 +516,8 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     for name in arguments:
         if name in _TAKEN:
             raise OptionInvalid(
-                f"template_kwargs has {name}, which moa-data sets itself; leave it out"
+                f"template_kwargs has {name}, which moa-data sets itself; leave it out of "
+                "template_kwargs"
             )
         if not name.isidentifier():
             raise OptionInvalid(

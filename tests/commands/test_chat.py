@@ -133,7 +133,7 @@ def test_a_conversation_is_read_line_by_line(
 def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n")
     for words, text in {
-        "--prompt a --web 0": "--prompt answers one prompt",
+        "--prompt a --web 0": "--prompt answers a single prompt",
         f"--resume {tmp_path}/none": "none cannot be read",
         f"--token-file {tmp_path}/empty": "contains no token",
         f"--token-file {tmp_path}/none": "cannot be read",

@@ -188,7 +188,7 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
 ) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
-    with pytest.raises(OptionInvalid, match=f"prompt 1, .*{named}"):
+    with pytest.raises(OptionInvalid, match=f"prompt 1 .*{named}"):
         evaluate(cutting.replaced(scorer=f"{scorer}:score"))
     assert not list(Path(cutting.out).parent.glob("report*"))
 

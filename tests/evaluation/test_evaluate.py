@@ -118,7 +118,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": ("chain",)}, "plain first"),
+        ({"method": ("chain",)}, "plain as the first one"),
         ({"method": ("plain", "bush")}, "bush"),
         ({"drafter": ()}, "drafter"),
         ({"drafter": (), "method": ("plain",), "disconnect": 3}, "drafter"),
@@ -164,7 +164,7 @@ def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_pat
     stranger = MoADrafter(MoASizes.from_target(target.config, target={"weights_sha256": "0" * 64}))
     stranger.initialize(torch.Generator().manual_seed(0))
     save_drafter(stranger, tmp_path / "stranger")
-    with pytest.raises(TargetError, match="trained for a target with weights 0000"):
+    with pytest.raises(TargetError, match="weights have the hash 0000"):
         evaluate(config.replaced(drafter=(str(tmp_path / "stranger"),)))
     assert not Path(config.out).exists()
 

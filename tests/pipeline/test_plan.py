@@ -482,9 +482,7 @@ def test_what_is_in_the_cache_is_not_taken_for_another_commit(
 
 
 def test_local_inputs_have_no_revision(target_folder: Path, chats_file: Path) -> None:
-    with pytest.raises(
-        TargetError, match=r"is a path and has no revision v1\. Leave out --revision"
-    ):
+    with pytest.raises(TargetError, match=r"--revision v1 cannot be used\. Leave out --revision"):
         resolve_model_folder(str(target_folder), revision="v1")
     for names in ({"config_name": "a"}, {"revision": "v1"}):
         with pytest.raises(

@@ -251,7 +251,7 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
         ),
         ("{{ lipsum() }}", "the chat template uses lipsum, so equal chats"),
         ("{{ [1, 2] | random }}", "the chat template uses random, so equal chats"),
-        ("{% for m in messages %}", "is not a Jinja template"),
+        ("{% for m in messages %}", "is not a valid Jinja template"),
     ],
 )
 def test_a_plan_over_a_template_that_cannot_be_used_is_refused(

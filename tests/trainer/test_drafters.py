@@ -264,9 +264,19 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
     document["extraction"]["imported_from"] = "eagle"
     (imported / "store.json").write_text(json.dumps(document))
     cases: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
-        (bare, {}, SelectionInvalid, r"lacks hidden/last; add with .*--activations hidden:last`"),
-        (bare, {"drafter": "eagle"}, SelectionInvalid, "lacks hidden/last"),
-        (hidden_store, {}, SelectionInvalid, "lacks kv; add with `moa-data add"),
+        (
+            bare,
+            {},
+            SelectionInvalid,
+            r"lacks the fields hidden/last, .*; add them with .*--activations hidden:last`",
+        ),
+        (bare, {"drafter": "eagle"}, SelectionInvalid, "lacks the fields hidden/last"),
+        (
+            hidden_store,
+            {},
+            SelectionInvalid,
+            "lacks the fields kv, .*; add them with `moa-data add",
+        ),
         (store_path, EAGLE3, SelectionInvalid, r"--activations hidden:layer:0`"),
         (imported, {}, SelectionInvalid, "imported from eagle"),
         (
@@ -280,7 +290,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
             hidden_store,
             {"drafter": "medusa", "medusa_heads": 2},
             TrainingError,
-            "more than the 2 levels",
+            "more than the 2 tokens",
         ),
     ]
     for store, changes, error, message in cases:

@@ -83,7 +83,10 @@ def test_every_format_from_a_run(
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
     assert report.n_tensors == len(load_file(out / "model.safetensors"))
     assert report.written_bytes == (out / "model.safetensors").stat().st_size
-    assert f"loaded again and equal\n{'note' if report.notes else ''}".strip() in report.describe()
+    assert (
+        f"reading it again gave equal weights\n{'note' if report.notes else ''}".strip()
+        in report.describe()
+    )
     before, after = load_drafter(run), load_drafter(out)
     assert before.config == after.config
     assert all(
@@ -148,7 +151,7 @@ def test_what_cannot_be_exported_is_named(
         DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
     with pytest.raises(
-        DrafterError, match="holds drafters of kind moa, but this drafter is of kind eagle"
+        DrafterError, match="is for drafters of kind moa, but this drafter is of kind eagle"
     ):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with pytest.raises(DrafterError, match="does not exist"):
@@ -163,7 +166,7 @@ def test_what_cannot_be_exported_is_named(
         )
     other = make_run(tmp_path / "other", target, store, "eagle", weights_sha256="ef" * 32)
     for model in (str(target), str(store), None):
-        with pytest.raises(TargetError, match="weights efefefefefef"):
+        with pytest.raises(TargetError, match="weights have the hash efefefefefef"):
             export_drafter(
                 DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model)
             )
@@ -228,7 +231,7 @@ def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
     }
     with pytest.raises(
         DrafterError,
-        match=r"gemma3_text scales its embeddings, but vLLM .* Choose one of: .*eagle",
+        match=r"gemma3_text scales its embeddings, but vLLM .* Choose one of the formats .*eagle",
     ):
         export_drafter(DrafterExportConfig.of(format="vllm-eagle", **given))
     assert not (tmp_path / "out").exists()

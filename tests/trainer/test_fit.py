@@ -309,7 +309,8 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
     out = tmp_path / "run"
     run(store_path, out, max_steps=4)
     with pytest.raises(
-        OutputOccupied, match=r"falls until step 4, not 8.*--decay-steps 4 .*--init-from"
+        OutputOccupied,
+        match=r"falls until step 4, but would now fall until step 8.*--decay-steps 4 .*--init-from",
     ) as refusal:
         run(store_path, out, max_steps=8, resume=True)
     assert str(out) in str(refusal.value)
@@ -345,7 +346,8 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
     run(store_path, tmp_path / "first", max_steps=1)
     first = str(tmp_path / "first")
     with pytest.raises(
-        TrainingError, match=r"kind moa, this run trains eagle. Give --drafter moa\."
+        TrainingError,
+        match=r"kind moa, but this run trains a drafter of kind eagle. Give --drafter moa\.",
     ):
         run(store_path, tmp_path / "other", max_steps=1, drafter="eagle", init_from=first)
     other = {"max_steps": 1, "layer_groups": 1, "unrotated_keys": False, "init_from": first}

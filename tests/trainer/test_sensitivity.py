@@ -153,7 +153,11 @@ def test_what_cannot_be_measured_is_refused(
         (build("eagle", model), TrainingError, "kind eagle"),
         (build_drafter(build_model()), DrafterError, "another target"),
         (stranger, DrafterError, "weights cdcdcdcdcdcd"),
-        (build_drafter(model, n_target_layers=2), SelectionInvalid, "lacks hidden/layer_0"),
+        (
+            build_drafter(model, n_target_layers=2),
+            SelectionInvalid,
+            "lacks the fields hidden/layer_0",
+        ),
         (broken, TrainingError, "NaN"),
     ]
     with ActivationStore(store_path) as store:
@@ -230,7 +234,7 @@ def test_the_command_refuses_in_one_line(store_path: Path, tmp_path: Path) -> No
     )
     refused(
         run_command(*given, tmp_path / "eagle", "--codec", "transform:2"),
-        "eagle with these settings reads no",
+        "eagle reads no keys and values",
     )
     refused(run_command(*given, tmp_path / "none", "--codec", "transform:2"), "none")
     assert not (tmp_path / "new").exists()

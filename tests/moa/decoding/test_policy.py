@@ -99,7 +99,8 @@ def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape)
     policy.observe(4, 3.0, 2 * PLAIN_S)
     assert (
         policy.describe([DecodeStats([1] * 4, n_drafted_calls=1)])
-        == f"chains {shape} in 1 of 4 target calls, else plain steps"
+        == f"1 of 4 target calls verified chains of drafts of the shape {shape}, the other calls had "
+        "no drafts"
     )
 
 

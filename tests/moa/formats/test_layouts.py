@@ -181,7 +181,7 @@ def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
     assert again.config == drafter.config
     assert all(map(torch.equal, again.state_dict().values(), drafter.state_dict().values()))
     without_own_key(tmp_path)
-    with pytest.raises(DrafterError, match="none of the formats"):
+    with pytest.raises(DrafterError, match="has an unknown format"):
         load_drafter(tmp_path)
 
 
@@ -498,7 +498,7 @@ def test_a_config_that_contradicts_our_own_key_is_refused(
         if key in sizes:
             sizes[key] = 999
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DrafterError, match=f"{key} 999, but moa_data in it implies"):
+    with pytest.raises(DrafterError, match=f"{key} 999, but its entry moa_data implies"):
         load_drafter(tmp_path)
 
 

@@ -247,7 +247,7 @@ def test_layers_that_no_draft_passes_through_are_refused(tmp_path: Path) -> None
     model = write_family(tmp_path / "model", "qwen3_moe")
     chats, out = write_jsonl(tmp_path / "chats.jsonl", random_chats(6)), tmp_path / "store"
     made = ("--model", model, "--dataset", chats, "--out", out, "--device", "cpu")
-    line = "drafts cannot pass through layers of qwen3_moe"
+    line = "the layers of qwen3_moe cannot run on the output of a drafter"
     for command in ("plan", "extract"):
         refused(run(command, *made, "--target-layers", "1"), line)
     assert not out.exists()
@@ -390,7 +390,7 @@ def test_tables_of_other_sizes_are_refused_before_weights_are_read(
     for command in ("plan", "extract"):
         refused(
             run(command, *made, "--activations", "hidden:last"),
-            f"of this {name} are not both of 400 tokens by 48",
+            f"this {name} has embeddings or an LM head of another shape than 400 tokens by 48",
         )
 
 

@@ -74,12 +74,12 @@ def refused(folder: Path, *texts: str, dtype: torch.dtype = torch.float32) -> No
         ),
         (
             {"num_hidden_layers": 3},
-            ("unexpected key model.layers.3.input_layernorm.weight [48]", "hidden_layers 3"),
+            ("unexpected tensor model.layers.3.input_layernorm.weight [48]", "hidden_layers 3"),
         ),
-        ({"num_hidden_layers": 5}, ("missing key model.layers.4.", "num_hidden_layers 5")),
+        ({"num_hidden_layers": 5}, ("missing tensor model.layers.4.", "num_hidden_layers 5")),
         (
             {"attention_bias": True},
-            ("missing key model.layers.0.self_attn.q_proj.bias [48]", "attention_bias True"),
+            ("missing tensor model.layers.0.self_attn.q_proj.bias [48]", "attention_bias True"),
         ),
         (
             {"tie_word_embeddings": True},
@@ -100,13 +100,15 @@ def test_weights_that_the_config_has_no_place_for(folder: Path) -> None:
         folder, lambda weights: weights.update({KEYS.replace("weight", "bias"): torch.zeros(24)})
     )
     refused(
-        folder, "unexpected key model.layers.0.self_attn.k_proj.bias [24]", "attention_bias False"
+        folder,
+        "unexpected tensor model.layers.0.self_attn.k_proj.bias [24]",
+        "attention_bias False",
     )
 
 
 def test_weights_that_are_missing(folder: Path) -> None:
     change_weights(folder, lambda weights: weights.pop(HEAD))
-    refused(folder, f"missing key {HEAD} [67, 48]", "tie_word_embeddings False")
+    refused(folder, f"missing tensor {HEAD} [67, 48]", "tie_word_embeddings False")
 
 
 def test_weights_in_several_files(folder: Path) -> None:
@@ -157,13 +159,13 @@ def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> N
     load_target_model(folder, torch.float32, "cpu")
     check_weights(folder, torch.float32)
     change_json(folder / "config.json", num_nextn_predict_layers=0)
-    refused(folder, "unexpected key model.layers.4.eh_proj.weight [2, 2]")
+    refused(folder, "unexpected tensor model.layers.4.eh_proj.weight [2, 2]")
 
 
 def test_layers_are_for_drafting_only_if_they_have_its_parts(folder: Path) -> None:
     """A config with one layer too few must not lose the last layer as one for drafting."""
     change_json(folder / "config.json", num_hidden_layers=3, num_nextn_predict_layers=1)
-    refused(folder, "unexpected key model.layers.3.input_layernorm.weight [48]")
+    refused(folder, "unexpected tensor model.layers.3.input_layernorm.weight [48]")
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
@@ -186,7 +188,7 @@ def test_layers_of_unlike_sizes_are_named_too(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     name = max(key for key in weights if key.endswith("q_proj.weight"))
     change_weights(tmp_path, lambda weights: weights.pop(name))
-    refused(tmp_path, f"missing key {name}")
+    refused(tmp_path, f"missing tensor {name}")
 
 
 def test_tied_weights_may_be_there_twice(folder: Path) -> None:
@@ -246,7 +248,7 @@ def refuse(error: Exception) -> Callable[..., NoReturn]:
 
 
 @pytest.mark.parametrize(
-    ("n_free", "way"), [(30_000, "In bfloat16 they take"), (10_000, "Free some memory")]
+    ("n_free", "way"), [(30_000, "With --dtype bfloat16 they take"), (10_000, "Free some memory")]
 )
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_free: int, way: str
@@ -258,7 +260,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
         AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
     )
     with pytest.raises(
-        TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"
+        TargetError, match=rf"take .* in float32, but only .* are free in host memory\. {way}"
     ):
         load_target_model(tmp_path, torch.float32, "cpu")
 

@@ -627,7 +627,7 @@ def test_a_family_whose_attention_is_its_own_is_refused() -> None:
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **sizes)).eval()
     with pytest.raises(
-        TargetError, match="falcon can't be served: calls of the engine give other values"
+        TargetError, match="falcon can't be served: the calls of the engine give other"
     ):
         engine_for(never_ending(model))
 
