@@ -72,8 +72,9 @@ class EvalConfig(DecodingConfig):
         def __init__(self, /, **values: Any) -> None: ...
 
     prompts: Common[str]
-    """File of prompts with one JSON object per line: chats, whose last assistant message is left
-    out, or questions of the benchmark Spec-Bench."""
+    """File of prompts with one JSON object per line: chats, or questions of the benchmark
+    Spec-Bench. If a chat ends with a message of the assistant, the prompt ends before this
+    message."""
     drafter: Common[tuple[str, ...]] = ()
     """The drafters to measure, separated by commas. Each is a run of `moa-data train`, or a folder
     with a drafter, which may come from the EAGLE or MoA authors."""

@@ -127,7 +127,10 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Make a choice that changes the positions [B, Q] of the slots of a block with ``move``."""
+    """Return the wrong choice in which the slots of a block have the positions ``move(positions)``.
+
+    Positions have the shape [B, Q].
+    """
     return _put(
         "run_layers",
         lambda owner, plain: lambda x, positions, *rest: plain(x, move(positions), *rest),
@@ -135,9 +138,10 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Make a choice with which slot q of a block sees key k if ``rule(q, k)`` [Q, S] is true.
+    """Return the wrong choice in which slot q of a block sees key k if ``rule(q, k)`` is true.
 
-    The first slot of the block is slot 0 and key 0. Keys of the context are below 0.
+    The rule gets q [Q, 1] and k [S]. The first slot of the block is slot 0 and key 0. Keys of the
+    context are below 0.
     """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
@@ -150,7 +154,7 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Make a choice that edits the committed tokens of each row before a method gets them."""
+    """Return the wrong choice in which a method gets edited committed tokens of each row."""
     return _put(
         part,
         lambda own, plain: (

@@ -42,8 +42,8 @@ _LOOK_EVERY_S = 1.0
 # After this many seconds without any commit, a worker also writes parts that other workers claim.
 _PATIENCE_S = 600.0
 _POLL_EVERY_S = 0.5  # seconds between two polls of the workers
-# Seconds that a terminated worker has to discard its unfinished parts. The limit is below the three
-# seconds that an interrupted command itself has.
+# Seconds in which a terminated worker must discard its unfinished parts. The command itself must
+# end within three seconds after an interruption, so its workers have less time.
 _LEAVE_S = 2.0
 # Seconds that workers have to end after everything is committed. The limit is needed because some
 # Ray tasks may never start.

@@ -401,7 +401,8 @@ class AnswerText:
         # ``finish_reason`` is "stop" or "length" once the answer has ended.
         self.n_tokens, self.finish_reason = 0, ""
         self.first_s: float | None = None  # Seconds from the request to the answer's first token.
-        # Tokens that were not sent yet, with their log-probabilities. Empty if none were requested.
+        # Tokens that were not sent yet, with their log-probabilities. The list stays empty if the
+        # request asks for no log-probabilities.
         self.scored: list[tuple[int, Logprobs]] = []
         self._id: int | None = engine.add(
             request, lambda commit: call_in(loop, self._arrive, commit)

@@ -136,7 +136,7 @@ class ServeConfig(TargetSettings):
     """Port of the HTTP server. 0 takes any free port."""
     grpc_port: Common[Port | None] = 8001
     """Port of the gRPC server, which `moa-data chat` and other clients that draft themselves use. 0
-    takes any free port; none starts no gRPC server."""
+    takes any free port. With the value `none`, the gRPC server is not started."""
     allowed_host: tuple[str, ...] = ()
     """Additional host names, separated by commas, under which web pages and proxies may reach a
     server that has no tokens. localhost and IP addresses are always allowed."""

@@ -21,8 +21,8 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # One pair after each token: the start of the window for the next token, and the number of
-        # tokens whose text is complete and was returned.
+        # One pair after each token: the first token that is decoded together with the next one, and
+        # the number of tokens whose text is complete and was returned.
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:

@@ -186,10 +186,10 @@ class DraftingSession:
             return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
-                f"the message starts at token {body.start}, but it must start between token "
-                f"{self.request.n_prompt} (the end of the prompt) and token {len(self.tokens)} "
-                "(the end of the session's text); open the session again with the tokens that you "
-                "have."
+                f"the tokens of this request begin at position {body.start} of the text, but must "
+                f"begin at a position from {self.request.n_prompt} (the end of the prompt) to "
+                f"{len(self.tokens)} (the end of the session's text). Open the session again with "
+                "the tokens that you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(

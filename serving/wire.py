@@ -82,7 +82,8 @@ def encode(codec: str, context: Tensor) -> bytes:
     if codec == "bf16":
         return _as_bytes(values.to(torch.bfloat16))
     width = values.shape[1]
-    groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))  # [n, G, 64]
+    groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
+    # One scale per group of 64 values
     scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)  # [n, G]
     steps = scales.float()[..., None]
     codes = (

@@ -56,7 +56,7 @@ def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
     return RemotePath(ObjectStore(text))
 
 
-# Whole files
+# Functions for whole files, on a disk or in a bucket
 
 
 def exists(path: StorePath) -> bool:

@@ -258,8 +258,8 @@ def read_plan(path: StorePath) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         metadata = file.metadata
-        # Check the sizes in the file's metadata before memory is allocated. Sequence ids are
-        # distinct, so each row takes at least one byte of the file.
+        # Check the sizes in the file's metadata before memory is allocated. Each row has another
+        # sequence id, so it takes at least one byte of the file.
         columns = [
             metadata.row_group(i).column(k)
             for i in range(metadata.num_row_groups)

@@ -1,7 +1,7 @@
 """Settings of a training run, in groups, and settings of the export of a drafter.
 
-The drafter is a union of groups, one for each kind of drafter, with the settings and defaults of
-that kind. A setting that is also a field of the drafter's sizes (``drafter.json``) has the same
+The settings of the drafter are one of several groups: each kind of drafter has a group with its own
+settings and defaults. A setting that is also a field of the drafter's sizes (``drafter.json``) has the same
 name there.
 """
 

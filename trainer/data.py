@@ -720,7 +720,7 @@ class _Step:
     """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
     rows: np.ndarray  # Indices of all training sequences in the step, on all devices.
-    draws: Draws  # Random numbers of all sequences in ``rows``.
+    draws: Draws  # Random choices of the loss (such as anchors) for all sequences in ``rows``.
     # For each micro-batch of this device, the indices into ``rows`` of its sequences.
     parts: list[np.ndarray]
     # Response masks of all sequences in ``rows``, bool [B, T]. None until the first micro-batch is

@@ -154,7 +154,8 @@ def _recorded(
         state: the drafter's state, which is copied and not changed.
         record: drafts the chains. The graph records its kernels.
     """
-    device, (counts, before, *lengths) = numbers.device, numbers[:, n_new:].unbind(1)  # [B] each
+    device = numbers.device
+    counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each tensor is [B].
 
     def begun() -> LayerState:
         state_of_graph = copy.copy(state)

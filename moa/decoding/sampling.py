@@ -602,10 +602,10 @@ class _Judge:
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:
-        """List the probability that the target gives to a draft after its parent.
+        """Return the probability that the target gives to a draft after its parent, in a list.
 
-        If the draft was sampled, the second item is the probability with which the drafter sampled
-        the draft.
+        If the draft was sampled, the list has a second item: the probability that the drafter gave
+        to it.
         """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 

@@ -479,7 +479,8 @@ class BlockDrafter(KVEncoder, Drafter):
         chosen = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
         draws = replace(step.draws, blocks=chosen)
         anchors, valid = training.draw_anchors(inputs.response_mask, draws)
-        shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
+        # Weights in the loss: [B, N, K] for N anchors in each row, and K drafts after each anchor
+        shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)
         indices = training.places(shares > 0)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
         # [P, F]

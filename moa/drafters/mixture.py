@@ -214,7 +214,7 @@ class MoADrafter(KVEncoder, Drafter):
             mask = masks.Mask.up_to(context, n_tokens)
             x2 = self.cross_attention(x1, query_rotation, *verified, mask)
 
-        # Target layers
+        # Run the features through the last layers of the target.
         if not self.config.target_layer_inference:
             return x2, x2
         return x2, frozen.norm(run_target_layers(frozen, x2, kv, rounds))

@@ -153,7 +153,10 @@ HF_DFLASH = replace(
 
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
-    """Add the heads to the DFlash config, at the top level as DeepSpec and vLLM expect."""
+    """Add the settings of the Markov and confidence heads to the DFlash config.
+
+    DeepSpec and vLLM expect them at the top level.
+    """
     config = _config(sizes)
     has_markov = sizes.markov_head != "none"
     config["dflash_config"]["projector_type"] = "dspark"

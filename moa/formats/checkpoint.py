@@ -330,8 +330,8 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
         own_name = rename(name)
         if own_name in renamed:
             raise DrafterError(
-                f"{folder}: the tensor {name} {list(value.shape)} and another tensor are both "
-                f"read as {own_name}. Remove the tensor that is not part of the drafter."
+                f"{folder}: the tensor {name} {list(value.shape)} has the same meaning as another "
+                f"tensor of the file: both are read as {own_name}. Remove one of them."
             )
         renamed[own_name] = value
     return renamed

@@ -108,8 +108,9 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
     for name, value in _pack(own, sizes).items():
         if name.startswith("layers.0.") and not torch.equal(weights[name], value):
             raise DrafterError(
-                f"the tensor {name} {list(weights[name].shape)} has been changed, but the first "
-                "layer of this format must return its input unchanged; export the drafter again."
+                f"the tensor {name} {list(weights[name].shape)} has not the value that moa-data "
+                "wrote: the first layer of this folder must return its input unchanged. Export the "
+                "drafter again."
             )
     return own
 
@@ -167,7 +168,7 @@ def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     for key, name in {"bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias"}.items():
         if config.get(key) and name not in weights:
             raise DrafterError(
-                f"config.json has {key} true, but the tensor {name} is missing; export it again."
+                f"config.json has {key} true, but the tensor {name} is missing; export the drafter again."
             )
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False

@@ -241,7 +241,8 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)
-        # Clamp ids outside the vocabulary. They are refused later, by ``Drafter.check_weights``.
+        # Clamp ids outside the vocabulary here. ``Drafter.check_weights`` refuses such a ``d2t``
+        # later.
         marked[tokens.clamp(0, n_tokens - 1)] = True
         return weights | {"t2d": marked}
     return weights
@@ -264,8 +265,8 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
     """Read ids of target layers, and convert them to layers counted from 0.
 
     Args:
-        given: pairs of a list of ids, and the id that stands for the first layer in this list. The
-            first list that is not empty is used.
+        given: pairs. Each has a list of ids, and the id of the first layer in this list's way of
+            counting (0 or 1). The first list that is not empty is used.
     """
     for ids, first in given:
         if ids:

@@ -478,7 +478,8 @@ class StaticCalls:
     def __init__(self, n_slots: int) -> None:
         # Padding takes slots too, so add the largest padded size.
         self.n_slots = n_slots + STATIC_SIZES[-1]
-        # Caches for static calls reuse these buffers one after another.
+        # Buffers of keys and values at fixed addresses, which CUDA graphs need. A new cache takes
+        # a buffer that an earlier cache has given back.
         self.buffers: Buffers = {}
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 

@@ -507,7 +507,7 @@ class _Turn:
         elif not session.wants_draft and drafter.n_pending >= _WARM_EVERY and not session.drafts:
             drafter.warm(session.tokens)
 
-    # Outputs
+    # Methods that send messages to the server, and events to the caller
 
     def _flush(self) -> None:
         if messages := self._session.take_messages():

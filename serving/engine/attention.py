@@ -468,7 +468,7 @@ class JoinedAttention:
 
 
 class _Ragged:
-    """Parts that are chains, as rows of one call of variable-length FlashAttention.
+    """Chains of tokens of several sequences, as rows of a variable-length FlashAttention call.
 
     FlashAttention takes the first slots of the rows as ascending offsets, so the parts must be in
     the order of their slots.

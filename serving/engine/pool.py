@@ -75,7 +75,7 @@ class Pool:
             # Linux grants any allocation and kills the process later, when it writes to memory
             # that does not exist. So compare with the free memory first.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
-                raise RuntimeError(f"only {format_bytes(n_free)} are free")
+                raise RuntimeError(f"only {format_bytes(n_free)} of memory are free")
             # Writing zeros makes the system provide the memory now, not while requests arrive.
             # [2, L, H_kv, S, d], keys after RoPE
             self.buffer = torch.zeros(shape, dtype=dtype, device=device)

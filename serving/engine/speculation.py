@@ -276,7 +276,7 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Add contexts that were encoded for clients to the drafter's caches.
+        """Put contexts into the drafter's caches that were already encoded for clients.
 
         Args:
             by_id: the result of :meth:`encode_contexts`.

@@ -55,8 +55,9 @@ HIGH_LEVELS = 15
 # Number of different values (levels) of a code that is stored as two digits.
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
-# If the codes of a layer group take at least this many bytes per token on average, all runs are
-# stored in one array, which is cut into pieces. Otherwise each run is an array.
+# If the codes of a layer group take at least this many bytes per token on average, all of them are
+# stored in a single array, which is cut into pieces. Otherwise each run of columns has its own
+# array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -215,10 +216,10 @@ def unpack_table(levels: int) -> np.ndarray:
 
 
 class _Run(NamedTuple):
-    """A run of code columns of a layer group, and the stored array of their packed bytes.
+    """Adjacent code columns of a layer group, and the stored array of their packed bytes.
 
-    The run has the columns from ``first`` to ``last`` (exclusive). ``levels`` is the number of
-    levels of each column's digit. ``array`` is uint8 [token, byte].
+    The columns are those from ``first`` to ``last`` (exclusive). Their codes are digits, each with
+    ``levels`` different values. ``array`` is uint8 [token, byte].
     """
 
     array: StoredArray

@@ -292,7 +292,7 @@ class _ShardPlan:
 
 @dataclass
 class _Column:
-    """The inner chunks with the same index along axis 1, and the destinations of their layers."""
+    """The inner chunks with the same index along axis 1, and where their layers are copied to."""
 
     number: int  # Index of the chunks along axis 1.
     # Range [start, stop) of the layer axis of ``out`` that receives all layers of the chunk in
