@@ -245,10 +245,11 @@ class ForwardPlan:
         for n_bytes, (n_free, memory_name) in zip(self.memory_bytes, free, strict=True):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The target needs {format_bytes(n_bytes)} of memory ({memory_name}) for its "
-                    f"forward passes: {self._needs}. Only {format_bytes(n_free)} are free there.",
-                    "Free some memory, or use a larger machine. `extract` needs less memory with "
-                    "--compute-dtype bfloat16, a smaller --batch-tokens or fewer --workers.",
+                    f"The forward passes of the target need {format_bytes(n_bytes)} of "
+                    f"{memory_name}: {self._needs}. Only {format_bytes(n_free)} of {memory_name} "
+                    "are free.",
+                    "Free some memory, or use a larger machine. Extracting in bfloat16, with "
+                    "smaller batches or with fewer workers needs less memory.",
                 )
 
     def load_target(self, progress: Progress | None = None) -> Target:

@@ -179,7 +179,7 @@ def test_all_problems_are_named_at_once() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(OptionInvalid, match="--set 'resume' does not have the form KEY=VALUE"):
         resolve(Stage, {}, None, ["resume"])
-    with pytest.raises(OptionInvalid, match=r"absent\.yaml: No such file"):
+    with pytest.raises(OptionInvalid, match=r"absent\.yaml cannot be read \(No such file"):
         resolve(Stage, {}, Path("absent.yaml"))
     wrong: dict[str, Any] = {"steps": {"n_steps": 0}}
     with pytest.raises(

@@ -318,7 +318,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
         return sizes, unpacked
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         raise DrafterError(
-            f"{folder} holds a {layout.kind} drafter for {layout.reader} that cannot be used: "
+            f"{folder} holds a drafter of kind {layout.kind} for {layout.reader} that cannot be used: "
             f"{error}"
         ) from error
 

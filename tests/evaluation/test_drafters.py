@@ -58,7 +58,9 @@ def test_a_report_sets_the_cost_of_training_beside_speed(
         assert line in text
     (runs[1] / "report.json").write_text(json.dumps({"n_steps": 3}))
     assert evaluate(config).warnings == ["steps differ: one 340, other 3"]
-    assert "only difference:\n\n- steps differ: one 340" in out.with_suffix(".md").read_text()
+    assert (
+        "differences between them:\n\n- steps differ: one 340" in out.with_suffix(".md").read_text()
+    )
 
 
 def facts(**changed: Any) -> dict[str, Any]:

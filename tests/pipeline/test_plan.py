@@ -216,7 +216,7 @@ def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lack
     plan = build_plan(config)
     plan.check_disk()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(StorageUnavailable, match="has only 10 B free") as caught:
+    with pytest.raises(StorageUnavailable, match="only 10 B are free") as caught:
         plan.check_disk()
     # `add` and `repair` check the disk too, but have no --out.
     assert "--" not in str(caught.value)
@@ -586,6 +586,6 @@ def test_plan_tells_what_workers_take(
     arguments = ["plan", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
     told = run(*arguments, "--device", "cpu", "--workers", "4", "--part-tokens", "512")
     assert told.exit_code == 0, told.output
-    assert "\nworkers      4 take " in told.stdout
+    assert "\nworkers      4 in parallel take " in told.stdout
     elsewhere = run(*arguments, "--engine", "ray", "--gpus-per-worker", "1")
     assert "not measured, because this machine has no GPU" in elsewhere.stdout

@@ -418,7 +418,7 @@ def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: Regenera
     with pytest.raises(DatasetError, match="first: row 9"):
         regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=0.2))
     assert record(config)["rows"]["n_rows"] == 11, "certain after the last batch"
-    with pytest.raises(OutputOccupied, match="max_new_tokens 1 "):
+    with pytest.raises(OutputOccupied, match="max_new_tokens was 1 and is now"):
         regenerate(config)
     answers = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
     assert answers.counts.n_rows == 11
@@ -663,7 +663,7 @@ def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: Scri
         else (200, said(body["messages"][-1]["content"]))
     )
     served = asking(config, URL, batch_size=1)
-    with pytest.raises(ServingError, match="answers 404"):
+    with pytest.raises(ServingError, match="HTTP status 404"):
         regenerate(served)
     n_before = len(scripted.bodies)
     scripted.script = lambda body: (200, said(body["messages"][-1]["content"]))

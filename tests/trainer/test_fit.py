@@ -347,7 +347,7 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
     first = str(tmp_path / "first")
     with pytest.raises(
         TrainingError,
-        match=r"kind moa, but this run trains a drafter of kind eagle. Give --drafter moa\.",
+        match=r"kind moa, but this run trains a drafter of kind eagle. Give --drafter moa,",
     ):
         run(store_path, tmp_path / "other", max_steps=1, drafter="eagle", init_from=first)
     other = {"max_steps": 1, "layer_groups": 1, "unrotated_keys": False, "init_from": first}

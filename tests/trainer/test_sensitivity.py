@@ -152,7 +152,7 @@ def test_what_cannot_be_measured_is_refused(
     cases: list[tuple[Any, type[Exception], str]] = [
         (build("eagle", model), TrainingError, "kind eagle"),
         (build_drafter(build_model()), DrafterError, "another target"),
-        (stranger, DrafterError, "weights cdcdcdcdcdcd"),
+        (stranger, DrafterError, "hash cdcdcdcdcdcd"),
         (
             build_drafter(model, n_target_layers=2),
             SelectionInvalid,

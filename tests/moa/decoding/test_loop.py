@@ -238,10 +238,10 @@ def test_bad_requests_are_refused() -> None:
     drafter = build_drafter(target.model)
     bad: list[tuple[list[int], dict[str, Any], str]] = [
         ([], {}, "prompt is empty"),
-        ([5] * N_POSITIONS, {}, f"{N_POSITIONS} positions"),
+        ([5] * N_POSITIONS, {}, f"fewer than {N_POSITIONS}"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([5, VOCABULARY], {}, f"token {VOCABULARY}"),
-        ([5, -1], {}, "token -1"),
+        ([5, VOCABULARY], {}, f"token id {VOCABULARY}"),
+        ([5, -1], {}, "token id -1"),
         ([5], {"sampling": SamplingConfig(1.0), "tree": TreeShape(6, stop_below=0.1)}, r"6@0\.1"),
     ]
     for prompt, settings, said in bad:

@@ -601,9 +601,9 @@ def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
-        ({"target_hidden_size": 96}, "target_hidden_size is 96"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5"),
+        ({"target_hidden_size": 96}, "target_hidden_size 96"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
     ],
 )
 def test_keys_of_eagle3_that_change_the_computation_are_heeded(

@@ -208,7 +208,7 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
     i = by_id(back)[original.sequences["sequence_id"][4].as_py()]
     for field in ("hidden/layer_1", "hidden/layer_4"):
         np.testing.assert_array_equal(back.read(i, field), original.read(4, field))
-    with pytest.raises(DatasetError, match=r"expected 3 layers of 32.*--layers"):
+    with pytest.raises(DatasetError, match=r"3 layers of width 32 were expected.*--layers"):
         bring_in(folder, "specforge", target, tmp_path / "wrong")
 
 
@@ -448,7 +448,7 @@ def test_speculators_fp8_states_are_read_with_their_scales(
     save_file(
         {name: value for name, value in load_file(path).items() if "scales" not in name}, path
     )
-    with pytest.raises(DatasetError, match="no tensor hidden_states_scales"):
+    with pytest.raises(DatasetError, match="lacks the tensor hidden_states_scales"):
         bring_in(folder, "speculators", target, tmp_path / "again")
     save_file(load_file(path) | {"hidden_states_scales": torch.ones(3, 1, 1)}, path)
     with pytest.raises(DatasetError, match="hidden_states_scales do not fit"):
