@@ -158,7 +158,7 @@ SUPPORTED = """# What works with what
 ## Targets
 
 Targets are causal language models that transformers can load. Of models that also see or hear, the text model is
-used, if transformers has it as a model of its own (Qwen's VL models do not).
+used, if transformers has it as a model of its own. For Qwen's VL models it has none.
 
 Every target is checked. When it is loaded, our logits for a few tokens are compared with the model's own. Before
 decoding, calls over cached tokens are compared with one call over all tokens; for families of Llama's kind this

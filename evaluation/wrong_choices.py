@@ -56,7 +56,7 @@ Choice = Callable[[Reading], None]
 
 
 def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
-    """Make a choice that replaces an attribute by ``change(its owner, its value)``.
+    """Return the wrong choice in which an attribute is replaced by ``change(owner, value)``.
 
     ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``. In the path,
     ``*`` stands for all items of a list.

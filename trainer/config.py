@@ -382,7 +382,7 @@ class IndependentSettings(DrafterSettings):
     """A small Llama that reads tokens only."""
 
     kind: Literal["independent"] = "independent"
-    """Independent."""
+    """Independent: a small model of its own that reads only tokens."""
     independent_layers: Count = 2
     """Number of decoder layers in the independent drafter."""
     independent_width: Annotated[int, Field(ge=2)] | None = None

@@ -304,13 +304,13 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """
     is_possible = (probability != 0).numpy()
     n_possible = np.count_nonzero(is_possible)
-    # If logits are NaN, no token may be possible. Then list the first token.
+    # If logits are NaN, all probabilities may be 0. Then return the first token alone.
     if n_possible <= _N_PLAIN:
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
-    # The noise is ``-log(-log u)``, so the token with the largest ``log p + noise`` has the
-    # smallest ``-log(u) / p``. As ``-log(u)`` is at least ``1 - u``, a lower bound of this value is
-    # ``(1 - u) / p``. A token is excluded, without computing its logarithm, if its lower bound is
-    # above the value of another token.
+    # The noise is ``-log(-log u)``, where u is a uniform random number. So the token with the
+    # largest ``log p + noise`` has the smallest ``-log(u) / p``. As ``-log(u)`` is at least
+    # ``1 - u``, a lower bound of this value is ``(1 - u) / p``. A token is excluded, without
+    # computing its logarithm, if its lower bound is above the value of another token.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
     # Set the exponent bits of 1.0, so that the bits are a float64 from 1 to 2. Its value is ``u +
     # 1``, minus half of the last bit.

@@ -223,7 +223,7 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
 
     Args:
         mask: [B, T] bool.
-        most: the largest number of true positions in a row, if the host knows it. None computes
+        most: the largest number of true positions in any row [T] of the mask, if the host knows it. None computes
             this number, which synchronizes with the device.
 
     Returns:

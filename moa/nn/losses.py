@@ -261,8 +261,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass,
                 divergence,
             )
-            # Multiply the features, not the logits, by the loss weights, because features are
-            # narrower.
+            # The weights of the losses are factors of the LM head's gradient. Multiply the features
+            # by them, not the logits' gradients, because features are narrower.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)

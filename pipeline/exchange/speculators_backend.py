@@ -72,8 +72,9 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     @override
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
         raise DatasetError(
-            "The hidden states of a sequence are missing, and a store of moa-data cannot compute "
-            "them. Train with --on-missing raise."
+            "The store lacks the hidden states of a sequence, and speculators asked to compute them, "
+            "which a store cannot do. Repair the store, and train with --on-missing raise, which "
+            "does not ask."
         )
 
 

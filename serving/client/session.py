@@ -432,7 +432,7 @@ class Session:
             self.n_context = context.start + context.n_positions
             self._is_stuck = False
 
-    # Tokens
+    # Properties of the text and its drafts
 
     @property
     def _n_left(self) -> int:

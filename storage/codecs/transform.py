@@ -494,9 +494,13 @@ class TransformCodec(FieldCodec):
         )
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
-            raise ValueError(f"array {group}/columns has an entry that is out of range")
+            raise ValueError(
+                f"the codec file is damaged: array {group}/columns has an entry that is out of range"
+            )
         if not np.isfinite(table).all():
-            raise ValueError(f"array {group}/columns has NaN or infinite values")
+            raise ValueError(
+                f"the codec file is damaged: array {group}/columns has NaN or infinite values"
+            )
         regressions = (
             load(f"{part}/regression", n_features, width)
             for part in range(self.n_parts if n_features else 0)
