@@ -1,6 +1,7 @@
 """Imports run one way between and inside rooms, light rooms stay light, and only commands print."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -161,6 +162,13 @@ def test_every_folder_says_what_lives_there() -> None:
             assert len(text.splitlines()) >= 2, (
                 f"{path.relative_to(ROOT)}: what lives here, and what may not?"
             )
+
+
+def test_the_index_of_the_tests_helpers_is_complete() -> None:
+    kit = ROOT / "tests" / "kit"
+    index = ast.get_docstring(ast.parse((kit / "__init__.py").read_text()))
+    listed = set(re.findall(r"``(\w+)``", index or ""))
+    assert listed == {file.stem for file in kit.glob("*.py")} - {"__init__"}
 
 
 @pytest.mark.parametrize("room", sorted(OUTSIDE))
