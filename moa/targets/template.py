@@ -184,22 +184,34 @@ class ChatTemplate:
     def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response.
 
-        This is the first control token that the template writes after the last response, or the
-        whole text if it does not begin with a control token. If no text follows the last response,
-        the end of turn is the control token between a response and the next turn.
+        These are the control tokens that the template writes after the last response, without those
+        that end the whole chat: a second token must also stand between a response and the next
+        turn. If the text after the last response is not a control token, it is the end of turn as a
+        whole. If the template writes no such text, the end of turn is the first control token
+        between a response and the next turn.
 
         Args:
             header: rendering of a chat with one user message.
         """
         user = _message("user")
-        text = self.text_after_last or self._text_after([user, _ANSWER, user])
-        first_token = self.control_tokens.everywhere.match(text, len(text) - len(text.lstrip()))
-        if self.text_after_last:
-            return text[: first_token.end()] if first_token else text
-        # If the token also occurs before the first message, it starts turns instead of ending them.
-        if first_token is None or first_token.group() in header:
-            return ""
-        return text[: first_token.end()]
+        last = self.text_after_last
+        between = self._text_after([user, _ANSWER, user])
+        if not last:
+            end = self._control_token_end(between, 0)
+            # If the token also occurs before the first message, it starts turns.
+            return "" if between[:end].strip() in header else between[:end]
+        end = self._control_token_end(last, 0) or len(last)
+        further = self._control_token_end(last, end)
+        while further and between.startswith(last[:further]):
+            end = further
+            further = self._control_token_end(last, end)
+        return last[:end]
+
+    def _control_token_end(self, text: str, start: int) -> int:
+        """Return where the control token ends that follows ``start`` and white space; 0 if none."""
+        rest = text[start:].lstrip()
+        token = self.control_tokens.everywhere.match(text, len(text) - len(rest))
+        return token.end() if token else 0
 
     def render(
         self,

@@ -160,6 +160,16 @@ def test_a_token_that_ends_the_text_is_not_part_of_the_last_answer() -> None:
     assert tokenizer.decode(chat.tokens).endswith("two<|im_end|>\n</s>")
 
 
+def test_an_end_of_turn_may_be_two_tokens() -> None:
+    """Command R7B writes <|END_RESPONSE|><|END_OF_TURN_TOKEN|> after each answer."""
+    both = "<|eot_id|><|im_end|>"
+    template = LOOP + "{{ m['content'] + '" + both + "' }}" + REST
+    template += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
+    chat = tokenized(tokenizer, turns("q", "one", "q2", "two"))
+    assert marked_texts(tokenizer, chat) == ["one" + both, "two" + both]
+
+
 def test_an_answer_may_begin_in_the_generation_prompt() -> None:
     """The generation prompts of Qwen3's thinking models end with <think>."""
     prompt = "'<|im_start|>assistant\\n' }}"
