@@ -184,6 +184,7 @@ def test_an_answer_may_begin_in_the_generation_prompt() -> None:
     chat = tokenized(tokenizer, messages)
     assert marked_texts(tokenizer, chat) == [answer + "<|im_end|>"]
     cut = tokenize_chat(ChatTemplate(tokenizer), messages, 4096, is_cut=True)
+    assert isinstance(cut, TokenizedChat)
     assert marked_texts(tokenizer, cut) == [answer]
     assert tokenizer.decode(cut.tokens).count("<think>") == 1
 
