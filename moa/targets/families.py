@@ -248,12 +248,13 @@ def family_of(config: Any) -> Family:
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
     """Raise TargetError if transformers can load a model type neither for text nor for images."""
-    model_type = values.get("model_type")
+    # Convert to text, because a damaged config may hold a list, which cannot be looked up.
+    model_type = str(values.get("model_type"))
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     loads_text = (
         isinstance(text, dict)
-        and text.get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and str(text.get("model_type")) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
     if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
         sees and loads_text
@@ -261,7 +262,7 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
         way = "Choose another target, or install a release of transformers that supports it"
         raise TargetError(
             f"{source}: transformers {transformers.__version__} has no text-only causal language "
-            f"model for the model type {str(model_type)[:60]!r}. "
+            f"model for the model type {model_type[:60]!r}. "
             f"{'Save the text part of this model as a causal language model' if sees else way}."
         )
 

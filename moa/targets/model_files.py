@@ -106,9 +106,9 @@ def check_model_folder(folder: Path) -> None:
     Raises:
         TargetError: the folder is refused.
     """
-    is_native = (folder / "config.json").is_file() and read_config(folder).get(
-        "model_type"
-    ) in _NATIVE
+    has_config = (folder / "config.json").is_file()
+    # A damaged config may hold a list here, which cannot be looked up.
+    is_native = has_config and str(read_config(folder).get("model_type")) in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():
             continue

@@ -37,8 +37,8 @@ def gpu(request: pytest.FixtureRequest) -> str:
     return "cuda"
 
 
-def target_on(device: str) -> Target:
-    target = Target(build_model(num_hidden_layers=2).to(device))
+def target_on(device: str, n_layers: int = 2) -> Target:
+    target = Target(build_model(num_hidden_layers=n_layers).to(device))
     target.eos_token_ids = frozenset()
     return target
 
@@ -82,7 +82,7 @@ def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | Non
     One row, several rows, and one row again are decoded with the same graphs.
     """
     name, settings = test_graphs.DRAFTERS[kind]
-    target = target_on(gpu)
+    target = target_on(gpu, 4)
     expected = plain(target)
     target.use_static_calls(32)
     drafter: Any = build(name, build_model(num_hidden_layers=4), **settings).to(gpu)

@@ -73,7 +73,7 @@ def test_it_learns_resumes_and_decodes(
     assert at_once.n_bytes_read == report.n_bytes_read > at_once.n_tokens
     assert_same_run(whole, parts)
     metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
-    assert metrics["val/kl"][-1] < 0.85 * metrics["val/kl"][0]
+    assert metrics["val/kl"][-1] < 0.9 * metrics["val/kl"][0]
     assert ("train/feature_loss" in metrics) == (kind in ("eagle", "glide"))
     assert report.best_expected_acceptance_length == pytest.approx(
         max(metrics["val/expected_acceptance_length"])

@@ -275,3 +275,9 @@ def test_weights_that_cannot_be_mapped_are_named(
     )
     with pytest.raises(MoaDataError, match=r"model\.safetensors"):
         load_target_model(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("value", [["llama"], {"llama": 1}, 3])
+def test_a_model_type_that_is_not_a_text_is_refused(folder: Path, value: Any) -> None:
+    change_json(folder / "config.json", model_type=value)
+    refused(folder, "model type")
