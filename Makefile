@@ -8,8 +8,9 @@ LOCK_KEEP ?= torch==2.13.0
 # Where the demo writes; running it again reuses what is finished.
 DEMO_OUT ?= demo-output
 DEMO_REAL_OUT ?= runs/demo-real
-# One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
-PYTEST_ARGS ?= -n auto --dist worksteal
+# Each process has one thread. There is one process more than cores, because many tests wait for a
+# server or for another process. PYTEST_ARGS= runs the tests one after the other.
+PYTEST_ARGS ?= -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist worksteal
 # The seed of `make test-shuffled`, from 0 to 4294967295: of the order, of random numbers and of Python's hashes.
 ifndef SEED
 SEED := $(shell date +%s)

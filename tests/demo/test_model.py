@@ -59,6 +59,7 @@ def served(folder: Path, name: str) -> Iterator[int]:
         yield int(server.grpc_address.rpartition(":")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("package")
 def test_the_whole_job_on_the_model_of_a_package(
     tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch

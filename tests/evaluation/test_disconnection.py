@@ -66,7 +66,7 @@ def test_cuts_are_spread_over_the_answer() -> None:
         pytest.param("eagle3", {}, marks=pytest.mark.slow),
         ("dspark", {}),
         pytest.param("glide", {}, marks=pytest.mark.slow),
-        ("medusa", {}),
+        pytest.param("medusa", {}, marks=pytest.mark.slow),
         pytest.param("independent", {}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -244,6 +244,7 @@ def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the
         assert read_tree(killed) == expected, name
 
 
+@pytest.mark.slow
 def test_another_addition_drops_what_an_unfinished_one_had_learned(config: ExtractConfig) -> None:
     config = config.replaced(codec="transform:3")
     begun(config)

@@ -101,6 +101,7 @@ def initial_weights(store: Path, out: Path, **changes: Any) -> dict[str, torch.T
     return dict(last_state(out)["state_dict"])
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one(store_path: Path, tmp_path: Path) -> None:
     """One run trains on two machines from the start, another from a checkpoint of one device.
 

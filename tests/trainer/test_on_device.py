@@ -38,10 +38,9 @@ KINDS: dict[str, dict[str, Any]] = SIZES | {
     "dspark on a memory": {"context": "memory", "block_layers": 1, "markov_rank": 8},
     "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
 }
-QUICK_KINDS = (
-    "eagle3", "glide", "medusa", "moa with a target layer", "dflash with D-PACE",
-)  # fmt: skip
-"""The kinds that run by default: one of each way to read the store and to draft."""
+QUICK_KINDS = ("eagle3", "moa with a target layer", "dflash with D-PACE")
+"""The kinds that run by default: one that drafts token by token, one that reads the target's KV, and
+one that drafts a block."""
 N_STEPS = 2
 # Most waits of one step, with its batch, forward, backward, clipping and optimizer.
 MAX_WAITS = 4

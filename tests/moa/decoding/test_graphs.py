@@ -35,7 +35,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "independent": ("independent", {}),
     "glide": ("glide", {}),
 }
-BY_DEFAULT = ["moa, a target layer", "eagle3"]
+BY_DEFAULT = ["eagle3"]
 
 
 def replays(counts: Counts, file: str) -> int:

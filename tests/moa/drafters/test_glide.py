@@ -16,7 +16,7 @@ from .contract import ONE, ROUNDS, TREE, WINDOW, DrafterContract, assert_steps_e
 
 class TestGlide(DrafterContract):
     kind = "glide"
-    family, speed_shape, shape = WINDOW, ONE, TREE
+    family, speed_shape, shape = WINDOW, ONE, None
 
 
 @pytest.mark.parametrize(

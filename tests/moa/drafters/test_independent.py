@@ -14,7 +14,7 @@ from .contract import CHAIN, TREE, WINDOW, DrafterContract
 
 class TestIndependent(DrafterContract):
     kind = "independent"
-    family, speed_shape, shape = WINDOW, CHAIN, TREE
+    family, speed_shape, shape = WINDOW, CHAIN, None
 
 
 @pytest.mark.slow

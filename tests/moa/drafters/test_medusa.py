@@ -18,6 +18,7 @@ from .contract import DrafterContract
 
 class TestMedusa(DrafterContract):
     kind = "medusa"
+    shape = None
     draws_weights = False
 
 

@@ -41,7 +41,7 @@ OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unro
 class TestPaper(DrafterContract):
     kind = "moa"
     sizes = PAPER
-    family = WINDOW
+    family, shape = WINDOW, None
 
 
 class TestOurs(DrafterContract):

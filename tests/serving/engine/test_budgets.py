@@ -36,7 +36,7 @@ BUDGETS: list[Any] = [
     ("eagle3", {"tree": "4@0.3"}, 660, 3),  # checks once whether the drafter is sure enough
     pytest.param("", {"sampling": SAMPLED}, 470, 2, marks=pytest.mark.slow),
     # It waits once per level of drafts and of accepted ones.
-    ("moa", {"sampling": SAMPLED}, 1170, 10),
+    pytest.param("moa", {"sampling": SAMPLED}, 1170, 10, marks=pytest.mark.slow),
 ]
 """Drafter, settings, and the most launches and waits of a step with 8 sequences.
 
@@ -149,7 +149,7 @@ def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts
         pytest.param("moa", {"wants_context": True}, marks=pytest.mark.slow),
         ("moa", {"tree": "3x2x6"}),
         pytest.param("moa", {"sampling": SAMPLED}, marks=pytest.mark.slow),
-        ("eagle3", {"tree": "4@0.3"}),
+        pytest.param("eagle3", {"tree": "4@0.3"}, marks=pytest.mark.slow),
     ],
 )
 def test_texts_are_those_of_the_cpu(device: Counts, kind: str, options: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
     ("dtype", "family"),
     [
         pytest.param(torch.float32, "llama", marks=pytest.mark.slow),
-        (torch.float32, "mistral"),
+        pytest.param(torch.float32, "mistral", marks=pytest.mark.slow),
         pytest.param(torch.float32, "qwen2-mixed", marks=pytest.mark.slow),
         (torch.bfloat16, "llama"),
         pytest.param(torch.bfloat16, "mistral", marks=pytest.mark.slow),

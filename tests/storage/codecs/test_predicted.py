@@ -79,6 +79,7 @@ class TestFromKv(PredictedContract):
     sources = {LOW: (KV,), HIGH: (KV,), LAST: (KV,)}
 
 
+@pytest.mark.slow
 class TestFromKvInPieces(TestFromKv):
     min_group_bytes = 1
 
@@ -88,6 +89,7 @@ class TestJoint(PredictedContract):
     sources = {HIGH: (LOW,), LAST: (HIGH,)}
 
 
+@pytest.mark.slow
 class TestFromKvAndJoint(PredictedContract):
     name = "transform:2,hidden=0.7,tokens,from-kv,joint@all"
     sources = {LOW: (KV,), HIGH: (KV, LOW), LAST: (KV, HIGH)}
