@@ -179,7 +179,10 @@ def crew(tmp_path: Path, recipe: Recipe, ray: None, monkeypatch: pytest.MonkeyPa
     return Crew(tmp_path / "store", recipe, monkeypatch)
 
 
-@pytest.mark.parametrize(("n_workers", "on_ray"), [(2, False), pytest.param(20, False, marks=pytest.mark.slow), (2, True)])
+@pytest.mark.parametrize(
+    ("n_workers", "on_ray"),
+    [(2, False), pytest.param(20, False, marks=pytest.mark.slow), (2, True)],
+)
 def test_any_number_of_workers_writes_the_bytes_of_one(
     crew: Crew, whole: dict[str, bytes], n_workers: int, on_ray: bool
 ) -> None:

@@ -225,9 +225,7 @@ def test_codes_of_what_a_drafter_needs_are_read(
         pytest.param(
             {"layer_attention": False, "target_layer_inference": 1}, marks=pytest.mark.slow
         ),
-        pytest.param(
-            {"layer_stride": 2, "target_layer_inference": 1}, marks=pytest.mark.slow
-        ),
+        pytest.param({"layer_stride": 2, "target_layer_inference": 1}, marks=pytest.mark.slow),
         pytest.param({"step_bound": False}, marks=pytest.mark.slow),
         pytest.param({"step_bound_min": 4, "step_bound_max": 4}, marks=pytest.mark.slow),
         pytest.param({"on_policy": False, "target_layer_inference": 1}, marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from moa_data.tests.kit.drafters import batch_with, build_glide
 from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model
 
-from .contract import ONE, ROUNDS, TREE, WINDOW, DrafterContract, assert_steps_equal_training
+from .contract import ONE, ROUNDS, WINDOW, DrafterContract, assert_steps_equal_training
 
 
 class TestGlide(DrafterContract):

@@ -9,7 +9,7 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, batch_with, build_independent
 from moa_data.tests.kit.models import build_model
 
-from .contract import CHAIN, TREE, WINDOW, DrafterContract
+from .contract import CHAIN, WINDOW, DrafterContract
 
 
 class TestIndependent(DrafterContract):

@@ -256,9 +256,7 @@ def assert_served(target: Target, drafter: Any, tree: str) -> None:
         assert reader.tokens == plain(target, prompt, 8)
 
 
-@pytest.mark.parametrize(
-    "family", quick(FEATURES, ("gpt_oss", "deepseek_v3"))
-)
+@pytest.mark.parametrize("family", quick(FEATURES, ("gpt_oss", "deepseek_v3")))
 @pytest.mark.parametrize(
     "names", quick([("moa", "medusa"), tuple(DRAFTERS)], [("moa", "medusa")]), ids=len
 )
