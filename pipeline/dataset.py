@@ -31,11 +31,11 @@ import pyarrow.parquet as pq
 from ..errors import DatasetError, OptionInvalid
 from ..files import kind_of, machine_trouble, parse_object
 from ..moa.targets.chat import (
-    COLUMNS_BESIDE_MESSAGES,
     ROLES,
     Rejection,
     RejectReason,
     UnreadableRow,
+    find_chat_column,
     unique_keys,
 )
 from ..text import counted, first_line, format_bytes
@@ -48,7 +48,9 @@ Chats reach a ratio of about 10.
 """
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 _UNREAD = re.compile(
-    r".*\.(?:ndjson|(?:jsonl?|ndjson|csv|parquet|arrow)\.(?:gz|bz2|xz|zst|zip))", re.IGNORECASE
+    r".*\.(?:ndjson|jsonlines|jl|csv|tsv"
+    r"|(?:jsonl?|ndjson|jsonlines|csv|tsv|parquet|arrow)\.(?:gz|bz2|xz|zst|zip|lz4))",
+    re.IGNORECASE,
 )
 """Matches names of files that hold rows in a format that is not read."""
 # The split in which UltraChat and similar datasets keep their chats.
@@ -469,9 +471,9 @@ def _read_json(path: Path) -> Iterator[Any]:
         yield from read_jsonl(path)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
-        if beside := [name for name in COLUMNS_BESIDE_MESSAGES if content.get(name)]:
+        if beside := find_chat_column(content):
             raise DatasetError(
-                f"{path} has {beside[0]!r} beside the rows in 'data', where it is not read. Put it "
+                f"{path} has {beside!r} beside the rows in 'data', where it is not read. Put it "
                 "into each row."
             )
         content = content["data"]
@@ -623,6 +625,9 @@ class Columns:
                 RejectReason.NO_COLUMN,
                 f"{missing[0]}; its columns: " + ", ".join(map(str, list(row)[:8])),
             )
+        # In KTO's format, false marks a completion that a model should not write.
+        if self.turns and row.get("label") is False:
+            return Rejection(RejectReason.MARKED_UNTRAINED, "label False")
         chat = {
             key: value
             for key, value in row.items()

@@ -33,7 +33,7 @@ _UNREAD = re.compile(
     r"history|chat_template_kwargs|documents|attachments?"
     r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
     r"(?:_urls?|_paths?|_files?|_\d+)?"
-    r"|tool_call|function_calls|tool_results?|available_tools"
+    r"|tool_call|function_calls|tool_results?|tool_schemas|available_(?:tools|functions)"
     r"|refusal|train_detail|think|scratch_?pad|inner_monologue"
     r"|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
@@ -53,7 +53,8 @@ _TRAIN_MARK = re.compile(
 _SKIP_MARK = re.compile(
     r"(?:is_|should_|to_)?mask(?:ed)?(?:_(?:out|loss|from_.+|labels?))?|loss_masked(?:_out)?"
     r"|untrained|(?:no|not|non|do_not|dont)_(?:train|loss|learn).*"
-    r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
+    r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?"
+    r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
     re.IGNORECASE,
 )
 # Matches the start of a word inside a name such as isTrainable.
@@ -63,7 +64,8 @@ _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
-    r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask",
+    r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask"
+    r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
     re.IGNORECASE,
 )
 # Besides these words, numbers above 0 mean yes, and other numbers mean no. In NeMo's chats the value
@@ -88,6 +90,12 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
+# Match a template's name for a message or a call. Templates also read keys such as `name` of tools,
+# functions and parameters, which does not mean that they show the same key of a message.
+_ITEM_NAMES = {
+    "message key": r"(?<![\w.\]])(?!\w*(?:tool|func|call|param|arg|schema|spec|prop))\w+(?:\[[^\]]*\])?",
+    "tool call key": r"[\w\])]",
+}
 # Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
@@ -345,7 +353,8 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
             f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
         )
     where = f"{where} ({role})"
-    if unread := _find_unread(item) or _find_other_spelling(item, _READ_KEYS):
+    unread = _find_unread(item) or _find_other_spelling(item, _READ_KEYS) or _find_channel(item)
+    if unread:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
     calls = _parse_calls(item, where)
     if isinstance(calls, Rejection):
@@ -428,6 +437,28 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
     return ""
 
 
+def _find_channel(message: Mapping[Any, Any]) -> str:
+    """Return the key of a message whose content is not the answer itself; empty if there is none.
+
+    In Harmony, reasoning and tool calls are written to channels other than ``final``.
+    """
+    if message.get("channel") not in (None, "", "final"):
+        return f"channel {message['channel']!r:.40}"
+    return "analysis" if _is_filled(message.get("analysis")) else ""
+
+
+def find_chat_column(item: Mapping[Any, Any]) -> str:
+    """Return the first filled key that names a part of a chat; empty if there is none.
+
+    The key may have another spelling than the column of a row, such as ``systemPrompt``.
+    """
+    columns = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES, "instruction", "history"}
+    for key, value in item.items():
+        if _snake_case(str(key)).lower() in columns and _is_filled(value):
+            return str(key)
+    return ""
+
+
 def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str:
     """Return the first key that is a known key in another spelling; empty if there is none."""
     for key, value in item.items():
@@ -473,15 +504,15 @@ def _unread_keys(
 
     A template reads a key by ``item.key``, ``item['key']`` or ``item.get('key')``.
     """
-    return [
-        f"{kind} {key}"
-        for key, value in item.items()
-        if key not in known
-        and _is_filled(value)
-        and not re.search(
-            rf"\.{re.escape(str(key))}\b|[\[(]\s*(['\"]){re.escape(str(key))}\1", template_text
-        )
-    ]
+    unread = []
+    for key, value in item.items():
+        if key in known or not _is_filled(value):
+            continue
+        name = re.escape(str(key))
+        reads = rf"(?:\.{name}\b|(?:\[|\.get\()\s*(['\"]){name}\1)"
+        if not re.search(_ITEM_NAMES[kind] + reads, template_text):
+            unread.append(f"{kind} {key}")
+    return unread
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:

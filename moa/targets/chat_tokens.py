@@ -20,7 +20,7 @@ The tokens are the same as from ``apply_chat_template`` of transformers. Before 
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
@@ -318,14 +318,25 @@ def _response_spans(
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
-            span = span or _located_span(template, messages, tools, index, text)
+            later = [piece for piece in marked.pieces.values() if piece.message > index]
+            span = span or _located_span(template, messages, tools, index, text, later)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""
             if span is None or any(_find(response, piece, 0) < 0 for piece in pieces):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
-            spans.append(_with_end_of_turn(template, text, span))
+            span = _with_end_of_turn(template, text, span)
+            if index == 0 and not _ends_turn(template, text[slice(*span)]):
+                return Rejection(
+                    RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 0, which has no end of turn"
+                )
+            spans.append(span)
     return spans
+
+
+def _ends_turn(template: ChatTemplate, response: str) -> bool:
+    """Whether a response has an end-of-turn token, or the template writes none."""
+    return not template.text_after_last or response.endswith(template.end_of_turn)
 
 
 def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
@@ -359,7 +370,12 @@ def _prefix_span(
         # response.
         return None
     up_to_response = messages[: index + 1]
-    turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
+    turn = text if up_to_response == messages else template.render(up_to_response, tools)
+    # A response may end in white space itself, which belongs to the response.
+    if template.text_after_last or "tool_calls" in messages[index]:
+        turn = turn.rstrip()
+    else:
+        turn = turn.removesuffix(template.space_after_last)
     end = len(turn)
     if template.text_after_last and turn.endswith(template.text_after_last):
         end += len(template.end_of_turn) - len(template.text_after_last)
@@ -369,15 +385,37 @@ def _prefix_span(
         turn = turn.removesuffix(template.text_after_last or template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))
         end = end_token.end() if end_token else 0
-    if not (text.startswith(prompt) and text.startswith(turn) and end > len(prompt)):
+    start = len(prompt)
+    # Some templates write no generation prompt after a response, but write its header in a chat.
+    if not prompt.rstrip().endswith(template.header):
+        start = _skip_header(text, start, template.header)
+    if not (text.startswith(prompt) and text.startswith(turn) and end > start):
         return None
-    return len(prompt), end
+    return start, end
+
+
+def _skip_header(text: str, start: int, header: str) -> int:
+    """Return the index after the header at ``start``, or ``start`` if there is no header."""
+    rest = text[start:].lstrip()
+    if not rest.startswith(header):
+        return start
+    after_header = rest.removeprefix(header).lstrip()
+    return len(text) - len(after_header)
 
 
 def _located_span(
-    template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    index: int,
+    text: str,
+    later: Sequence[_Piece] = (),
 ) -> Span | None:
-    """Locate a response by the text before and after its placeholder; None if this is ambiguous."""
+    """Locate a response by the text before and after its placeholder; None if this is ambiguous.
+
+    The placeholder has no tool calls, and some templates show no results without their calls. So
+    each piece of the messages that follow must be in the text after the placeholder.
+    """
     message = messages[index]
     other = [
         *messages[:index],
@@ -393,10 +431,12 @@ def _located_span(
         or end <= len(before)
     ):
         return None
-    content = "".join(content_texts(message))
-    if "tool_calls" not in message and text[len(before) : end].strip() != content.strip():
-        return None
-    return len(before), end
+    if "tool_calls" in message:
+        is_certain = all(_find(after, piece, 0) >= 0 for piece in later)
+    else:
+        content = "".join(content_texts(message))
+        is_certain = text[len(before) : end].strip() == content.strip()
+    return (len(before), end) if is_certain else None
 
 
 def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:

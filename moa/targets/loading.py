@@ -190,7 +190,7 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
     names = [*weight_map.values()] if isinstance(weight_map, dict) else [weight_map]
     names += [name for name in [getattr(config, "transformers_weights", None)] if name is not None]
-    known = {file.name for file in weights} | {index.name}
+    known = [*(file.name for file in weights), index.name]
     if wrong := [name for name in names if name not in known]:
         raise TargetError(
             f"{folder}: in its index or config.json, weights are said to be in "

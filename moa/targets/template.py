@@ -156,8 +156,12 @@ class ChatTemplate:
         self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
         # The text after the last response: an end-of-turn token, and in some templates a further
         # token that ends the whole text, such as Phi-3's <|endoftext|>.
-        self.text_after_last = self._text_after([user, _ANSWER]).rstrip()
+        after_last = self._text_after([user, _ANSWER])
+        self.text_after_last = after_last.rstrip()
+        # The white space after the last response, if the template writes nothing else there.
+        self.space_after_last = "" if self.text_after_last else after_last
         self.end_of_turn = self._find_end_of_turn(plain or "")
+        self.header = self._find_header(plain or "", prompt or "")
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
         self._with_tools = (
             ChatTemplate(tokenizer, arguments, where, uses_tools=True)
@@ -206,6 +210,28 @@ class ChatTemplate:
             end = further
             further = self._control_token_end(last, end)
         return last[:end]
+
+    def _find_header(self, plain: str, prompt: str) -> str:
+        """Return the text that stands before a response, in prompts and in chats.
+
+        It begins after the end of the user's turn, without white space around it.
+
+        Args:
+            plain: rendering of a chat with one user message.
+            prompt: the same with a generation prompt.
+        """
+        chat = self._try_render([_message("user"), _ANSWER]) or ""
+        if not (prompt.startswith(plain) and chat.startswith(plain)):
+            return ""
+        before_response = chat.removeprefix(plain).partition(PLACEHOLDER)[0]
+        generation_prompt = prompt.removeprefix(plain)
+        n_equal = 0
+        for character, expected in zip(generation_prompt, before_response, strict=False):
+            if character != expected:
+                break
+            n_equal += 1
+        header = generation_prompt[:n_equal]
+        return header.strip().removeprefix(self.end_of_turn.strip()).strip()
 
     def _control_token_end(self, text: str, start: int) -> int:
         """Return where the control token ends that follows ``start`` and white space; 0 if none."""

@@ -93,9 +93,20 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [chat("Hi")])
     (tmp_path / "README.md").write_text("notes")
     assert len(list(ChatSource(str(tmp_path), None).rows())) == 1
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    with pytest.raises(DatasetError, match=r"holds b\.jsonl\.gz, .* Unpack"):
-        ChatSource(str(tmp_path), None)
+    packed = gzip.compress((tmp_path / "a.jsonl").read_bytes())
+    for name in ("b.jsonl.gz", "b.jsonlines", "b.csv", "b.jsonl.lz4"):
+        (tmp_path / name).write_bytes(packed)
+        with pytest.raises(DatasetError) as caught:
+            ChatSource(str(tmp_path), None)
+        assert f"holds {name}, " in str(caught.value)
+        (tmp_path / name).unlink()
+
+
+def test_a_completion_that_is_marked_as_undesired_is_rejected() -> None:
+    columns = Columns.parse(["prompt-completion"])
+    row = {"prompt": "Hi", "completion": "Go away.", "label": False}
+    rejected(columns.apply(row), RejectReason.MARKED_UNTRAINED)
+    assert columns.apply(row | {"label": True})["messages"]
 
 
 def test_what_an_object_says_of_all_rows_is_not_dropped(tmp_path: Path) -> None:
@@ -103,9 +114,11 @@ def test_what_an_object_says_of_all_rows_is_not_dropped(tmp_path: Path) -> None:
     content: dict[str, Any] = {"version": "1", "data": [chat("Hi")]}
     file.write_text(json.dumps(content))
     assert len(list(ChatSource(str(file), None).rows())) == 1
-    file.write_text(json.dumps(content | {"system": "You are a pirate."}))
-    with pytest.raises(DatasetError, match="'system' beside the rows in 'data'"):
-        list(ChatSource(str(file), None).rows())
+    for key in ("system", "systemPrompt", "history"):
+        file.write_text(json.dumps(content | {key: "You are a pirate."}))
+        with pytest.raises(DatasetError) as caught:
+            list(ChatSource(str(file), None).rows())
+        assert f"{key!r} beside the rows in 'data'" in str(caught.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])

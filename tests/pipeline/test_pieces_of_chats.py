@@ -329,6 +329,7 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(
     {"weight": 0}, {"compute_loss": False}, {"Train": False}, {"do_not_train": 1},
     {"train": False}, {"trainable": False}, {"training": False}, {"loss": False},
     {"loss": "false"}, {"loss_mask": 0}, {"loss_mask": [1, 1, 0]}, {"masked": True},
+    {"train_on_last": True}, {"train_last_only": True}, {"mask_history": True},
     {"ignore_loss": True},
     {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
     {"isTrainable": False}, {"computeLoss": False}, {"lossWeight": 0}, {"skipTraining": True},
@@ -830,6 +831,30 @@ def test_what_a_row_has_besides_its_chat_is_named() -> None:
         "not part of the tokens"
     ]
     assert Sequences.from_arrow(sequences.to_arrow()).beside == sequences.beside
+
+
+def test_the_name_of_a_call_is_not_taken_for_the_name_of_a_speaker() -> None:
+    row = {"messages": [ASKS | {"name": "Bob"}, ANSWERS]}
+    found = tokenize_row(template_of("qwen2.5"), row, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("message key name",)
+
+
+@pytest.mark.parametrize(
+    ("message", "row"),
+    [
+        ({"channel": "analysis"}, {}),
+        ({"analysis": "It is a sum."}, {}),
+        ({}, {"available_functions": [{"name": "look_up"}]}),
+    ],
+)
+def test_content_of_a_message_that_is_not_its_answer_is_rejected(
+    message: dict[str, Any], row: dict[str, Any]
+) -> None:
+    found = tokenize_row(template_of("qwen2.5"), {"messages": [ASKS, ANSWERS | message], **row}, 99)
+    rejected(found, RejectReason.CONTENT_NOT_READ)
+    harmless = {"messages": [ASKS, ANSWERS | {"channel": "final"}], "channel": "chat"}
+    assert isinstance(tokenize_row(template_of("qwen2.5"), harmless, 99), TokenizedChat)
 
 
 @pytest.mark.parametrize(

@@ -265,9 +265,31 @@ def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none(
     assert not template.text_after_last
     chat = tokenize_chat(template, turns("q", "one", "q", "two"), 100)
     assert marked_texts(template.tokenizer, chat) == ["one<|im_end|>", "two"]
+    chat = tokenize_chat(template, turns("q", "one\n", "q", "two \n"), 100)
+    assert marked_texts(template.tokenizer, chat) == ["one\n<|im_end|>", "two \n"]
     never = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}", "}}")
     template = ChatTemplate(build_tokenizer(never, None, "<|im_end|>"))
     assert template.end_of_turn == ""  # the header of the next turn is not an end of turn
+
+
+def test_a_header_without_a_generation_prompt_is_not_trained() -> None:
+    """Some templates write no generation prompt after a response, but the header of the next one."""
+    conditional = CHATML_TEMPLATE.replace(
+        "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'"
+    )
+    assert conditional != CHATML_TEMPLATE
+    template = ChatTemplate(build_tokenizer(conditional, None, "<|im_end|>"))
+    messages = turns("q", "one", "q", "two")
+    messages.insert(2, {"role": "assistant", "content": "more"})
+    chat = tokenize_chat(template, messages, 100)
+    expected = ["one<|im_end|>", "more<|im_end|>", "two<|im_end|>"]
+    assert marked_texts(template.tokenizer, chat) == expected
+
+
+def test_a_first_response_whose_end_of_turn_is_unlike_the_last_one_is_rejected() -> None:
+    template = ChatTemplate(build_tokenizer(HARMONY_TEMPLATE, None, "<|return|>"))
+    messages = [{"role": "assistant", "content": "Hello."}, *turns("q", "one")]
+    rejected(tokenize_chat(template, messages, 200), RejectReason.TEMPLATE_REWRITES_RESPONSE)
 
 
 def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
